@@ -22,6 +22,7 @@ from pathlib import Path
 from tinsmith import BUILTIN_LOSSES, AdamParams, BackendContext, CreateModel, LoraConfig, ModelState, OptimStep
 from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.workers import TrainingProgram
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 
@@ -115,7 +116,7 @@ def measure(directory: Path, state_mib: int, buffer_mib: int, ranks: int) -> str
         after_s = timed(step)
         save(state, directory)
         checkpoint_s = time.perf_counter() - started
-        peaks, settled = zip(*backend.ranks.call("capture_bytes"), strict=True)
+        peaks, settled = zip(*backend.ranks.call(TrainingProgram.capture_bytes), strict=True)
         grown, engine_grown = of_ranks.grown() - own, of_engine.grown()
         del state
         gc.collect()

@@ -66,7 +66,6 @@ BOUNDARIES: Final = {
     "worker.make": "a worker makes the backend's program",
     "worker.compute": "a worker runs a method of the program",
     "worker.write_state": "a worker makes its part of a captured state durable",
-    "worker.send_part": "a worker sends one item of an answer that comes in parts",
     "worker.send_answer": "a worker sends its answer",
 }
 """Every boundary and what happens in it."""

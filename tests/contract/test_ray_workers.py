@@ -69,12 +69,12 @@ class TestRay(WorkersContract):
 def outcome(address: str, authentication: Mapping[str, str], directory: Path) -> str:
     """Start two workers in a process of its own, in a directory. Returns what it printed last."""
     code = f"""
-        from tinsmith.testing.workers_contract import no_progress
+        from tinsmith.testing.workers_contract import Program, no_progress
         from tinsmith.workers import WorkerGroup, WorkersConfig
         config = WorkersConfig(launcher="ray", ray_address={address!r}, nproc_per_node=2, start_timeout_s={START_S})
         try:
             group = WorkerGroup({PROGRAM!r}, config, no_progress)
-            print([place["rank"] for place in group.call("place")])
+            print([place["rank"] for place in group.call(Program.place)])
             group.close()
         except Exception as error:
             print(f"{{type(error).__name__}}: {{error}}")

@@ -22,7 +22,15 @@ from tinsmith import ConfigError
 from tinsmith.commands.worker import worker
 from tinsmith.testing import Nursery, WorkersContract
 from tinsmith.testing.ports import hold_port
-from tinsmith.testing.workers_contract import PROGRAM, OfAMissingPackage, all_end, no_progress, wait_until_ended
+from tinsmith.testing.workers_contract import (
+    PROGRAM,
+    Group,
+    OfAMissingPackage,
+    Program,
+    all_end,
+    no_progress,
+    wait_until_ended,
+)
 from tinsmith.workers import Launch, MakeLauncher, WorkerDiedError, WorkerGroup, WorkersConfig
 from tinsmith.workers.channel import Channel
 from tinsmith.workers.code import code_of
@@ -50,7 +58,7 @@ class TestForkedWorkers(WorkersContract):
 
 def test_local_processes(capfd: pytest.CaptureFixture[str]) -> None:
     group = WorkerGroup(PROGRAM, WorkersConfig(nproc_per_node=2), no_progress)
-    assert [place["rank"] for place in group.call("place")] == [0, 1]
+    assert [place["rank"] for place in group.call(Program.place)] == [0, 1]
     all_end(group)
 
     def with_a_wrong_key(launch: Launch) -> LocalProcesses:
@@ -103,11 +111,11 @@ def test_workers_have_expandable_segments_unless_the_operator_says_how_to_alloca
     assert {name for name in os.environ if "ALLOC_CONF" in name} == theirs.keys()
 
 
-@pytest.mark.parametrize("call", ['"hang", -1', '"hold_the_interpreter"'])
+@pytest.mark.parametrize("call", ["Program.hang, -1", "Program.hold_the_interpreter"])
 def test_workers_end_with_a_killed_engine(call: str) -> None:
     """They are in the middle of a call, perhaps in native code, and nothing but a closed connection tells them."""
     code = f"""
-        from tinsmith.testing.workers_contract import no_progress
+        from tinsmith.testing.workers_contract import Program, no_progress
         from tinsmith.workers import WorkerGroup, WorkersConfig
         group = WorkerGroup({PROGRAM!r}, WorkersConfig(nproc_per_node=1), no_progress)
         print(*group.pids, flush=True)
@@ -139,7 +147,7 @@ def scheduled(monkeypatch: pytest.MonkeyPatch, nnodes: int = 2, **settings: Any)
 
 class Engine:
     def __init__(self, config: WorkersConfig) -> None:
-        self.group: WorkerGroup | None = None
+        self.group: Group | None = None
         self.error: Exception | None = None
         self._address: str = ""
         self._listens = threading.Event()
@@ -162,7 +170,7 @@ class Engine:
         assert self._listens.wait(WAIT_S)
         return self._address
 
-    def started(self) -> WorkerGroup:
+    def started(self) -> Group:
         self.thread.join(WAIT_S)
         assert self.group is not None, self.error
         return self.group
@@ -185,7 +193,7 @@ def test_tinsmith_worker_joins_from_another_machine(monkeypatch: pytest.MonkeyPa
     ):
         group = engine.started()
         array = np.arange(1 << 18, dtype=np.float64)
-        ((received,),) = group.call("echo", array)
+        ((received,),) = group.call(Program.echo, array)
         np.testing.assert_array_equal(received, array)
         group.close()
         assert machine.wait(WAIT_S) == 0
@@ -200,7 +208,7 @@ def test_a_host_whose_worker_dies_ends_the_others_and_joins_again(monkeypatch: p
         pids = group.pids
         os.kill(pids[0], 9)
         with pytest.raises(WorkerDiedError):
-            group.call("hang", 0)
+            group.call(Program.hang, 0)
         all_end(group)
         again = WorkerGroup(PROGRAM, config, no_progress)
         assert not set(again.pids) & set(pids)

@@ -16,6 +16,7 @@ from gpu_harness import (
     scored,
     step,
 )
+from observed_rank import ObservedRank
 
 from tinsmith.backend import TrainingBackend
 
@@ -72,10 +73,10 @@ def test_new_packings_compile_nothing(compiled: TrainingBackend) -> None:
     models = [f"packed-{number}" for number in range(16)]
     add_models(compiled, models)
     scored(compiled, passes(models, seed=50))
-    before = compiled.ranks.call("graphs")
+    before = compiled.ranks.call(ObservedRank.graphs)
     for number in range(10):
         scored(compiled, passes(models, seed=51 + number, tokens=1200 + 61 * number))
-    assert compiled.ranks.call("graphs") == before
+    assert compiled.ranks.call(ObservedRank.graphs) == before
     assert [breaks for _, breaks in before] == [0]
     unload(models, compiled)
 
@@ -84,9 +85,9 @@ def test_a_sleeper_holds_nothing_and_goes_on_with_the_same_bits(eager: TrainingB
     add_models(eager, ["restless"])
     work = passes(["restless"], seed=7)
     expected = scored(eager, work)
-    (awake,) = eager.ranks.call("reserved")
+    (awake,) = eager.ranks.call(ObservedRank.reserved)
     eager.sleep()
-    (asleep,) = eager.ranks.call("reserved")
+    (asleep,) = eager.ranks.call(ObservedRank.reserved)
     eager.wake()
     assert asleep < awake
     assert farthest(scored(eager, work), expected) == 0

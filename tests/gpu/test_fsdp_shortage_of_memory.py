@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from gpu_harness import ON_CPU, add_models, farthest, observed, passes, scored
+from observed_rank import ObservedRank
 
 from tinsmith.errors import OutOfMemoryError
 from tinsmith.workers import WorkerDiedError
@@ -20,7 +21,7 @@ def test_a_pass_without_memory_changes_nothing_or_ends_the_rank(models: Mapping[
         add_models(backend, names)
         few, many = passes(names[:1], seed=1), passes(names, seed=3, tokens=60_000)
         expected = scored(backend, few)
-        backend.ranks.call("leave_room", ROOM)
+        backend.ranks.call(ObservedRank.leave_room, ROOM)
         if not RECOVERS:
             with pytest.raises(WorkerDiedError, match="out of memory"):
                 backend.forward_backward(many)
@@ -29,5 +30,5 @@ def test_a_pass_without_memory_changes_nothing_or_ends_the_rank(models: Mapping[
             scored(backend, many)  # in halves
         except OutOfMemoryError:
             assert not any(backend.capture_state(each).gradients for each in names[1:])
-        backend.ranks.call("leave_room", None)
+        backend.ranks.call(ObservedRank.leave_room, None)
         assert farthest(scored(backend, few), expected) == 0

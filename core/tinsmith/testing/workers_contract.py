@@ -16,7 +16,7 @@ import pytest
 
 from tinsmith import failpoints
 from tinsmith.errors import ConfigError, ServerError
-from tinsmith.testing.workers_program import FAILURE, state_tensor
+from tinsmith.testing.workers_program import FAILURE, Program, state_tensor
 from tinsmith.workers import MakeLauncher, StateFiles, WorkerDiedError, WorkerGroup, WorkersConfig
 
 PROGRAM: Final = "tinsmith.testing.workers_program:Program"
@@ -26,12 +26,12 @@ _LARGE: Final = 1 << 19  # float64: 4 MiB
 _SHAPES: Final = {"square": (6, 4), "vector": (5,), "row": (1, 3)}  # of a state
 _SHARD_BYTES: Final = 100  # more than one tensor, less than two
 
+Group = WorkerGroup[Program]
+
 BEFORE_THE_RANK_IS_KNOWN: Final = ("worker.join.before", "worker.join.after", "worker.make.before")
 DURING_A_CALL: Final = (
     "worker.compute.before",
     "worker.compute.after",
-    "worker.send_part.before",
-    "worker.send_part.after",
     "worker.send_answer.before",
 )
 
@@ -52,20 +52,22 @@ class WorkersContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def group(cls, workers_config: WorkersConfig, launch_with: MakeLauncher | None) -> Iterator[WorkerGroup]:
+    def group(cls, workers_config: WorkersConfig, launch_with: MakeLauncher | None) -> Iterator[Group]:
         """A group that no test breaks."""
-        group = WorkerGroup(PROGRAM, workers_config, no_progress, launch_with=launch_with)
+        group: Group = WorkerGroup(PROGRAM, workers_config, no_progress, launch_with=launch_with)
         yield group
         group.close()
 
     @pytest.fixture
     def make_group(
         self, workers_config: WorkersConfig, launch_with: MakeLauncher | None
-    ) -> Iterator[Callable[..., WorkerGroup]]:
-        made: list[WorkerGroup] = []
+    ) -> Iterator[Callable[..., Group]]:
+        made: list[Group] = []
 
-        def make(program: str = PROGRAM, **environment: str) -> WorkerGroup:
-            group = WorkerGroup(program, workers_config, no_progress, environment=environment, launch_with=launch_with)
+        def make(program: str = PROGRAM, **environment: str) -> Group:
+            group: Group = WorkerGroup(
+                program, workers_config, no_progress, environment=environment, launch_with=launch_with
+            )
             made.append(group)
             return group
 
@@ -75,16 +77,16 @@ class WorkersContract:
 
     # calls
 
-    def test_each_worker_has_a_rank_of_its_own(self, group: WorkerGroup) -> None:
-        places = group.call("place")
+    def test_each_worker_has_a_rank_of_its_own(self, group: Group) -> None:
+        places = group.call(Program.place)
         assert [place["rank"] for place in places] == list(range(NUM_WORKERS))
         assert {place["num_workers"] for place in places} == {NUM_WORKERS}
         assert sorted(place["local_rank"] for place in places) == list(range(NUM_WORKERS)), "one host"
         assert {place["local_size"] for place in places} == {NUM_WORKERS}
         assert len(set(group.pids)) == NUM_WORKERS
 
-    def test_the_first_keeps_a_port_at_which_all_can_meet(self, group: WorkerGroup) -> None:
-        first, *others = group.call("place")
+    def test_the_first_keeps_a_port_at_which_all_can_meet(self, group: Group) -> None:
+        first, *others = group.call(Program.place)
         assert first["keeps_port"] == first["meeting"][1]
         assert all(other["meeting"] == first["meeting"] and not other["keeps_port"] for other in others)
         with socket.socket() as framework:
@@ -93,118 +95,115 @@ class WorkersContract:
             framework.listen()
 
     @pytest.mark.parametrize("size", [0, 1, 1000, _LARGE])
-    def test_values_arrive_as_they_are(self, group: WorkerGroup, size: int) -> None:
+    def test_values_arrive_as_they_are(self, group: Group, size: int) -> None:
         values = np.random.default_rng(0).normal(size=size)
         sent = {"array": values, "reversed": values[::-1], "text": "zwölf", "nested": [np.arange(3), None]}
-        for (received,) in group.call("echo", sent):
+        for (received,) in group.call(Program.echo, sent):
             np.testing.assert_array_equal(received["array"], values)
             np.testing.assert_array_equal(received["reversed"], values[::-1])
             np.testing.assert_array_equal(received["nested"][0], np.arange(3))
             assert received["text"] == "zwölf"
 
-    def test_each_worker_gets_its_own_arguments(self, group: WorkerGroup) -> None:
+    def test_each_worker_gets_its_own_arguments(self, group: Group) -> None:
         own = [(rank, np.full(4, rank)) for rank in range(NUM_WORKERS)]
-        for (rank, array), (same, received) in zip(own, group.call_each("echo", own), strict=True):
+        for (rank, array), (same, received) in zip(own, group.call_each(Program.echo, own), strict=True):
             assert rank == same
             np.testing.assert_array_equal(received, array)
 
     @pytest.mark.parametrize("size", [10, _LARGE])
-    def test_what_a_worker_writes_into_an_array_is_seen_by_none_else(self, group: WorkerGroup, size: int) -> None:
+    def test_what_a_worker_writes_into_an_array_is_seen_by_none_else(self, group: Group, size: int) -> None:
         sent = np.ones(size)
-        for rank, (total, array) in enumerate(group.call("scribble", sent)):
+        for rank, (total, array) in enumerate(group.call(Program.scribble, sent)):
             assert total == size
             assert set(array) == {rank}
         assert set(sent) == {1.0}
 
-    def test_parts_come_from_every_worker_in_its_order(self, group: WorkerGroup) -> None:
-        found: dict[int, list[int]] = {rank: [] for rank in range(NUM_WORKERS)}
-        for rank, part in group.stream("count", 20):
-            found[rank].append(int(part[0]))
-        assert found == {rank: list(range(20)) for rank in range(NUM_WORKERS)}
-        assert group.call("echo", 1) == [(1,)] * NUM_WORKERS, "nothing is left of the stream"
-
     def test_progress_is_reported(self, workers_config: WorkersConfig, launch_with: MakeLauncher | None) -> None:
         found: list[tuple[str, float | None]] = []
-        group = WorkerGroup(PROGRAM, workers_config, lambda *what: found.append(what), launch_with=launch_with)
+        group: Group = WorkerGroup(PROGRAM, workers_config, lambda *what: found.append(what), launch_with=launch_with)
         assert found[-1] == ("starting workers", 1.0)
-        group.call("work", 4)
+        group.call(Program.work, 4)
         assert found.count(("working", 0.75)) == NUM_WORKERS
         group.close()
 
     # failures
 
-    def test_a_program_that_cannot_be_made_is_the_operators_business(
-        self, make_group: Callable[..., WorkerGroup]
-    ) -> None:
+    def test_a_program_that_cannot_be_made_is_the_operators_business(self, make_group: Callable[..., Group]) -> None:
         with pytest.raises(ConfigError, match=r"^this program cannot be made$"):
             make_group("tinsmith.testing.workers_program:Misconfigured")
 
-    def test_a_wrong_setting_found_in_a_call_is_too(self, make_group: Callable[..., WorkerGroup]) -> None:
+    def test_a_wrong_setting_found_in_a_call_is_too(self, make_group: Callable[..., Group]) -> None:
         group = make_group()
         with pytest.raises(ConfigError, match=r"^the value of rank 1 is wrong$"):
-            group.call("misconfigured", 1)
+            group.call(Program.misconfigured, 1)
         all_end(group)
 
-    def test_a_bug_ends_the_group_and_is_shown_with_its_traceback(self, make_group: Callable[..., WorkerGroup]) -> None:
+    def test_a_bug_ends_the_group_and_is_shown_with_its_traceback(self, make_group: Callable[..., Group]) -> None:
         group = make_group()
         with pytest.raises(WorkerDiedError, match=r"(?s)worker 1 of 2 .* failed in broken:.*ZeroDivisionError: a bug"):
-            group.call("broken", 1)
+            group.call(Program.broken, 1)
         with pytest.raises(WorkerDiedError, match="ZeroDivisionError"):
-            group.call("echo")
+            group.call(Program.echo)
         all_end(group)
 
-    def test_a_call_that_a_worker_cannot_read_is_told(self, make_group: Callable[..., WorkerGroup]) -> None:
+    def test_only_public_methods_of_the_program_are_called(self, make_group: Callable[..., Group]) -> None:
+        group = make_group()
+        with pytest.raises(WorkerDiedError, match="the program Program has no public method '__setattr__'"):
+            group.call(Program.__setattr__, "place", None)
+        all_end(group)
+
+    def test_a_call_that_a_worker_cannot_read_is_told(self, make_group: Callable[..., Group]) -> None:
         """A package may be missing on its machine."""
         group = make_group()
         with pytest.raises(
             WorkerDiedError, match=r"(?s)failed in echo:.*cannot be read on this machine.*no_such_package"
         ):
-            group.call("echo", OfAMissingPackage())
+            group.call(Program.echo, OfAMissingPackage())
         all_end(group)
 
     @pytest.mark.parametrize("point", BEFORE_THE_RANK_IS_KNOWN)
-    def test_workers_that_die_while_they_start(self, make_group: Callable[..., WorkerGroup], point: str) -> None:
+    def test_workers_that_die_while_they_start(self, make_group: Callable[..., Group], point: str) -> None:
         with pytest.raises(WorkerDiedError, match=r"did not start|died before it had answered its start"):
             make_group(**{failpoints.VARIABLE: f"{point}=kill"})
 
     @pytest.mark.parametrize("rank", range(NUM_WORKERS))
     @pytest.mark.parametrize("point", DURING_A_CALL)
     def test_a_death_ends_the_call_and_all_others(
-        self, make_group: Callable[..., WorkerGroup], point: str, rank: int
+        self, make_group: Callable[..., Group], point: str, rank: int
     ) -> None:
         """Also while the others wait for the dead one, as in a collective."""
         group = make_group(**{failpoints.VARIABLE: "", FAILURE: f"{rank}:{point}=kill"})
         with pytest.raises(WorkerDiedError, match=rf"worker {rank} of 2 \(process \d+ on .*\) died before"):
-            list(group.stream("count_or_hang", rank))
+            group.call(Program.hang, rank)
         with pytest.raises(WorkerDiedError, match=f"worker {rank} of 2"):
-            group.call("echo")
+            group.call(Program.echo)
         all_end(group)
 
     @pytest.mark.parametrize("rank", range(NUM_WORKERS))
-    def test_a_death_between_calls_ends_the_next_one(self, make_group: Callable[..., WorkerGroup], rank: int) -> None:
+    def test_a_death_between_calls_ends_the_next_one(self, make_group: Callable[..., Group], rank: int) -> None:
         group = make_group()
         os.kill(group.pids[rank], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=rf"worker {rank} of 2"):
-            group.call("hang", rank)
+            group.call(Program.hang, rank)
         all_end(group)
 
-    def test_a_new_group_starts_after_a_death(self, make_group: Callable[..., WorkerGroup]) -> None:
+    def test_a_new_group_starts_after_a_death(self, make_group: Callable[..., Group]) -> None:
         group = make_group()
         os.kill(group.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
-            group.call("echo")
+            group.call(Program.echo)
         group.close()
-        assert make_group().call("echo", 1) == [(1,)] * NUM_WORKERS
+        assert make_group().call(Program.echo, 1) == [(1,)] * NUM_WORKERS
 
     # a state that the workers write themselves
 
-    def test_workers_write_a_state_while_it_changes(self, group: WorkerGroup, tmp_path: Path) -> None:
+    def test_workers_write_a_state_while_it_changes(self, group: Group, tmp_path: Path) -> None:
         files = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
         files.check()
         capture = files.capture("m", _SHAPES, ("weights", "adam_m", "adam_v"))
-        group.call("train", "m")
+        group.call(Program.train, "m")
         later = files.capture("m", _SHAPES, ("weights",))
-        group.call("train", "m")
+        group.call(Program.train, "m")
         for kind, prefix in (("weights", ""), ("adam_m", "adam_m."), ("adam_v", "adam_v.")):
             found = capture.tensors(kind)  # type: ignore[arg-type]  # one of the literals
             for name, shape in _SHAPES.items():
@@ -212,7 +211,7 @@ class WorkersContract:
         for name, shape in _SHAPES.items():
             np.testing.assert_array_equal(later.tensors("weights")[name], state_tensor(name, shape) + np.float32(1))
 
-    def test_a_state_that_nobody_needs_leaves_nothing(self, group: WorkerGroup, tmp_path: Path) -> None:
+    def test_a_state_that_nobody_needs_leaves_nothing(self, group: Group, tmp_path: Path) -> None:
         (tmp_path / "state" / "killed").mkdir(parents=True)
         (tmp_path / "state" / "killed.lock").touch()
         replay = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
@@ -227,7 +226,7 @@ class WorkersContract:
         files.capture("m", _SHAPES, ("weights",))
         assert not list(own.iterdir())
 
-    def test_a_disk_that_refuses_is_told_to_the_reader(self, group: WorkerGroup, tmp_path: Path) -> None:
+    def test_a_disk_that_refuses_is_told_to_the_reader(self, group: Group, tmp_path: Path) -> None:
         files = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
         rmtree(tmp_path / "state")
         with pytest.raises(ServerError, match=r"could not be written to disk: No such file or directory"):
@@ -236,7 +235,7 @@ class WorkersContract:
     @pytest.mark.parametrize("rank", range(NUM_WORKERS))
     @pytest.mark.parametrize("point", ["worker.write_state.before", "worker.write_state.after"])
     def test_a_death_while_a_state_is_written_is_told_to_the_reader(
-        self, make_group: Callable[..., WorkerGroup], point: str, rank: int, tmp_path: Path
+        self, make_group: Callable[..., Group], point: str, rank: int, tmp_path: Path
     ) -> None:
         group = make_group(**{failpoints.VARIABLE: "", FAILURE: f"{rank}:{point}=kill"})
         files = StateFiles(group, tmp_path / "state", shard_bytes=_SHARD_BYTES)
@@ -246,11 +245,11 @@ class WorkersContract:
 
     # the end
 
-    def test_closing_ends_all_workers(self, make_group: Callable[..., WorkerGroup]) -> None:
+    def test_closing_ends_all_workers(self, make_group: Callable[..., Group]) -> None:
         group = make_group()
         all_end(group)
         with pytest.raises(WorkerDiedError, match="have been ended"):
-            group.call("echo")
+            group.call(Program.echo)
         group.close()
 
 
@@ -263,7 +262,7 @@ def no_progress(stage: str, fraction: float | None) -> None:
     del stage, fraction
 
 
-def all_end(group: WorkerGroup) -> None:
+def all_end(group: Group) -> None:
     """Close the group and wait for its workers' end."""
     pids = group.pids
     group.close()

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,13 +12,13 @@ from tinsmith import failpoints
 from tinsmith.errors import ConfigError
 from tinsmith.huggingface import Kind, StoredTensor, Targets
 from tinsmith.operations import Array, FloatArray
-from tinsmith.workers import Slice, StateWriter, Worker, Written
+from tinsmith.workers import Slice, StateProgram, StateWriter, Worker, Written
 
 FAILURE: Final = "_TINSMITH_TEST_FAILURE"
 """Environment variable, "<rank>:<specification of failpoints>": what one worker arms as soon as it knows its rank."""
 
 
-class Program:
+class Program(StateProgram):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         rank, _, failure = os.environ.get(FAILURE, "").partition(":")
@@ -47,10 +47,6 @@ class Program:
         array[...] = self._worker.rank
         return before, array
 
-    def count(self, number: int) -> Iterator[Array]:
-        for index in range(number):
-            yield np.full(3, index)
-
     def work(self, stages: int) -> None:
         for stage in range(stages):
             self._worker.report("working", stage / stages)
@@ -64,10 +60,6 @@ class Program:
         if self._worker.rank == rank:
             msg = "a bug"
             raise ZeroDivisionError(msg)
-
-    def count_or_hang(self, counting_rank: int) -> Iterator[Array]:
-        self.hang(counting_rank)
-        return self.count(3)
 
     # a state whose rows are divided over the workers
 

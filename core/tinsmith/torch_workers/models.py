@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Final, Generic, TypeVar, get_args
 
 import torch
@@ -16,11 +17,9 @@ from tinsmith.huggingface.state_files import Kind, Targets
 from tinsmith.operations import AdamParams, FloatArray
 from tinsmith.torch_workers.transfers import to_host
 from tinsmith.workers.adapter_layout import AdapterLayout
-from tinsmith.workers.adapter_models import AdapterState
-from tinsmith.workers.full_models import FullState
+from tinsmith.workers.program import AdapterState, FullState, ModelStep, TrainingProgram
 from tinsmith.workers.sequences import NotFinite
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
-from tinsmith.workers.training_backend import ModelStep
 
 _KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
@@ -88,10 +87,10 @@ class FullModelOfWorker(ABC):
 Full = TypeVar("Full", bound=FullModelOfWorker)
 
 
-class ModelsOfWorker(ABC, Generic[Full]):
+class ModelsOfWorker(TrainingProgram, Generic[Full]):
     """A worker's models. A subclass makes them, runs their passes and steps adapters.
 
-    Its methods are called by the engine, with the same calls on every worker.
+    All workers get the same calls.
     """
 
     def __init__(self, device: torch.device, capture_buffer_bytes: int, *, speaks: bool) -> None:
@@ -106,7 +105,6 @@ class ModelsOfWorker(ABC, Generic[Full]):
         """Step these LoRA models, but for refused ones, and return the norms of their gradients before clipping."""
 
     def unload_model(self, model_id: str) -> None:
-        """Free this worker's part of the model, which may be missing if creating the model failed."""
         self._adapters.pop(model_id, None)
         if model_id in self._full:
             self._settle(model_id)
@@ -150,18 +148,19 @@ class ModelsOfWorker(ABC, Generic[Full]):
     def full_state(self, model_id: str) -> FullState:
         return self._full[model_id].state()
 
-    def capture(self, capture_id: str, model_id: str, targets: Targets, ended: Sequence[str]) -> None:
-        """Begin to write this worker's part to the files."""
+    def sees(self, file: Path) -> bool:
+        return file.exists()
+
+    def capture(self, capture_id: str, owner: str, targets: Targets, ended: Sequence[str]) -> None:
         self._state_writer.forget(ended)
-        model = self._full[model_id]
+        model = self._full[owner]
         model.begin_copying()
-        self._state_writer.begin(capture_id, model_id, model.slices(targets))
+        self._state_writer.begin(capture_id, owner, model.slices(targets))
 
     def captured(self, capture_id: str) -> Written:
         return self._state_writer.written(capture_id)
 
     def capture_bytes(self) -> tuple[int, int]:
-        """Return the most that has been in the buffer of captures, and what this thread has copied into it so far."""
         return self._state_writer.peak_bytes, self._state_writer.settled_bytes
 
     def restore_full(self, model_id: str, state: FullState, stored: Targets) -> None:
@@ -186,7 +185,6 @@ class ModelsOfWorker(ABC, Generic[Full]):
         return () if gradient is None else (gradient,)
 
     def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
-        """Step the models, but for refused ones, and return the norms of their gradients before clipping."""
         own = [step for step in steps if step.model_id not in self._full]
         norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
         for step in steps:

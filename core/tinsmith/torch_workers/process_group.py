@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, and not in its __all__
 
 from tinsmith.backend import Device
-from tinsmith.workers import count_gpus, lacks_gpus
+from tinsmith.workers import WorkerDevice, count_gpus, lacks_gpus
 from tinsmith.workers.serving import Worker
-from tinsmith.workers.training_backend import WorkerDevice
 
 _TIMEOUT = timedelta(minutes=30)  # per collective; a dead rank is noticed long before, by its connection
 _REMEDY: Final = (

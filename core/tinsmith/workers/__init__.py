@@ -5,12 +5,22 @@ names exported here are public: plugins may import this module besides `tinsmith
 """
 
 from tinsmith.workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model
-from tinsmith.workers.adapter_models import AdapterModelState, AdapterState
+from tinsmith.workers.adapter_models import AdapterModelState
 from tinsmith.workers.config import LauncherName, WorkersConfig
-from tinsmith.workers.full_models import FullModelState, FullState
+from tinsmith.workers.full_models import FullModelState
 from tinsmith.workers.gpus import count_gpus, lacks_gpus
 from tinsmith.workers.group import WorkerDiedError, WorkerGroup
 from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
+from tinsmith.workers.program import (
+    AdapterState,
+    FullState,
+    LoadingProgram,
+    ModelStep,
+    SleepableProgram,
+    StateProgram,
+    TrainingProgram,
+    WorkerDevice,
+)
 from tinsmith.workers.sequences import (
     Answer,
     ExpertLoad,
@@ -26,13 +36,7 @@ from tinsmith.workers.sequences import (
 from tinsmith.workers.serving import Worker, alone, serve
 from tinsmith.workers.state_files import Capture, StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
-from tinsmith.workers.training_backend import (
-    ModelStep,
-    SleepableWorkersBackend,
-    WorkerDevice,
-    WorkersBackend,
-    agreed_device,
-)
+from tinsmith.workers.training_backend import SleepableWorkersBackend, WorkersBackend, agreed_device
 
 __all__ = [
     "AdapterLayout",
@@ -46,6 +50,7 @@ __all__ = [
     "Launch",
     "Launcher",
     "LauncherName",
+    "LoadingProgram",
     "MakeLauncher",
     "MicroBatch",
     "ModelPart",
@@ -54,11 +59,14 @@ __all__ = [
     "Pair",
     "Scored",
     "Segment",
+    "SleepableProgram",
     "SleepableWorkersBackend",
     "Slice",
     "Slot",
     "StateFiles",
+    "StateProgram",
     "StateWriter",
+    "TrainingProgram",
     "WholeLayout",
     "Worker",
     "WorkerDevice",

@@ -1,37 +1,24 @@
 """The engine's side of a fully trained model: has its workers write and read its state."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from tinsmith.backend import HostSnapshot, ModelState
 from tinsmith.huggingface.safetensors_files import StoredTensors
 from tinsmith.huggingface.state_files import Kind
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.workers.group import WorkerGroup
+from tinsmith.workers.program import FullState, TrainingProgram
 from tinsmith.workers.state_files import Capture, StateFiles
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullState:
-    """The training state of a fully trained model besides its tensors."""
-
-    step: int
-    moments: bool
-    pending: bool  # whether a gradient is pending
-
-
 class FullModelState:
-    """Captures and restores the state of one model.
-
-    Besides what `StateFiles` asks for, the workers' program has `full_state(model_id)`, which returns a `FullState`,
-    and `restore_full(model_id, state, targets)`.
-    """
+    """Captures and restores the state of one model."""
 
     def __init__(
         self,
         model_id: str,
         lora: LoraConfig,
-        workers: WorkerGroup,
+        workers: WorkerGroup[TrainingProgram],
         shapes: Mapping[str, tuple[int, ...]],
         files: StateFiles,
     ) -> None:
@@ -40,7 +27,7 @@ class FullModelState:
         self._shapes = dict(shapes)
 
     def capture(self) -> ModelState:
-        found: FullState = self._workers.call("full_state", self._model_id)[0]
+        found = self._workers.call(TrainingProgram.full_state, self._model_id)[0]
         kinds: tuple[Kind, ...] = ("weights",)
         kinds += ("adam_m", "adam_v") if found.moments else ()
         kinds += ("gradients",) if found.pending else ()
@@ -76,4 +63,4 @@ class FullModelState:
         }
         found = FullState(step=state.step, moments="adam_m" in stored, pending="gradients" in stored)
         places = {kind: each.stored for kind, each in stored.items()}
-        self._workers.call("restore_full", self._model_id, found, places)
+        self._workers.call(TrainingProgram.restore_full, self._model_id, found, places)

@@ -4,9 +4,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, TypeVarTuple
 
 from tinsmith.backend import Progress
 from tinsmith.errors import ConfigError
@@ -17,17 +17,26 @@ from tinsmith.workers.config import WorkersConfig
 from tinsmith.workers.front_door import FrontDoor, Joined
 from tinsmith.workers.keys import KEY, shared_key
 from tinsmith.workers.launching import COORDINATOR, Launch, Launcher, MakeLauncher, launcher
-from tinsmith.workers.messages import Answer, Call, Part, ProgressMade, Welcome, WorkerFailed
+from tinsmith.workers.messages import Answer, Call, ProgressMade, Welcome, WorkerFailed
 
 _STOP_S: Final = 10.0
+
+Program_co = TypeVar("Program_co", covariant=True)
+P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
+R = TypeVar("R")
 
 
 class WorkerDiedError(RuntimeError):
     """A worker died or failed, so the others' state is unknown. Not a TinsmithError: it is no result of a request."""
 
 
-class WorkerGroup:
-    """The workers of a backend, by rank. Threads take turns. After any exception it can only be closed."""
+class WorkerGroup(Generic[Program_co]):
+    """The workers of a backend, by rank. Threads take turns. After any exception it can only be closed.
+
+    Calls name a method of the program, or of an abstract class that it implements. What they send and return is that
+    method's.
+    """
 
     def __init__(
         self,
@@ -42,7 +51,8 @@ class WorkerGroup:
     ) -> None:
         """Start the workers and wait until all have made their program.
 
-        program: "package.module:Class". Each worker makes one, with a `Worker`, and calls its methods as asked.
+        program: "package.module:Class", which implements `Program_co`. Each worker makes one, with a `Worker`, and
+        calls its methods as asked.
         environment: more variables for the workers.
         gpus: whether each worker takes a GPU; None: if there are any. default_per_node: how many workers a machine has
         if `nproc_per_node` is not set.
@@ -86,55 +96,38 @@ class WorkerGroup:
 
     # calls
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:  # Any: as the method of the program
+    def call(self, method: Callable[Concatenate[Program_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call the method on every worker with the same arguments. Returns what each returned, by rank."""
-        with encoded(Call(method, arguments)) as message:
-            return self._answers(method, [message] * len(self))
+        with encoded(Call(method.__name__, args, kwargs)) as message:
+            return self._answers(method.__name__, [message] * len(self))
 
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, method: Callable[[Program_co, *Ts], R], arguments: Sequence[tuple[*Ts]]) -> list[R]:
         """Call the method with different arguments on each worker."""
-        return self._answers(method, [Call(method, own) for own in arguments])
+        return self._answers(method.__name__, [Call(method.__name__, own) for own in arguments])
 
-    def stream(self, method: str, *arguments: Any) -> Iterator[tuple[int, Any]]:
-        """Call the method, which returns an iterator, on every worker. Yields the rank and item as they arrive.
-
-        The iterator must be consumed to its end before the next call.
-        """
-        with encoded(Call(method, arguments)) as message:
-            for rank, found in self._exchange(method, [message] * len(self)):
-                if isinstance(found, Part):
-                    yield rank, found.value
-
-    def _answers(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> list[Any]:
-        answers: dict[int, Any] = {}
-        for rank, message in self._exchange(method, messages):
-            assert isinstance(message, Answer), message
-            answers[rank] = message.value
-        return [answers[rank] for rank in range(len(self))]
-
-    def _exchange(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> Iterator[tuple[int, Any]]:
+    def _answers(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> list[Any]:  # Any: the method's
         with self._turn:
-            yield from self._exchanged(method, messages)
+            if self._broken is not None:
+                raise WorkerDiedError(self._broken)
+            try:
+                return self._exchanged(method, messages)
+            except BaseException as error:
+                self._broken = self._broken or f"the workers were left in the middle of {method}: {error!r}"
+                raise
 
-    def _exchanged(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> Iterator[tuple[int, Any]]:
-        if self._broken is not None:
-            raise WorkerDiedError(self._broken)
-        try:
-            for rank, own in enumerate(messages):
-                self._send(rank, method, own)
-            pending = set(range(len(self)))
-            while pending:
-                for rank in ready(self._channels):  # also the end of one that has answered already
-                    message = self._receive(rank, method)
-                    if isinstance(message, ProgressMade):
-                        self._progress(message.stage, message.fraction)
-                        continue
-                    if isinstance(message, Answer):
-                        pending.discard(rank)
-                    yield rank, message
-        except BaseException as error:
-            self._broken = self._broken or f"the workers were left in the middle of {method}: {error!r}"
-            raise
+    def _exchanged(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> list[Any]:  # Any: as above
+        for rank, own in enumerate(messages):
+            self._send(rank, method, own)
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self):
+            for rank in ready(self._channels):  # also the end of one that has answered already
+                message = self._receive(rank, method)
+                if isinstance(message, ProgressMade):
+                    self._progress(message.stage, message.fraction)
+                    continue
+                assert isinstance(message, Answer), message
+                answers[rank] = message.value
+        return [answers[rank] for rank in range(len(self))]
 
     def _send(self, rank: int, method: str, message: Encoded | Call | Welcome) -> None:
         try:

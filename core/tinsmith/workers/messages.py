@@ -1,7 +1,7 @@
 """What the engine and its workers send each other. It is pickled, so only peers with the key may send it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Any below: arguments and results are those of the program's methods.
@@ -45,18 +45,12 @@ class Call:
 
     method: str
     arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the method returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One item of a method that returns an iterator."""
 
     value: Any
 

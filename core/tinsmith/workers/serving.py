@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from multiprocessing import AuthenticationError
+from types import MethodType
 from typing import Any, Final
 
 from tinsmith.errors import ConfigError
@@ -25,7 +26,7 @@ from tinsmith.workers.channel import Channel
 from tinsmith.workers.code import code_of_plugins
 from tinsmith.workers.keys import KEY
 from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT
-from tinsmith.workers.messages import Answer, Call, Hello, Part, ProgressMade, Refused, Welcome, WorkerFailed
+from tinsmith.workers.messages import Answer, Call, Hello, ProgressMade, Refused, Welcome, WorkerFailed
 
 _RETRY_S: Final = 0.5
 _CONNECT_S: Final = 10.0  # the kernel would wait two minutes for a machine that is cut off, and not look in between
@@ -56,7 +57,7 @@ class Worker:
 MakeProgram = Callable[[Worker], Any]
 """Makes the program. Any: its public methods are what the engine calls. One named `close` is called at the end.
 
-A method that returns an iterator sends each item by itself. A ConfigError is told to the operator without a traceback.
+A ConfigError is told to the operator without a traceback.
 """
 
 
@@ -170,20 +171,11 @@ class _Serving:
         return make(worker)
 
     def _answer(self, program: Any, call: Call) -> None:
-        value = self._compute(program, call)
-        if isinstance(value, Iterator):
-            for part in value:
-                self._send_part(part)
-            value = None
-        self._send_answer(value)
+        self._send_answer(self._compute(program, call))
 
     @durable_boundary("worker.compute")
     def _compute(self, program: Any, call: Call) -> Any:
-        return getattr(program, call.method)(*call.arguments)
-
-    @durable_boundary("worker.send_part")
-    def _send_part(self, part: Any) -> None:
-        self._send(Part(part))
+        return _method(program, call.method)(*call.arguments, **call.options)
 
     @durable_boundary("worker.send_answer")
     def _send_answer(self, value: Any) -> None:
@@ -217,6 +209,15 @@ class _Serving:
         except BaseException:  # noqa: BLE001 - a package may be missing here that the engine has
             self._send(WorkerFailed(f"a call cannot be read on this machine:\n{traceback.format_exc()}"))
             os._exit(1)
+
+
+def _method(program: Any, name: str) -> Callable[..., Any]:
+    """Return a public method. Raises AttributeError if the program has none of that name."""
+    found = None if name.startswith("_") else getattr(program, name, None)
+    if isinstance(found, MethodType):
+        return found
+    msg = f"the program {type(program).__name__} has no public method {name!r}"
+    raise AttributeError(msg)
 
 
 def connect(coordinator: str, wait_s: float) -> socket.socket:

@@ -21,7 +21,7 @@ from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensors
 from tinsmith.huggingface.state_files import Kind, Targets, lay_out, lay_out_adapter
 from tinsmith.operations import Array
 from tinsmith.workers.group import WorkerGroup
-from tinsmith.workers.state_writer import Written
+from tinsmith.workers.program import StateProgram
 
 SHARD_BYTES: Final = 2 << 30
 _POLL_S: Final = 0.05
@@ -29,14 +29,12 @@ _LOCK: Final = ".lock"
 
 
 class StateFiles:
-    """A directory that the engine and all workers see. What it holds belongs to one engine, and ends with its readers.
+    """A directory that the engine and all workers see.
 
-    The workers' program has three methods. `sees(file)` returns whether the file exists. `capture(capture_id, owner,
-    targets, ended)` has a `StateWriter` forget the captures that have ended, and begin a new one.
-    `captured(capture_id)` returns what the writer says of one.
+    What it holds belongs to one engine, and ends with its readers.
     """
 
-    def __init__(self, workers: WorkerGroup, directory: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, workers: WorkerGroup[StateProgram], directory: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Remove what killed engines have left in `directory`. A replay may use it beside an engine."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_orphans(directory)
@@ -52,7 +50,7 @@ class StateFiles:
     def seen(self) -> list[bool]:
         """Return whether each worker sees the directory, by rank."""
         with tempfile.NamedTemporaryFile(dir=self._directory) as file:
-            return self._workers.call("sees", Path(file.name))
+            return self._workers.call(StateProgram.sees, Path(file.name))
 
     def check(self) -> None:
         """Raise UnsupportedError if a worker does not see the directory."""
@@ -81,7 +79,7 @@ class StateFiles:
         except OSError as error:
             raise _refused(error.strerror or str(error)) from error
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        self._workers.call("capture", directory.name, owner, targets, ended)
+        self._workers.call(StateProgram.capture, directory.name, owner, targets, ended)
         return Capture(self._workers, directory, targets, self._ended.append)
 
     def stored(self, what: Kind, tensors: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> StoredTensors:
@@ -94,7 +92,7 @@ class StateFiles:
             tensors.wait()
             for name, shape in tensors.shapes().items():
                 _check_shape(what, name, shape, shapes)
-            if all(all(self._workers.call("sees", file)) for file in tensors.files()):
+            if all(all(self._workers.call(StateProgram.sees, file)) for file in tensors.files()):
                 return tensors
         directory = self._new_directory()
         try:
@@ -122,7 +120,13 @@ class StateFiles:
 class Capture:
     """A state that is being written. Any thread may use it."""
 
-    def __init__(self, workers: WorkerGroup, directory: Path, targets: Targets, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        workers: WorkerGroup[StateProgram],
+        directory: Path,
+        targets: Targets,
+        on_end: Callable[[str], None],
+    ) -> None:
         self.capture_id = directory.name
         self.targets = targets
         self._workers = workers
@@ -147,7 +151,7 @@ class Capture:
             raise _refused(self._refusal)
 
     def _look(self) -> None:
-        found: list[Written] = self._workers.call("captured", self.capture_id)
+        found = self._workers.call(StateProgram.captured, self.capture_id)
         self._refusal = next((each.refusal for each in found if each.refusal is not None), None)
         self._complete = all(each.complete for each in found)
         if not self._complete and self._refusal is None:

@@ -3,14 +3,12 @@
 import pickle
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from tinsmith.backend import ModelState, Placement, SleepableTrainingBackend, Snapshot, TrainingBackend
+from tinsmith.backend import ModelState, SleepableTrainingBackend, Snapshot, TrainingBackend
 from tinsmith.divergence import step_result
 from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
-    AdamParams,
     CreateModel,
     Failed,
     Forward,
@@ -23,27 +21,7 @@ from tinsmith.operations import (
 from tinsmith.workers.adapter_models import AdapterModelState
 from tinsmith.workers.full_models import FullModelState
 from tinsmith.workers.group import WorkerGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerDevice:
-    """The device of a worker, as its framework names it."""
-
-    type: str
-    name: str
-    memory_bytes: int | None = None  # None: a CPU, which shares the machine's memory
-
-    def usable_bytes(self, placement: Placement) -> int | None:
-        """Return what a worker may take of it: what the server has placed, or all but what the driver needs."""
-        if placement.memory_bytes is not None or self.memory_bytes is None:
-            return placement.memory_bytes
-        return self.memory_bytes * 92 // 100  # the driver, and gaps, take the rest
-
-    def allocator_share(self, placement: Placement, runtime_bytes: int) -> float | None:
-        """Return the share of its memory that the framework may allocate; None: all of it."""
-        if placement.memory_bytes is None or self.memory_bytes is None:
-            return None
-        return min(1.0, (placement.memory_bytes - runtime_bytes) / self.memory_bytes)
+from tinsmith.workers.program import ModelStep, SleepableProgram, TrainingProgram, WorkerDevice
 
 
 def agreed_device(found: Sequence[WorkerDevice], wanted: str | None, variable: str) -> WorkerDevice:
@@ -67,27 +45,15 @@ def agreed_device(found: Sequence[WorkerDevice], wanted: str | None, variable: s
     return found[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStep:
-    """One model's optimizer step."""
-
-    model_id: str
-    adam: AdamParams
-
-
 class WorkersBackend(TrainingBackend):
     """Keeps the models that the workers train. A subclass makes them, and runs passes.
-
-    The workers' program has `unload_model(model_id)`, `drop_gradient(model_id)`, `optim_step(steps)`, which steps the
-    models of a list of `ModelStep` in order, unless `refuses_step`, and returns the norms of their gradients before
-    clipping, and what `AdapterModelState` and `FullModelState` ask for.
 
     Called from one thread. Any exception other than UserError leaves it unusable.
     """
 
     def __init__(
         self,
-        ranks: WorkerGroup,
+        ranks: WorkerGroup[TrainingProgram],
         losses: Mapping[str, LossSpec],
         *,
         max_models: int,
@@ -166,7 +132,7 @@ class WorkersBackend(TrainingBackend):
 
     def unload_model(self, model_id: str) -> None:
         if self._models.pop(model_id, None) is not None:
-            self.ranks.call("unload_model", model_id)
+            self.ranks.call(TrainingProgram.unload_model, model_id)
 
     def capture_state(self, model_id: str) -> ModelState:
         return self._model(model_id).capture()
@@ -192,14 +158,14 @@ class WorkersBackend(TrainingBackend):
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
         steps = [ModelStep(model_id=op.model_id, adam=op.adam) for op in ops if op.model_id in self._models]
-        norms = iter(self.ranks.call("optim_step", steps)[0] if steps else ())
+        norms = iter(self.ranks.call(TrainingProgram.optim_step, steps)[0] if steps else ())
         return [
             step_result(next(norms), op.adam) if op.model_id in self._models else _unknown(op.model_id) for op in ops
         ]
 
     def drop_gradient(self, model_id: str) -> None:
         self._model(model_id)
-        self.ranks.call("drop_gradient", model_id)
+        self.ranks.call(TrainingProgram.drop_gradient, model_id)
 
     def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
         refused = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
@@ -226,16 +192,18 @@ class WorkersBackend(TrainingBackend):
 
 
 class SleepableWorkersBackend(WorkersBackend, SleepableTrainingBackend):
-    """The workers' program also has `sleep()` and `wake()`."""
+    """Whose workers sleep, too."""
+
+    ranks: WorkerGroup[SleepableProgram]
 
     def sleep(self) -> None:
         if not self._asleep:
-            self.ranks.call("sleep")
+            self.ranks.call(SleepableProgram.sleep)
             self._asleep = True
 
     def wake(self) -> None:
         if self._asleep:
-            self.ranks.call("wake")
+            self.ranks.call(SleepableProgram.wake)
             self._asleep = False
 
 

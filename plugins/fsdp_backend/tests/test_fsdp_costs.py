@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fsdp_harness import VOCAB, limited_backend
+from limited_rank import LimitedRank
 
 from tinsmith import LoraConfig
 from tinsmith.huggingface import adapter_weights
@@ -118,9 +119,9 @@ def test_a_rank_takes_what_the_rehearsal_says(
         model_id = driver.create(rank=4)
         driver.forward_backward(model_id, ragged_data(1, VOCAB, (128,)))
         driver.optim_step(model_id)
-        backend.ranks.call("limit")
+        backend.ranks.call(LimitedRank.limit)
         driver.forward_backward(model_id, ragged_data(1, VOCAB, lengths))
-        ((_, peak),) = backend.ranks.call("counted")
+        ((_, peak),) = backend.ranks.call(LimitedRank.counted)
         config, ranks = backend._config, backend._budget.ranks
     finally:
         backend.close()

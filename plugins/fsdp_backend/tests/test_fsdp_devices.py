@@ -203,8 +203,9 @@ class RanksOnCards:
     def __len__(self) -> int:
         return 2
 
-    def call(self, method: str, *_: object) -> list[object]:
-        return [WorkerDevice(type="cuda", name="H100", memory_bytes=80 << 30) if method == "device" else True] * 2
+    def call(self, method: Any, *_: object) -> list[object]:
+        device = WorkerDevice(type="cuda", name="H100", memory_bytes=80 << 30)
+        return [device if method.__name__ == "device" else True] * 2
 
     def close(self) -> None: ...
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fsdp_harness import VOCAB, limited_backend
+from limited_rank import LimitedRank
 
 from tinsmith import Demand, Placement
 from tinsmith.huggingface import adapter_weights, known_config
@@ -124,7 +125,7 @@ def seen(backend: FsdpBackend) -> Iterator[list[tuple[int, bool]]]:
     runs: list[tuple[int, bool]] = []
     asked_before = backend.ranks.call_each
 
-    def call_each(method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(method: Any, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         runs.append((len(arguments[0][0]), arguments[0][3]))
         return asked_before(method, arguments)
 
@@ -152,11 +153,11 @@ def test_a_pass_that_has_no_room_to_keep_activations_recomputes_them(
         driver.gradient(model_id, DATA)
         assert runs == [(2, True) if alone else (1, False)]  # two ranks would gather the layers twice
     monkeypatch.undo()
-    backend.ranks.call("limit", None, 3)
+    backend.ranks.call(LimitedRank.limit, None, 3)
     with seen(backend) as runs:
         found = driver.gradient(model_id, DATA)
         assert [keeps for _, keeps in runs] == [True, False]
-        backend.ranks.call("limit")
+        backend.ranks.call(LimitedRank.limit)
         runs.clear()
         driver.gradient(model_id, DATA)
         assert runs == [(1, False)]  # nothing fails twice

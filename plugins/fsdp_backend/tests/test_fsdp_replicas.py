@@ -16,6 +16,7 @@ from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.demand import demand
 from tinsmith_fsdp.full_state import FullModelState
+from tinsmith_fsdp.program import Program
 from tinsmith_fsdp.rehearsed import Row, Work, row_of
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,7 @@ def test_one_replica_writes_a_state_and_any_layout_reads_it(two_ranks: FsdpBacke
         driver.forward_backward(model_id, ragged_data(5, VOCAB, (5, 9, 30)))
     states = [in_memory(driver.state(model_id)) for driver, model_id in zip(drivers, models, strict=True)]
     assert_same_arrays(states[0].gradients, states[1].gradients, "gradients")
-    written = [peak > 0 for peak, _ in replicas.ranks.call("capture_bytes")]
+    written = [peak > 0 for peak, _ in replicas.ranks.call(Program.capture_bytes)]
     half = len(written) // 2
     assert written == [True] * half + [False] * half, "one replica writes"
     drivers[0].optim_step(models[0], ADAM)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fsdp_harness import VOCAB, limited_backend
+from limited_rank import LimitedRank
 
 from tinsmith import Datum, OutOfMemoryError
 from tinsmith.testing import ModelDriver, assert_same_state, ragged_data
@@ -53,11 +54,11 @@ def limited(backend: FsdpBackend, rank: int, **limits: int) -> Iterator[list[int
     runs: list[int] = []
     asked, usual = backend.ranks.call_each, backend._rank_tokens
 
-    def call_each(method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(method: Any, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         runs.append(len(arguments[0][0]))
         return asked(method, arguments)
 
-    asked("limit", [() for _ in backend.ranks.pids])
+    set_limits(backend, {})
     set_limits(backend, {rank: limits})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend.ranks, "call_each", call_each)
@@ -69,7 +70,7 @@ def limited(backend: FsdpBackend, rank: int, **limits: int) -> Iterator[list[int
 def set_limits(backend: FsdpBackend, limits: dict[int, dict[str, int]]) -> None:
     number = len(backend.ranks)
     own = [limits.get(rank, {}) for rank in range(number)]
-    backend.ranks.call_each("limit", [(each.get("room"), each.get("fails_at")) for each in own])
+    backend.ranks.call_each(LimitedRank.limit, [(each.get("room"), each.get("fails_at")) for each in own])
 
 
 def counted(
@@ -79,7 +80,7 @@ def counted(
     with limited(backend, 0):
         backend._rank_tokens = tokens or backend._rank_tokens
         ModelDriver(backend).forward_backward(model_id, data)
-        return backend.ranks.call("counted")[-1]
+        return backend.ranks.call(LimitedRank.counted)[-1]
 
 
 def assert_close(found: Any, expected: Any, backend: FsdpBackend) -> None:

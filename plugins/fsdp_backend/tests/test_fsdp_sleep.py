@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from fsdp_harness import VOCAB, sleepy_backend
+from sleepy_rank import SleepyRank
 
 from tinsmith.testing import FullDriver, ModelDriver, assert_same_state, ragged_data
 from tinsmith_fsdp.backend import FsdpBackend
+from tinsmith_fsdp.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
@@ -33,15 +35,15 @@ def test_a_sleeper_holds_nothing(backend: FsdpBackend) -> None:
         driver.forward_backward(model_id, ragged_data(2, VOCAB, (5, 3)))
         driver.forward(model_id, ragged_data(3, VOCAB, (5, 3)))
     before = {model_id: driver.state(model_id) for driver, model_id in ((adapters, adapted), (fulls, whole))}
-    awake, by_fsdp = backend.ranks.call("device_bytes"), backend.ranks.call("held_by_fsdp")
+    awake, by_fsdp = backend.ranks.call(Trainer.device_bytes), backend.ranks.call(SleepyRank.held_by_fsdp)
     assert all(size > loaded.parameter_bytes for size, loaded in zip(awake, backend.loaded, strict=True))
     assert all(held["shards"] and held["gathered"] for held in by_fsdp)
     for _ in range(2):  # the second time, the frozen model is on the host already
         backend.sleep()
-        assert backend.ranks.call("device_bytes") == [0, 0]
-        assert backend.ranks.call("held_by_fsdp") == [{"shards": 0, "gathered": 0}] * 2
+        assert backend.ranks.call(Trainer.device_bytes) == [0, 0]
+        assert backend.ranks.call(SleepyRank.held_by_fsdp) == [{"shards": 0, "gathered": 0}] * 2
         backend.wake()
-        assert backend.ranks.call("device_bytes") == awake
+        assert backend.ranks.call(Trainer.device_bytes) == awake
     for driver, model_id in ((adapters, adapted), (fulls, whole)):
         assert_same_state(driver.state(model_id), before[model_id], "a model after two sleeps")
     adapters.unload_all()

@@ -14,6 +14,7 @@ from tinsmith import AdamParams, CreateModel, LoraConfig, ModelState, Unsupporte
 from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.testing import FullDriver, assert_same_arrays, assert_same_state, ragged_data, write_tiny_model
 from tinsmith_fsdp.backend import FsdpBackend
+from tinsmith_fsdp.program import Program
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
@@ -85,7 +86,7 @@ def test_a_snapshot_outlives_steps_and_its_model(two_ranks: FsdpBackend) -> None
 
 def test_a_rank_that_does_not_see_the_directory_is_named(two_ranks: FsdpBackend) -> None:
     directory = two_ranks._state_files._directory
-    hidden, seen = directory.with_name("hidden"), two_ranks.ranks.call("sees", directory)
+    hidden, seen = directory.with_name("hidden"), two_ranks.ranks.call(Program.sees, directory)
     assert seen == [True, True]
     call = two_ranks.ranks.call
     directory.rename(hidden)
@@ -149,7 +150,7 @@ def test_host_memory_is_bounded_whatever_the_size_of_the_state(wide_ranks: FsdpB
     state = driver.state(model_id)
     step(driver, model_id, 4)
     save(state, tmp_path, "m/weights/x")
-    for rank, (peak, settled) in enumerate(wide_ranks.ranks.call("capture_bytes")):
+    for rank, (peak, settled) in enumerate(wide_ranks.ranks.call(Program.capture_bytes)):
         assert SLICE <= peak <= BUFFER, f"rank {rank}"
         assert settled <= share
     grown = growth(wide_ranks, before)

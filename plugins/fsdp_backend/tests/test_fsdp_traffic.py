@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from fsdp_harness import VOCAB, fork_backend
 from fsdp_runs import in_memory
+from recording_rank import RecordingRank
 
 from tinsmith import LoraConfig, ModelState
 from tinsmith.huggingface import known_config
@@ -37,7 +38,7 @@ def test_the_next_layer_is_gathered_before_this_one_computes(
         model_id = driver.create(rank=4)
         forward = AHEAD if prefetch else IN_TURN
         driver.forward_backward(model_id, DATA)
-        assert backend.ranks.call("events") == [[*forward, *BACK]] * 2
+        assert backend.ranks.call(RecordingRank.events) == [[*forward, *BACK]] * 2
     finally:
         backend.close()
 

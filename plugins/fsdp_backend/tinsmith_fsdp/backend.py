@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 from tinsmith import (
     BackendContext,
@@ -43,8 +43,10 @@ from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
 from tinsmith_fsdp.demand import resolved_ranks
 from tinsmith_fsdp.environment import DEVICE
 from tinsmith_fsdp.full_state import FullModelState
-from tinsmith_fsdp.messages import FullyLoaded, Loaded, NoMemory, NotMade, Setup
+from tinsmith_fsdp.messages import NoMemory, NotMade, Setup
+from tinsmith_fsdp.program import Program
 
+Made = TypeVar("Made")
 _log = logging.getLogger(__name__)
 PROGRAM = "tinsmith_fsdp.rank:Rank"  # of the workers
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
@@ -53,6 +55,8 @@ FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py checks on CPU in 
 
 class FsdpBackend(SleepableWorkersBackend):
     """Does not import torch."""
+
+    ranks: WorkerGroup[Program]
 
     def __init__(self, config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None = None) -> None:
         self.architecture = read_architecture(context.model_directory)
@@ -70,11 +74,11 @@ class FsdpBackend(SleepableWorkersBackend):
                 self.ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
             )
             self._check_tensor_parallel()
-            device = agreed_device(self.ranks.call("device"), config.device, DEVICE)
+            device = agreed_device(self.ranks.call(Program.device), config.device, DEVICE)
             self._budget = self._admitted(device, context.placement)
             self._dp_size = self._budget.ranks.dp
             self._setup = self._decide(device, context)
-            self.loaded: list[Loaded] = self.ranks.call("load", self._setup)
+            self.loaded = self.ranks.call(Program.load, self._setup)
             self._capabilities = self._describe(device)
         except BaseException:
             self.ranks.close()
@@ -153,7 +157,8 @@ class FsdpBackend(SleepableWorkersBackend):
 
     def make_adapter(self, op: CreateModel) -> AdapterModelState:
         remedy = "end a session that has a model, or ask for a smaller rank"
-        self._make("create_model", op, op.lora, what=f"a model of LoRA rank {op.lora.rank}", remedy=remedy)
+        answers = self.ranks.call(Program.create_model, op.model_id, op.lora)
+        self._made(op, answers, what=f"a model of LoRA rank {op.lora.rank}", remedy=remedy)
         parts = [whole_model(self.architecture)] * len(self.ranks)
         return AdapterModelState(op.model_id, op.lora, self.ranks, self.architecture, parts)
 
@@ -166,16 +171,15 @@ class FsdpBackend(SleepableWorkersBackend):
         size = f"{weights * FULL_BYTES / 2**30:.2f} GiB over {whose}"
         what = f"a model of LoRA rank 0 (full fine-tuning): {weights} weights take {size}, {FULL_BYTES} bytes each"
         remedy = "end a session that has a model, use more ranks, or train a LoRA adapter"
-        made: list[FullyLoaded] = self._make("create_full_model", op, what=what, remedy=remedy)
+        made = self._made(op, self.ranks.call(Program.create_full_model, op.model_id), what=what, remedy=remedy)
         return FullModelState(op.model_id, op.lora, self.ranks, made, self._state_files)
 
-    def _make(self, method: str, op: CreateModel, *arguments: Any, what: str, remedy: str) -> list[Any]:
-        """Have every rank create its part of a model. If one fails, none keeps its part. Any: the method's results."""
-        answers = self.ranks.call(method, op.model_id, *arguments)
+    def _made(self, op: CreateModel, answers: Sequence[Made | NotMade], *, what: str, remedy: str) -> list[Made]:
+        """Return the ranks' answers to the creation of a model. If one has failed, none keeps its part."""
         refused = [(rank, answer) for rank, answer in enumerate(answers) if isinstance(answer, NotMade)]
         if not refused:
-            return answers
-        self.ranks.call("unload_model", op.model_id)
+            return [answer for answer in answers if not isinstance(answer, NotMade)]
+        self.ranks.call(Program.unload_model, op.model_id)
         rank, refusal = next((each for each in refused if each[1].out_of_memory), refused[0])
         where = f"rank {rank} of {len(answers)}"
         if refusal.out_of_memory:
@@ -194,10 +198,11 @@ class FsdpBackend(SleepableWorkersBackend):
             kept = self._kept(work, micros) if backward else []
             owners = [batching.owners(micro) for micro in kept or micros]
             shares = self._shares(kept or micros)
-            answers = self.ranks.call_each("run", [(share, owners, backward, bool(kept)) for share in shares])
-            if not any(isinstance(answer, NoMemory) for answer in answers):
+            answers = self.ranks.call_each(Program.run, [(share, owners, backward, bool(kept)) for share in shares])
+            found = [answer for answer in answers if not isinstance(answer, NoMemory)]
+            if len(found) == len(answers):
                 self._rank_tokens = tokens  # what was too much once would be again
-                return combined_outputs(ops, answers)
+                return combined_outputs(ops, found)
             if kept:
                 self._most_kept = batching.most_tokens(kept) // 2
                 _log.warning("no memory to keep activations: from now on for %d tokens at most", self._most_kept)
@@ -226,7 +231,7 @@ class FsdpBackend(SleepableWorkersBackend):
         else:
             micros = list(deal(work, self._dp_size, self._rank_tokens))
         shares = [(op.model_id, share, backward) for share in self._shares(micros)]
-        (output,) = combined_outputs([op], self.ranks.call_each("run_full", shares))
+        (output,) = combined_outputs([op], self.ranks.call_each(Program.run_full, shares))
         return output
 
     def _shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
@@ -261,7 +266,7 @@ def _max_full_models(config: FsdpConfig, architecture: DecoderShape) -> int:
     return 0
 
 
-def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup:
+def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup[Program]:
     devices = context.placement.devices
     gpus = 0 if config.device == "cpu" else len(devices) or count_gpus()
     chosen = {} if config.device is None else {DEVICE: config.device}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tinsmith import LoraConfig
 from tinsmith.workers import FullModelState as WorkersState
-from tinsmith.workers import StateFiles, WorkerGroup
+from tinsmith.workers import StateFiles, TrainingProgram, WorkerGroup
 from tinsmith_fsdp.messages import FullyLoaded
 
 
@@ -15,7 +15,7 @@ class FullModelState(WorkersState):
         self,
         model_id: str,
         lora: LoraConfig,
-        ranks: WorkerGroup,
+        ranks: WorkerGroup[TrainingProgram],
         ranks_loaded: Sequence[FullyLoaded],
         files: StateFiles,
     ) -> None:

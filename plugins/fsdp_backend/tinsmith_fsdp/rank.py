@@ -3,14 +3,13 @@
 import gc
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tinsmith.torch_workers import find_device, worker_device
-from tinsmith.workers import Worker, WorkerDevice
+from tinsmith.workers import LoadingProgram, Worker, WorkerDevice
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.environment import DEVICE
 from tinsmith_fsdp.mesh import join_mesh
@@ -18,7 +17,7 @@ from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.trainer import Trainer
 
 
-class Rank:
+class Rank(LoadingProgram[Setup, Loaded]):
     """The program of the workers. Besides the methods below, it has the trainer's."""
 
     def __init__(self, worker: Worker) -> None:
@@ -28,9 +27,6 @@ class Rank:
 
     def device(self) -> WorkerDevice:
         return worker_device(self._device)
-
-    def sees(self, file: Path) -> bool:
-        return file.exists()
 
     def load(self, setup: Setup) -> Loaded:
         if self._device.type == "cpu" or setup.strict:  # elsewhere nothing claims it, and it costs time in many kernels

@@ -38,6 +38,7 @@ from tinsmith_fsdp.memory import is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import FullyLoaded, NoMemory, NotMade, Owner, Setup
 from tinsmith_fsdp.optimizer import Stepped, adamw_, norms
+from tinsmith_fsdp.program import Training
 from tinsmith_fsdp.shortage import PassDroppedError
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
 
@@ -55,7 +56,7 @@ class _Exchange:
     gradients: dict[int, torch.Tensor]  # by position, of all ranks: parts of `flat`
 
 
-class Trainer(ModelsOfWorker[FullModel]):
+class Trainer(ModelsOfWorker[FullModel], Training):
     def __init__(self, base: BaseModel, mesh: Mesh, setup: Setup) -> None:
         super().__init__(mesh.device, setup.config.capture_buffer_bytes, speaks=dist.get_rank() == 0)
         self._base, self._mesh, self._setup = base, mesh, setup
@@ -69,7 +70,6 @@ class Trainer(ModelsOfWorker[FullModel]):
         return self._or_not_made(lambda: self._add_adapter(model_id, AdapterLayout(lora, self._setup.architecture)))
 
     def create_full_model(self, model_id: str) -> FullyLoaded | NotMade:
-        """Read the weights again, into separate shards. Adapters keep using the frozen base model."""
         return self._or_not_made(lambda: self._make_full(model_id))
 
     def _make_full(self, model_id: str) -> FullyLoaded:
@@ -128,10 +128,6 @@ class Trainer(ModelsOfWorker[FullModel]):
         backward: bool,  # noqa: FBT001  (over the wire)
         keeps: bool = False,  # noqa: FBT001, FBT002
     ) -> list[Scored | NotFinite] | NoMemory:
-        """Score this rank's segments by micro-batch. `owners` lists the owners of all sequences of each micro-batch.
-
-        keeps: do not recompute activations in this pass. If any rank runs out of memory, nothing has changed on any.
-        """
         self._base.model.recompute(self._setup.checkpointing and not keeps)
         models = sorted({owner.model_id for owned in owners for owner in owned}) if backward else []
         ran: list[_Ran] = []
@@ -275,7 +271,6 @@ class Trainer(ModelsOfWorker[FullModel]):
         micros: Sequence[Sequence[Segment]],
         backward: bool,  # noqa: FBT001  (over the wire)
     ) -> list[Scored | NotFinite]:
-        """Score this rank's segments of one operation of a fully trained model."""
         if backward:
             self._settle(model_id, ("gradients",))
         scored = [_scored(*found) for found in self._full[model_id].run(micros, backward=backward)]

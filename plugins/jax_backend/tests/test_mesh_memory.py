@@ -17,7 +17,7 @@ from tinsmith.testing.workers_contract import no_progress
 from tinsmith.workers import WorkerGroup
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Setup
-from tinsmith_jax.mesh_worker import SIMULATED
+from tinsmith_jax.mesh_worker import SIMULATED, MeshWorker
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
@@ -78,7 +78,7 @@ def growth(model: Path, cache: Path, mesh: dict[str, int], num_workers: int) -> 
     watch = Watch(group.pids)
     watch.start()
     try:
-        group.call("load", setup)
+        group.call(MeshWorker.load, setup)
         return watch.growth()
     finally:
         group.close()

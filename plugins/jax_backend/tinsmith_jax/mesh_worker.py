@@ -10,7 +10,7 @@ import jax
 
 from tinsmith import LoraConfig, ModelState, OutOfMemoryError, TinsmithError
 from tinsmith.huggingface import Targets
-from tinsmith.workers import StateWriter, Worker, Written, count_gpus
+from tinsmith.workers import StateProgram, StateWriter, Worker, Written, count_gpus
 from tinsmith_jax import runtime, state_slices
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.devices import Devices, Facts, Setup
@@ -44,7 +44,7 @@ class Started:
     sampling: SamplingShape | None
 
 
-class MeshWorker:
+class MeshWorker(StateProgram):
     """Joins the other processes, and calls the devices. The engine reads what the first worker answers."""
 
     _state: "WorkerState"  # once the model is loaded

@@ -5,9 +5,9 @@ import math
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from tinsmith import (
     ModelState,
     Progress,
     Snapshot,
-    TinsmithError,
     Turns,
 )
 from tinsmith.huggingface import Kind, StoredTensors
@@ -29,14 +28,17 @@ from tinsmith.workers import MakeLauncher, StateFiles, WorkerGroup
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.buckets import Bucket, Pass
-from tinsmith_jax.devices import Facts, Setup
+from tinsmith_jax.devices import Devices, Facts, Setup
 from tinsmith_jax.mesh import check_shape
-from tinsmith_jax.mesh_worker import SIMULATED, Refused, Started, owner_of
+from tinsmith_jax.mesh_worker import SIMULATED, HeldAdapters, MeshWorker, Refused, owner_of
 from tinsmith_jax.model_config import ModelConfig, read_config
+from tinsmith_jax.sampling_device import SamplingDevice
 from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput
-from tinsmith_jax.training_device import Scored, TrainingPass
+from tinsmith_jax.training_device import Scored, TrainingDevice, TrainingPass
 
-# Any below: arguments and results of the devices' methods.
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A")
 
 
 class RemoteDevices:
@@ -49,7 +51,7 @@ class RemoteDevices:
         assert setup.config.mesh is not None, "only a mesh has workers"
         check_shape(setup.config.mesh, model)
         simulated = setup.config.simulated_devices
-        self.group = WorkerGroup(
+        self.group: WorkerGroup[MeshWorker] = WorkerGroup(
             "tinsmith_jax.mesh_worker:MeshWorker",
             setup.config,
             progress,
@@ -58,7 +60,7 @@ class RemoteDevices:
             launch_with=launch_with,
         )
         try:
-            started: Started = self.group.call("load", setup)[0]
+            started = self.group.call(MeshWorker.load, setup)[0]
             files = StateFiles(self.group, setup.cache_dir / "state")
             shared = all(files.seen())
         except BaseException:
@@ -70,7 +72,7 @@ class RemoteDevices:
         self.sampling = None if started.sampling is None else RemoteSampling(self._workers, started.sampling)
 
     def start_warm_up(self) -> None:
-        self._workers.run("devices", "start_warm_up")
+        self._workers.run("devices", Devices.start_warm_up)
 
     def close(self) -> None:
         self.group.close()
@@ -79,18 +81,19 @@ class RemoteDevices:
 class Workers:
     """Calls them for one thread after the other: training and sampling take turns."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup[MeshWorker]) -> None:
         self._group = group
         self._turns = Turns()
         self._numbers = itertools.count()
         self._dropped: deque[int] = deque()
 
-    def run(self, part: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def run(self, part: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a method of a part on all workers. Return what the first answers."""
         with self._turns.turn():
             if self._dropped:
                 numbers = [self._dropped.popleft() for _ in range(len(self._dropped))]
-                self._group.call("run", "adapters", "drop", (numbers,), {})
-            answer = self._group.call("run", part, method, arguments, options)[0]
+                self._group.call(MeshWorker.run, "adapters", HeldAdapters.drop.__name__, (numbers,), {})
+            answer: R | Refused = self._group.call(MeshWorker.run, part, method.__name__, args, kwargs)[0]
         if isinstance(answer, Refused):
             raise answer.error
         return answer
@@ -98,13 +101,12 @@ class Workers:
     def load_state(self, model_id: str, state: ModelState) -> None:
         """Have each worker read its part of a model's state. If one cannot, the model stays as it is on all."""
         with self._turns.turn():
-            errors: list[TinsmithError | None] = self._group.call("load_state", model_id, state)
-            for error in errors:
+            for error in self._group.call(MeshWorker.load_state, model_id, state):
                 if error is not None:
                     raise error
-            self._group.call("take_state", model_id)
+            self._group.call(MeshWorker.take_state, model_id)
 
-    def hold(self, method: str, argument: Any) -> "Held":
+    def hold(self, method: Callable[[HeldAdapters, int, A], None], argument: A) -> "Held":
         """Have the workers keep an adapter, until nobody here refers to it."""
         held = Held(next(self._numbers))
         self.run("adapters", method, held.number, argument)
@@ -148,15 +150,15 @@ class RemoteTraining:
         self._loras: dict[str, LoraConfig] = {}
 
     def create(self, model_id: str, lora: LoraConfig) -> None:
-        self._run("create", model_id, lora)
+        self._run(TrainingDevice.create, model_id, lora)
         self._loras[model_id] = lora
 
     def unload(self, model_id: str) -> None:
-        self._run("unload", model_id)
+        self._run(TrainingDevice.unload, model_id)
         del self._loras[model_id]
 
     def publish(self, model_id: str, snapshot_id: str) -> RemoteSnapshot:
-        held = self._workers.hold("publish", model_id)
+        held = self._workers.hold(HeldAdapters.publish, model_id)
         return RemoteSnapshot(snapshot_id, self._loras[model_id], held, self)
 
     def weights_bytes(self, lora: LoraConfig) -> int:
@@ -165,7 +167,7 @@ class RemoteTraining:
 
     def published_weights(self, held: Held, lora: LoraConfig) -> Mapping[str, Array]:
         if self._files is None:
-            arrays: Adapter = self._workers.run("adapters", "fetch", held.number)
+            arrays = self._workers.run("adapters", HeldAdapters.fetch, held.number)
             return adapters.CanonicalAdapter(arrays, lora, self._config)
         shapes = adapters.canonical_shapes(lora, self._config)
         return self._files.capture_adapter(owner_of(held.number), shapes, ("weights",)).tensors("weights")
@@ -173,16 +175,14 @@ class RemoteTraining:
     def capture(self, model_id: str) -> ModelState:
         if self._files is None:
             return self.captured_whole(model_id)
-        kinds: Sequence[Kind]
-        step, kinds = self._run("kinds", model_id)
+        step, kinds = self._run(TrainingDevice.kinds, model_id)
         lora = self._loras[model_id]
         capture = self._files.capture_adapter(model_id, adapters.canonical_shapes(lora, self._config), kinds)
         return ModelState(lora=lora, step=step, **{kind: capture.tensors(kind) for kind in kinds})
 
     def captured_whole(self, model_id: str) -> ModelState:
         """Bring the state to this process."""
-        state: ModelState = self._run("capture", model_id)
-        return state
+        return self._run(TrainingDevice.capture, model_id)
 
     def restore(self, model_id: str, state: ModelState) -> None:
         tensors: dict[Kind, Mapping[str, Array]] = {
@@ -190,7 +190,7 @@ class RemoteTraining:
         }  # fmt: skip
         if self._files is None:
             arrays = {kind: dict(each) for kind, each in tensors.items()}  # workers may not see the files
-            self._run("restore", model_id, ModelState(lora=state.lora, step=state.step, **arrays))
+            self._run(TrainingDevice.restore, model_id, ModelState(lora=state.lora, step=state.step, **arrays))
             return
         shapes = adapters.canonical_shapes(self._loras[model_id], self._config)
         files = {kind: self._files.stored(kind, each, shapes) for kind, each in tensors.items() if each}
@@ -198,32 +198,28 @@ class RemoteTraining:
         self._workers.load_state(model_id, ModelState(lora=state.lora, step=state.step, **places))
 
     def prepare(self, kind: Pass, buckets: Sequence[Bucket], *, replays: bool = False) -> Bucket:
-        bucket: Bucket = self._workers.run("training", "prepare", kind, buckets, replays=replays)
-        return bucket
+        return self._run(TrainingDevice.prepare, kind, buckets, replays=replays)
 
     def score(self, one: TrainingPass) -> Scored:
-        scored: Scored = self._run("score", one)
-        return scored
+        return self._run(TrainingDevice.score, one)
 
     def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]:
-        found: tuple[list[Scored], list[str]] = self._run("gradients", passes)
-        return found
+        return self._run(TrainingDevice.gradients, passes)
 
     def begin(self, models: Sequence[str]) -> None:
-        self._run("begin", models)
+        self._run(TrainingDevice.begin, models)
 
     def roll_back(self) -> None:
-        self._run("roll_back")
+        self._run(TrainingDevice.roll_back)
 
     def step(self, steps: Sequence[tuple[str, AdamParams]]) -> list[float]:
-        norms: list[float] = self._run("step", steps)
-        return norms
+        return self._run(TrainingDevice.step, steps)
 
     def drop_gradient(self, model_id: str) -> None:
-        self._run("drop_gradient", model_id)
+        self._run(TrainingDevice.drop_gradient, model_id)
 
-    def _run(self, method: str, *arguments: Any) -> Any:
-        return self._workers.run("training", method, *arguments)
+    def _run(self, method: Callable[Concatenate[TrainingDevice, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._workers.run("training", method, *args, **kwargs)
 
 
 class RemoteSampling:
@@ -234,40 +230,36 @@ class RemoteSampling:
         self._workers = workers
 
     def reset(self) -> None:
-        self._run("reset")
+        self._run(SamplingDevice.reset)
 
     def is_intact(self) -> bool:
-        intact: bool = self._run("is_intact")
-        return intact
+        return self._run(SamplingDevice.is_intact)
 
     def put_adapter(self, adapter: Adapter) -> Held:
-        return self._workers.hold("put", adapter)
+        return self._workers.hold(HeldAdapters.put, adapter)
 
     def write_adapter(self, row: int, adapter: Held, scale: float) -> None:
-        self._workers.run("adapters", "write", adapter.number, row, scale)
+        self._workers.run("adapters", HeldAdapters.write, adapter.number, row, scale)
 
     def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None:
-        experts: ExpertsOfPages | None = self._run("prefill", tiles)
-        return experts
+        return self._run(SamplingDevice.prefill, tiles)
 
     def score(
         self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
     ) -> tuple[FloatArray, IntArray, FloatArray]:
-        scored: tuple[FloatArray, IntArray, FloatArray] = self._run("score", tile, targets_TK, want_top=want_top)
-        return scored
+        return self._run(SamplingDevice.score, tile, targets_TK, want_top=want_top)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        self._run("copy_pages", copies)
+        self._run(SamplingDevice.copy_pages, copies)
 
     def decode(self, slots: SlotInput, num_steps: int) -> Drawn:
-        drawn: Drawn = self._run("decode", slots, num_steps)
-        return drawn
+        return self._run(SamplingDevice.decode, slots, num_steps)
 
     def give_back(self, pages: Sequence[int], rows: Sequence[int]) -> None:
-        self._run("give_back", pages, rows)
+        self._run(SamplingDevice.give_back, pages, rows)
 
-    def _run(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return self._workers.run("sampling", method, *arguments, **options)
+    def _run(self, method: Callable[Concatenate[SamplingDevice, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._workers.run("sampling", method, *args, **kwargs)
 
 
 def _refuse_losses(setup: Setup) -> None:

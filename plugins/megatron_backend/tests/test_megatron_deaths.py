@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from doomed_rank import DoomedRank
 from megatron_harness import VOCAB, doomed_backend, partly_replayed
 
 from tinsmith.testing import ModelDriver, ragged_data
@@ -43,7 +44,7 @@ def test_a_killed_rank_ends_all_and_the_next_ranks_go_on_bit_for_bit(
         driver.optim_step(model_id)
         point = driver.state(model_id)
         pids = doomed.ranks.pids
-        doomed.ranks.call("arm", 1, "worker.compute.before=kill")
+        doomed.ranks.call(DoomedRank.arm, 1, "worker.compute.before=kill")
         with pytest.raises(WorkerDiedError, match=r"worker 1 of 2 .* died|worker 0 of 2 .* failed"):
             driver.forward_backward(model_id, after)
     finally:

@@ -120,10 +120,10 @@ class RankOnACard:
     def __len__(self) -> int:
         return 1
 
-    def call(self, method: str, *_: object) -> list[object]:
-        if method == "load":
+    def call(self, method: Any, *_: object) -> list[object]:
+        if method.__name__ == "load":
             return [SimpleNamespace(place=Place(**dict.fromkeys(fields_of(Place), 0)))]
-        return [WorkerDevice(type="cuda", name="H100", memory_bytes=80 << 30) if method == "device" else True]
+        return [WorkerDevice(type="cuda", name="H100", memory_bytes=80 << 30) if method.__name__ == "device" else True]
 
     def close(self) -> None: ...
 

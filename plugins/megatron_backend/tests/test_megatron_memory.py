@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from measured_rank import MeasuredRank
 from megatron_harness import VOCAB, make_backend, shape
 
 from tinsmith import AdamParams, ForwardBackward, LoraConfig
@@ -50,9 +51,9 @@ def peaks(backend: MegatronBackend, work: Work, layout: Layout) -> list[int]:
     for model_id in models:
         driver.optim_step(model_id, AdamParams(learning_rate=1e-3))
     succeeded(backend.forward_backward(ops))
-    backend.ranks.call("watch")
+    backend.ranks.call(MeasuredRank.watch)
     succeeded(backend.forward_backward(ops))
-    return backend.ranks.call("peak")
+    return backend.ranks.call(MeasuredRank.peak)
 
 
 @pytest.mark.parametrize(

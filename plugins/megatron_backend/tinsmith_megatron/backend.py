@@ -37,8 +37,9 @@ from tinsmith_megatron.admission import STRICT_SEQUENCES, Budget, budget_of
 from tinsmith_megatron.architecture import read_architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.environment import DEVICE
-from tinsmith_megatron.messages import Loaded, Setup
+from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.parallel import check_model, check_ranks, part_of, smallest_group
+from tinsmith_megatron.program import Program
 
 PROGRAM = "tinsmith_megatron.rank:Rank"  # of the workers
 _MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
@@ -50,6 +51,8 @@ Rounding differences grow with the steps: twenty of them on a tiny model with ex
 
 class MegatronBackend(WorkersBackend):
     """Does not import torch."""
+
+    ranks: WorkerGroup[Program]
 
     def __init__(
         self, config: MegatronConfig, context: BackendContext, launch_with: MakeLauncher | None = None
@@ -69,10 +72,10 @@ class MegatronBackend(WorkersBackend):
                 self.ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
             )
             check_ranks(config, len(self.ranks))
-            device = agreed_device(self.ranks.call("device"), config.device, DEVICE)
+            device = agreed_device(self.ranks.call(Program.device), config.device, DEVICE)
             self._budget = self._admitted(device, context.placement)
             self._setup = self._decide(device, context)
-            self.loaded: list[Loaded] = self.ranks.call("load", self._setup)
+            self.loaded = self.ranks.call(Program.load, self._setup)
             self._parts = [part_of(each.place, config, self.architecture.shape) for each in self.loaded]
             self._dp_size = 1 + max(each.place.dp_rank for each in self.loaded)
             self._capabilities = self._describe(device)
@@ -134,12 +137,12 @@ class MegatronBackend(WorkersBackend):
         self._budget.check(lora, [model.lora.rank for model in self._models.values()])
 
     def make_adapter(self, op: CreateModel) -> AdapterModelState:
-        self.ranks.call("create_model", op.model_id, op.lora)
+        self.ranks.call(Program.create_model, op.model_id, op.lora)
         return AdapterModelState(op.model_id, op.lora, self.ranks, self.architecture.shape, self._parts)
 
     def make_full(self, op: CreateModel) -> FullModelState:
         self._state_files.check()
-        made: list[dict[str, tuple[int, ...]]] = self.ranks.call("create_full_model", op.model_id)
+        made = self.ranks.call(Program.create_full_model, op.model_id)
         shapes = {name: shape for own in made for name, shape in own.items()}
         return FullModelState(op.model_id, op.lora, self.ranks, shapes, self._state_files)
 
@@ -154,11 +157,11 @@ class MegatronBackend(WorkersBackend):
 
     def _run_micros(self, micros: Sequence[MicroBatch], *, backward: bool) -> list[list[Answer]]:
         models = [[segment.model_id for share in micro for segment in share] for micro in micros]
-        return self.ranks.call_each("run", [(share, models, backward) for share in self._shares(micros)])
+        return self.ranks.call_each(Program.run, [(share, models, backward) for share in self._shares(micros)])
 
     def run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
         shares = [(op.model_id, share, backward) for share in self._shares(self._micro_batches([op]))]
-        (output,) = combined_outputs([op], self.ranks.call_each("run_full", shares))
+        (output,) = combined_outputs([op], self.ranks.call_each(Program.run_full, shares))
         return output
 
     def _micro_batches(self, ops: Sequence[ForwardBackward]) -> list[MicroBatch]:
@@ -190,7 +193,7 @@ def _replayed_experts(shape: DecoderShape) -> ReplayedExperts | None:
     return ReplayedExperts(num_layers=shape.num_layers, num_experts=experts.num_experts, top_k=experts.top_k)
 
 
-def _start(config: MegatronConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup:
+def _start(config: MegatronConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup[Program]:
     devices = context.placement.devices
     gpus = 0 if config.device == "cpu" else len(devices) or count_gpus()
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron orders its kernels by it

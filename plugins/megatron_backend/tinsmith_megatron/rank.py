@@ -3,14 +3,13 @@
 import gc
 import os
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from tinsmith.torch_workers import find_device, worker_device
-from tinsmith.workers import Worker, WorkerDevice, holders
+from tinsmith.workers import LoadingProgram, Worker, WorkerDevice, holders
 from tinsmith_megatron.environment import DEVICE
 from tinsmith_megatron.messages import Loaded, Setup
 from tinsmith_megatron.parallel import part_of
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from tinsmith_megatron.megatron_here import Trainer
 
 
-class Rank:
+class Rank(LoadingProgram[Setup, Loaded]):
     """The program of the workers. Besides the methods below, it has the trainer's."""
 
     def __init__(self, worker: Worker) -> None:
@@ -29,9 +28,6 @@ class Rank:
 
     def device(self) -> WorkerDevice:
         return worker_device(self._device)
-
-    def sees(self, file: Path) -> bool:
-        return file.exists()
 
     def load(self, setup: Setup) -> Loaded:
         if self._device.type == "cpu" or setup.strict:  # elsewhere nothing claims it, and it costs time in many kernels

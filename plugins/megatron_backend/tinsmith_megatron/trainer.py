@@ -15,13 +15,7 @@ import torch.distributed as dist
 
 from tinsmith import LoraConfig, refuses_step
 from tinsmith.torch_workers import LossTable, ModelsOfWorker
-from tinsmith.workers import (
-    AdapterLayout,
-    Answer,
-    ModelPart,
-    ModelStep,
-    Segment,
-)
+from tinsmith.workers import AdapterLayout, Answer, ModelPart, ModelStep, Segment
 from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.full_model import FullModel
 from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
@@ -29,11 +23,12 @@ from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_, square_norm
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.passes import answers, run_pipeline
+from tinsmith_megatron.program import Training
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
 
 
-class Trainer(ModelsOfWorker[FullModel]):
+class Trainer(ModelsOfWorker[FullModel], Training):
     """`stage`: None if no adapters are served.
 
     `is_holder`: whether this rank is the first of those that hold its part, and so speaks for it.
@@ -59,8 +54,7 @@ class Trainer(ModelsOfWorker[FullModel]):
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
         self._add_adapter(model_id, AdapterLayout(lora, self._setup.architecture.shape, self._part))
 
-    def create_full_model(self, model_id: str) -> dict[str, tuple[int, ...]]:
-        """Read the weights into a stage of their own. Return the shapes of what this rank writes."""
+    def create_full_model(self, model_id: str) -> Mapping[str, tuple[int, ...]]:
         model = FullModel(model_id, self._setup, self._losses, self._place, self._part, self._device)
         self._full[model_id] = model
         return model.shapes()
@@ -73,10 +67,6 @@ class Trainer(ModelsOfWorker[FullModel]):
         models: Sequence[Sequence[str]],
         backward: bool,  # noqa: FBT001  (over the wire)
     ) -> list[Answer]:
-        """Score this rank's segments by micro-batch, and add to the pending gradients.
-
-        models: of each micro-batch, those of all ranks' segments, by data-parallel rank.
-        """
         if self._setup.strict:
             every = [self._stacks(list(dict.fromkeys(owned)), backward=backward) for owned in models]
         else:
@@ -102,7 +92,6 @@ class Trainer(ModelsOfWorker[FullModel]):
         micros: Sequence[Sequence[Segment]],
         backward: bool,  # noqa: FBT001  (over the wire)
     ) -> list[Answer]:
-        """Score this rank's segments of one operation of a fully trained model."""
         if backward:
             self._settle(model_id, ("gradients",))
         results = self._full[model_id].run(micros, backward=backward)

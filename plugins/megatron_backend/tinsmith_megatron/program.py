@@ -1,0 +1,44 @@
+"""What the engine asks of the ranks. No torch."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+from tinsmith import LoraConfig
+from tinsmith.workers import Answer, LoadingProgram, Segment, TrainingProgram
+from tinsmith_megatron.messages import Loaded, Setup
+
+
+class Training(TrainingProgram):
+    """What a rank does once it has loaded the model."""
+
+    @abstractmethod
+    def create_model(self, model_id: str, lora: LoraConfig) -> None: ...
+
+    @abstractmethod
+    def create_full_model(self, model_id: str) -> Mapping[str, tuple[int, ...]]:
+        """Read the weights into a stage of their own. Return the shapes of what this rank writes."""
+
+    @abstractmethod
+    def run(
+        self,
+        micros: Sequence[Sequence[Segment]],
+        models: Sequence[Sequence[str]],
+        backward: bool,  # noqa: FBT001  (over the wire)
+    ) -> list[Answer]:
+        """Score this rank's segments by micro-batch, and add to the pending gradients.
+
+        models: of each micro-batch, those of all ranks' segments, by data-parallel rank.
+        """
+
+    @abstractmethod
+    def run_full(
+        self,
+        model_id: str,
+        micros: Sequence[Sequence[Segment]],
+        backward: bool,  # noqa: FBT001  (over the wire)
+    ) -> list[Answer]:
+        """Score this rank's segments of one operation of a fully trained model."""
+
+
+class Program(LoadingProgram[Setup, Loaded], Training):
+    """All of it."""
