@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Final
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (ROOT / "core/tinsmith/torch_workers", *sorted(ROOT.glob("plugins/*/tinsmith_*/")))
+ROOMS = (
+    ROOT / "core/tinsmith/workers",
+    ROOT / "core/tinsmith/torch_workers",
+    *sorted(ROOT.glob("plugins/*/tinsmith_*/")),
+)
 _OF_PLATFORMS: Final = frozenset({"type", "platform"})
 
 FSDP = "plugins/fsdp_backend/tests/test_fsdp_devices.py::"
@@ -35,6 +39,7 @@ FORCED_BY: Mapping[str, str] = {
     "torch_workers.process_group:_computes_on_gpus": FSDP + NO_CPU,
     "torch_workers.process_group:join_process_group": FSDP + "test_ranks_on_gpus_meet_by_nccl",
     "torch_workers.process_group:worker_device": FSDP + "test_a_rank_takes_the_gpu_of_its_place",
+    "torch_workers.rank:TorchRank.load": FSDP + SHARE,
     "torch_workers.sleeping:SleepingTensors._copy": FSDP + ASLEEP,
     "torch_workers.sleeping:SleepingTensors._synchronize": FSDP + ASLEEP,
     "torch_workers.transfers:HostCopies.__init__": FSDP + THERE_AND_BACK,
@@ -45,15 +50,13 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_fsdp.attention:packed_attention": (
         "plugins/fsdp_backend/tests/test_fsdp_attention.py::test_attention_on_a_gpu_is_that_of_each_sequence"
     ),
-    "tinsmith_fsdp.backend:FsdpBackend._admitted": FSDP + CLAIMS,
-    "tinsmith_fsdp.backend:FsdpBackend._describe": FSDP + CLAIMS,
+    "tinsmith_fsdp.backend:FsdpBackend.prepare": FSDP + CLAIMS,
     "tinsmith_fsdp.demand:_ranks": "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION,
     "tinsmith_fsdp.demand:demand": "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION,
     "tinsmith_fsdp.head:_score": FSDP + ROWS,
     "tinsmith_fsdp.optimizer:adamw_": (
         "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
     ),
-    "tinsmith_fsdp.rank:Rank.load": FSDP + SHARE,
     "tinsmith_jax.backend:JaxBackend._describe": JAX + TRAINER,
     "tinsmith_jax.backend:_half_busy": JAX + TRAINER,
     "tinsmith_jax.compilation:_options": JAX + PRODUCTS,
@@ -83,15 +86,13 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_megatron.attention:PackedAttention.forward": (
         MEGATRON + "test_attention_on_a_gpu_is_that_of_each_sequence"
     ),
-    "tinsmith_megatron.backend:MegatronBackend._admitted": MEGATRON + CLAIMS,
-    "tinsmith_megatron.backend:MegatronBackend._describe": MEGATRON + CLAIMS,
+    "tinsmith_megatron.backend:MegatronBackend.prepare": MEGATRON + CLAIMS,
     "tinsmith_megatron.cpu_shim:install": MEGATRON + NO_SHIM,
     "tinsmith_megatron.demand:demand": (
         "plugins/megatron_backend/tests/test_megatron_admission.py::test_what_does_not_fit_is_known_before_it_starts"
     ),
     "tinsmith_megatron.head:_score": MEGATRON + ROWS,
     "tinsmith_megatron.megatron_here:": MEGATRON + NO_SHIM,
-    "tinsmith_megatron.rank:Rank.load": MEGATRON + SHARE,
     "tinsmith_vllm.compat:_check_heads": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:_forget_packed_experts": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:leave_base_rows_alone": VLLM + UNCHANGED,
@@ -102,6 +103,8 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_vllm.draws:draw": (
         "plugins/vllm_sampler/tests/test_vllm_fused_draws.py::test_rows_on_a_gpu_go_to_the_kernels"
     ),
+    "workers.training_backend:agreed_device": (FSDP + "test_a_worker_that_computes_elsewhere_than_asked_is_refused"),
+    "workers.training_backend:WorkersBackend.describe": MEGATRON + CLAIMS,
 }
 """By module and function: a test that takes the side of GPUs with a stand-in for one."""
 

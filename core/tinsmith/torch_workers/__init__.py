@@ -7,7 +7,8 @@ module in its workers, besides `tinsmith` and `tinsmith.workers`.
 from tinsmith.torch_workers.collectives import all_gather_single, reduce_scatter_single
 from tinsmith.torch_workers.loss_table import LossBatch, LossTable
 from tinsmith.torch_workers.models import Adapter, FullModelOfWorker, ModelsOfWorker, free_what_is_unused
-from tinsmith.torch_workers.process_group import find_device, join_process_group, local_devices, worker_device
+from tinsmith.torch_workers.process_group import join_process_group, local_devices
+from tinsmith.torch_workers.rank import TorchRank
 from tinsmith.torch_workers.sleeping import SleepingTensors, storage_bytes
 from tinsmith.torch_workers.transfers import HostCopies, begin_to_host, to_device, to_host, wait_for
 from tinsmith.torch_workers.varlen import varlen_attention
@@ -20,9 +21,9 @@ __all__ = [
     "LossTable",
     "ModelsOfWorker",
     "SleepingTensors",
+    "TorchRank",
     "all_gather_single",
     "begin_to_host",
-    "find_device",
     "free_what_is_unused",
     "join_process_group",
     "local_devices",
@@ -32,5 +33,4 @@ __all__ = [
     "to_host",
     "varlen_attention",
     "wait_for",
-    "worker_device",
 ]

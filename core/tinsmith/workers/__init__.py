@@ -6,7 +6,7 @@ names exported here are public: plugins may import this module besides `tinsmith
 
 from tinsmith.workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model
 from tinsmith.workers.adapter_models import AdapterModelState
-from tinsmith.workers.config import LauncherName, WorkersConfig
+from tinsmith.workers.config import LauncherName, TrainingWorkersConfig, WorkersConfig
 from tinsmith.workers.full_models import FullModelState
 from tinsmith.workers.gpus import count_gpus, lacks_gpus
 from tinsmith.workers.group import WorkerDiedError, WorkerGroup
@@ -19,7 +19,9 @@ from tinsmith.workers.program import (
     SleepableProgram,
     StateProgram,
     TrainingProgram,
+    TrainingSetup,
     WorkerDevice,
+    WorkersProgram,
 )
 from tinsmith.workers.sequences import (
     Answer,
@@ -36,9 +38,16 @@ from tinsmith.workers.sequences import (
 from tinsmith.workers.serving import Worker, alone, serve
 from tinsmith.workers.state_files import Capture, StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
-from tinsmith.workers.training_backend import SleepableWorkersBackend, WorkersBackend, agreed_device
+from tinsmith.workers.training_backend import (
+    FAST_ISOLATION_ERROR,
+    SleepableWorkersBackend,
+    WorkersBackend,
+    agreed_device,
+    start_ranks,
+)
 
 __all__ = [
+    "FAST_ISOLATION_ERROR",
     "AdapterLayout",
     "AdapterModelState",
     "AdapterState",
@@ -67,6 +76,8 @@ __all__ = [
     "StateProgram",
     "StateWriter",
     "TrainingProgram",
+    "TrainingSetup",
+    "TrainingWorkersConfig",
     "WholeLayout",
     "Worker",
     "WorkerDevice",
@@ -74,6 +85,7 @@ __all__ = [
     "WorkerGroup",
     "WorkersBackend",
     "WorkersConfig",
+    "WorkersProgram",
     "Written",
     "agreed_device",
     "alone",
@@ -85,5 +97,6 @@ __all__ = [
     "one_by_one",
     "segments",
     "serve",
+    "start_ranks",
     "whole_model",
 ]

@@ -56,3 +56,39 @@ class WorkersConfig(BackendConfig):
             )
             raise ValueError(msg)
         return self
+
+
+class TrainingWorkersConfig(WorkersConfig):
+    """Base class of the settings of a backend whose workers train. `None` means that the device decides."""
+
+    device: Literal["cpu", "cuda"] | None = Field(None, description="default: cuda if there is a GPU, else cpu")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of base weights and activations; default float32 on CPU, else bfloat16"
+    )
+    isolation: Literal["strict", "fast"] | None = Field(
+        None,
+        description="strict computes each sequence by itself, so that no bit depends on the others; fast packs the "
+        "sequences of all models together; default strict on CPU, else fast",
+    )
+    max_lora_rank: int = Field(32, ge=1, le=512, description="greatest rank of a model")
+    max_models: int = Field(64, ge=1, description="models in training at the same time")
+    max_full_models: int = Field(
+        1, ge=0, description="of them with LoRA rank 0: each trains all weights of its own copy of the base model"
+    )
+    capture_buffer_bytes: int = Field(
+        1 << 30,
+        ge=1 << 26,
+        description="host memory of each rank for the state of fully trained models on its way to the disk; an "
+        "optimizer step waits until what it would overwrite, and has not been written yet, fits",
+    )
+    max_context_tokens: int | None = Field(
+        None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
+    )
+    max_batch_tokens: int | None = Field(
+        None, ge=64, description="of one micro-batch of one rank; default 2048 on CPU, else 16384"
+    )
+    activation_checkpointing: bool | None = Field(
+        None,
+        description="keep the input of each layer alone, and recompute its activations in the backward pass, to save "
+        "memory; default off on CPU, else on",
+    )

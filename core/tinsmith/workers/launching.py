@@ -25,6 +25,10 @@ INDEX: Final = "TINSMITH_WORKER_INDEX"
 NUM_WORKERS: Final = "TINSMITH_NUM_WORKERS"
 """Environment variable: the number of workers, if whoever starts it knows."""
 
+DEVICE: Final = "TINSMITH_WORKER_DEVICE"
+"""Environment variable: `cpu` or `cuda`, on which a worker that trains with torch computes; default a GPU if there is
+one."""
+
 WAIT_S: Final = "TINSMITH_WORKER_WAIT_S"
 """Environment variable: for how long a worker waits for the engine to listen; default not at all."""
 

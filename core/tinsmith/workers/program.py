@@ -4,16 +4,20 @@ The engine names methods as Python does: `group.call(TrainingProgram.unload_mode
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from tinsmith.backend import Placement
 from tinsmith.huggingface.state_files import Targets
+from tinsmith.losses import LossSpec
 from tinsmith.operations import AdamParams, FloatArray
+from tinsmith.workers.sequences import Answer, Segment
 from tinsmith.workers.state_writer import Written
 
+Config = TypeVar("Config")
+Architecture = TypeVar("Architecture")
 Setup_contra = TypeVar("Setup_contra", contravariant=True)
 Loaded_co = TypeVar("Loaded_co", covariant=True)
 
@@ -37,6 +41,20 @@ class WorkerDevice:
         if placement.memory_bytes is None or self.memory_bytes is None:
             return None
         return min(1.0, (placement.memory_bytes - runtime_bytes) / self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup(Generic[Config, Architecture]):
+    """Everything that a worker needs to load the model and to train it, with all defaults resolved."""
+
+    config: Config
+    architecture: Architecture
+    model_path: str
+    losses: Mapping[str, LossSpec]
+    dtype: str
+    strict: bool  # compute each sequence by itself
+    checkpointing: bool  # recompute activations
+    memory_share: float | None = None  # of the device's memory, all that the allocator may take; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +113,7 @@ class StateProgram(ABC):
 
 
 class TrainingProgram(StateProgram):
-    """What `WorkersBackend` asks for, whatever the workers' strategy."""
+    """What workers do once they have loaded the model, whatever their strategy."""
 
     @abstractmethod
     def unload_model(self, model_id: str) -> None:
@@ -129,6 +147,19 @@ class TrainingProgram(StateProgram):
     @abstractmethod
     def capture_bytes(self) -> tuple[int, int]:
         """Return the most that has been in the buffer of captures, and what training has copied into it so far."""
+
+    @abstractmethod
+    def run_full(
+        self,
+        model_id: str,
+        micros: Sequence[Sequence[Segment]],
+        backward: bool,  # noqa: FBT001  (over the wire)
+    ) -> Sequence[Answer]:
+        """Score this worker's segments of one operation of a fully trained model."""
+
+
+class WorkersProgram(LoadingProgram[Setup_contra, Loaded_co], TrainingProgram):
+    """All that `WorkersBackend` asks for."""
 
 
 class SleepableProgram(TrainingProgram):

@@ -3,10 +3,19 @@
 import pickle
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from tinsmith.backend import ModelState, SleepableTrainingBackend, Snapshot, TrainingBackend
+from tinsmith.backend import (
+    BackendContext,
+    Capabilities,
+    ModelState,
+    SleepableTrainingBackend,
+    Snapshot,
+    TrainingBackend,
+)
 from tinsmith.divergence import step_result
 from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
+from tinsmith.huggingface.decoder import DecoderShape
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
     CreateModel,
@@ -19,18 +28,68 @@ from tinsmith.operations import (
     OptimStepOutput,
 )
 from tinsmith.workers.adapter_models import AdapterModelState
+from tinsmith.workers.config import TrainingWorkersConfig
 from tinsmith.workers.full_models import FullModelState
+from tinsmith.workers.gpus import count_gpus
 from tinsmith.workers.group import WorkerGroup
-from tinsmith.workers.program import ModelStep, SleepableProgram, TrainingProgram, WorkerDevice
+from tinsmith.workers.launching import DEVICE, MakeLauncher
+from tinsmith.workers.program import (
+    LoadingProgram,
+    ModelStep,
+    SleepableProgram,
+    TrainingProgram,
+    TrainingSetup,
+    WorkerDevice,
+    WorkersProgram,
+)
+from tinsmith.workers.sequences import MicroBatch, Segment, combined_outputs, deal, one_by_one, segments
+from tinsmith.workers.state_files import StateFiles
+
+Config = TypeVar("Config", bound=TrainingWorkersConfig)
+Setup = TypeVar("Setup", bound=TrainingSetup[Any, Any])
+Loaded = TypeVar("Loaded")
+
+_MAX_TARGETS: Final = 128  # per token; [T, K] arrays of a micro-batch must fit
+FAST_ISOLATION_ERROR: Final = 1e-4
+"""A bound on what company changes in one step, which tests check on CPU in float32. Not measured on GPUs.
+
+Rounding differences grow with the steps: twenty of them on a tiny model with experts end up to 5e-3 apart."""
 
 
-def agreed_device(found: Sequence[WorkerDevice], wanted: str | None, variable: str) -> WorkerDevice:
+def start_ranks(
+    program: str,
+    config: TrainingWorkersConfig,
+    context: BackendContext,
+    launch_with: MakeLauncher | None,
+    *,
+    least: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> WorkerGroup[Any]:
+    """Start workers on the GPUs that the server has placed them on, or on all. Any: the program.
+
+    least: how many a machine without GPUs has, if `nproc_per_node` is not set.
+    """
+    devices = context.placement.devices
+    gpus = 0 if config.device == "cpu" else len(devices) or count_gpus()
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+    chosen = {} if config.device is None else {DEVICE: config.device}
+    return WorkerGroup(
+        program,
+        config,
+        context.progress,
+        environment={**visible, **chosen, **(environment or {})},
+        gpus=None if config.device is None else config.device == "cuda",
+        default_per_node=gpus or least,
+        launch_with=launch_with,
+    )
+
+
+def agreed_device(found: Sequence[WorkerDevice], wanted: str | None) -> WorkerDevice:
     """Return the device of the first worker, which has one as every other's.
 
     Args:
         found: the device of each worker, by rank.
         wanted: the type that the configuration asks for, if it does.
-        variable: of the environment, by which workers that something else starts are told.
 
     Raises ConfigError if a worker computes on another.
     """
@@ -39,32 +98,92 @@ def agreed_device(found: Sequence[WorkerDevice], wanted: str | None, variable: s
             asked = f"`device` is {wanted!r}" if wanted else f"rank 0 computes on {found[0].name}"
             msg = (
                 f"rank {rank} computes on {device.name} ({device.type}), but {asked}: give each worker such a one, and "
-                f"start them with {variable}={wanted or found[0].type}"
+                f"start them with {DEVICE}={wanted or found[0].type}"
             )
             raise ConfigError(msg)
     return found[0]
 
 
-class WorkersBackend(TrainingBackend):
-    """Keeps the models that the workers train. A subclass makes them, and runs passes.
+class Budget(Protocol):
+    """What fits on a worker."""
+
+    @property
+    def shape(self) -> DecoderShape: ...
+
+    @property
+    def data_parallel(self) -> int:
+        """Workers, or groups of them, that compute sequences of their own."""
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def micro_tokens(self) -> int: ...
+
+    @property
+    def max_models(self) -> int: ...
+
+
+class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
+    """Has workers load a model, and keeps the models that they train. A subclass makes these, and runs passes.
 
     Called from one thread. Any exception other than UserError leaves it unusable.
     """
 
     def __init__(
-        self,
-        ranks: WorkerGroup[TrainingProgram],
-        losses: Mapping[str, LossSpec],
-        *,
-        max_models: int,
-        max_full_models: int,
-        max_lora_rank: int,
+        self, ranks: WorkerGroup[WorkersProgram[Setup, Loaded]], config: Config, context: BackendContext
     ) -> None:
+        """End the workers if they cannot load the model."""
         self.ranks = ranks
-        self._losses = dict(losses)
-        self._limits = max_models, max_full_models, max_lora_rank
+        self._config = config
+        self._losses = dict(context.losses)
         self._trained: dict[str, AdapterModelState | FullModelState] = {}
         self._asleep = False
+        try:
+            self._state_files = StateFiles(
+                ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
+            )
+            device = agreed_device(ranks.call(LoadingProgram.device), config.device)
+            self._budget, self._setup = self.prepare(device, context)
+            self.loaded = ranks.call(LoadingProgram.load, self._setup)
+            self._rank_tokens = self._budget.micro_tokens
+            self._capabilities = self.describe(device)
+        except BaseException:
+            ranks.close()
+            raise
+
+    @abstractmethod
+    def prepare(self, device: WorkerDevice, context: BackendContext) -> tuple[Budget, Setup]:
+        """Resolve the settings that are left open. Raise ConfigError if not even one model fits."""
+
+    @property
+    def max_full_models(self) -> int:
+        return self._config.max_full_models
+
+    def describe(self, device: WorkerDevice) -> Capabilities:
+        on_cpu, setup, budget = device.type == "cpu", self._setup, self._budget
+        exact = on_cpu and setup.strict and setup.dtype == "float32"
+        return Capabilities(
+            device=f"{len(self.ranks)} x {device.name}",
+            dtype=setup.dtype,
+            vocab_size=budget.shape.vocab_size,
+            max_context_tokens=budget.context_tokens,
+            max_batch_tokens=budget.micro_tokens * budget.data_parallel,
+            max_models=budget.max_models,
+            max_full_models=self.max_full_models,
+            full_fine_tuning=self.max_full_models > 0,
+            losses=frozenset(self._losses),
+            max_lora_rank=self._config.max_lora_rank,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            max_targets_per_token=_MAX_TARGETS,
+            deterministic=on_cpu,
+            isolation="bitwise" if exact else "close",
+            isolation_error=0.0 if exact or not on_cpu else FAST_ISOLATION_ERROR,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
     @abstractmethod
     def check_memory(self, lora: LoraConfig) -> None:
@@ -83,8 +202,8 @@ class WorkersBackend(TrainingBackend):
         """Run the operations of LoRA models together. There may be none."""
 
     @abstractmethod
-    def run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
-        """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
+    def shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
+        """Return each worker's part of every micro-batch."""
 
     @property
     def _models(self) -> dict[str, AdapterModelState | FullModelState]:
@@ -109,14 +228,15 @@ class WorkersBackend(TrainingBackend):
     # life of a model
 
     def create_model(self, op: CreateModel) -> None:
-        max_models, max_full_models, max_lora_rank = self._limits
-        if len(self._models) >= max_models:
-            msg = f"all {max_models} models are in use: end a session, or raise the backend's max_models"
+        max_lora_rank = self._config.max_lora_rank
+        if len(self._models) >= self._config.max_models:
+            msg = f"all {self._config.max_models} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
         if op.lora.rank <= max_lora_rank:  # else it is refused for its rank
             self.check_memory(op.lora)
         if op.lora.rank == 0:
-            self._check_full_models(max_full_models)
+            self._check_full_models(self.max_full_models)
+            self._state_files.check()
             self._models[op.model_id] = self.make_full(op)
         else:
             _check_rank(op.lora.rank, max_lora_rank)
@@ -176,11 +296,24 @@ class WorkersBackend(TrainingBackend):
         )
         outputs = iter(
             [
-                self.run_full(op, backward=backward) if full else next(adapted)
+                self._run_full(op, backward=backward) if full else next(adapted)
                 for op, full in zip(good, whole, strict=True)
             ]
         )
         return [refused[index] if index in refused else next(outputs) for index in range(len(ops))]
+
+    def _run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
+        """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
+        shares = self.shares(self.micro_batches(list(segments([op], self._losses))))
+        answers = self.ranks.call_each(TrainingProgram.run_full, [(op.model_id, share, backward) for share in shares])
+        (output,) = combined_outputs([op], answers)
+        return output
+
+    def micro_batches(self, work: Sequence[Segment]) -> list[MicroBatch]:
+        """Deal sequences out. With strict isolation, each has a micro-batch of its own."""
+        if self._setup.strict:
+            return list(one_by_one(work, self._budget.data_parallel))
+        return list(deal(work, self._budget.data_parallel, self._rank_tokens))
 
     def _refusal(self, op: ForwardBackward) -> Failed | None:
         """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
@@ -191,10 +324,10 @@ class WorkersBackend(TrainingBackend):
         return None
 
 
-class SleepableWorkersBackend(WorkersBackend, SleepableTrainingBackend):
-    """Whose workers sleep, too."""
+class SleepableWorkersBackend(WorkersBackend[Config, Setup, Loaded], SleepableTrainingBackend):
+    """Has its workers sleep. Their program is a `SleepableProgram`."""
 
-    ranks: WorkerGroup[SleepableProgram]
+    ranks: WorkerGroup[Any]  # Any: Python has no type for what is two programs
 
     def sleep(self) -> None:
         if not self._asleep:

@@ -24,11 +24,19 @@ from tinsmith.huggingface import Kind
 from tinsmith.huggingface.state_files import lay_out
 from tinsmith.testing import assert_close_arrays, ragged_data, write_tiny_model
 from tinsmith.torch_workers import to_device, wait_for
-from tinsmith.workers import AdapterLayout, AdapterState, ModelStep, alone, deal, one_by_one, segments
+from tinsmith.workers import (
+    FAST_ISOLATION_ERROR,
+    AdapterLayout,
+    AdapterState,
+    ModelStep,
+    alone,
+    deal,
+    one_by_one,
+    segments,
+)
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
-from tinsmith_fsdp.backend import FAST_ISOLATION_ERROR
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.head import Scores

@@ -35,6 +35,10 @@ class Budget:
     keeping: Costs  # if activations are kept
 
     @property
+    def data_parallel(self) -> int:
+        return self.ranks.dp
+
+    @property
     def adapter(self) -> int:
         """What a model of the largest rank takes."""
         return self.bytes_of(LoraConfig(rank=self.config.max_lora_rank, seed=0))

@@ -6,14 +6,12 @@ from typing import TypeVar
 
 from tinsmith import (
     BackendContext,
-    Capabilities,
     ConfigError,
     CreateModel,
     ForwardBackward,
     ForwardBackwardOutput,
     LoraConfig,
     OutOfMemoryError,
-    Placement,
     ServerError,
     log_privately,
 )
@@ -24,15 +22,12 @@ from tinsmith.workers import (
     MicroBatch,
     Segment,
     SleepableWorkersBackend,
-    StateFiles,
     WorkerDevice,
     WorkerGroup,
-    agreed_device,
     combined_outputs,
-    count_gpus,
     deal,
-    one_by_one,
     segments,
+    start_ranks,
     whole_model,
 )
 from tinsmith_fsdp import batching
@@ -41,72 +36,35 @@ from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
 from tinsmith_fsdp.demand import resolved_ranks
-from tinsmith_fsdp.environment import DEVICE
 from tinsmith_fsdp.full_state import FullModelState
-from tinsmith_fsdp.messages import NoMemory, NotMade, Setup
+from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Setup
 from tinsmith_fsdp.program import Program
 
 Made = TypeVar("Made")
 _log = logging.getLogger(__name__)
 PROGRAM = "tinsmith_fsdp.rank:Rank"  # of the workers
-_MAX_TARGETS = 128  # per token; [T, K] arrays of a micro-batch must fit
-FAST_ISOLATION_ERROR = 1e-4  # a bound that test_fsdp_modes.py checks on CPU in float32; not measured on GPUs
 
 
-class FsdpBackend(SleepableWorkersBackend):
+class FsdpBackend(SleepableWorkersBackend[FsdpConfig, Setup, Loaded]):
     """Does not import torch."""
 
     ranks: WorkerGroup[Program]
+    _budget: Budget
 
     def __init__(self, config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None = None) -> None:
         self.architecture = read_architecture(context.model_directory)
-        self._config = config
-        self._max_full_models = _max_full_models(config, self.architecture)
-        super().__init__(
-            _start(config, context, launch_with),
-            context.losses,
-            max_models=config.max_models,
-            max_full_models=self._max_full_models,
-            max_lora_rank=config.max_lora_rank,
-        )
-        try:
-            self._state_files = StateFiles(
-                self.ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
-            )
-            self._check_tensor_parallel()
-            device = agreed_device(self.ranks.call(Program.device), config.device, DEVICE)
-            self._budget = self._admitted(device, context.placement)
-            self._dp_size = self._budget.ranks.dp
-            self._setup = self._decide(device, context)
-            self.loaded = self.ranks.call(Program.load, self._setup)
-            self._capabilities = self._describe(device)
-        except BaseException:
-            self.ranks.close()
-            raise
+        _refuse_full_models_of_integers(config, self.architecture)
+        super().__init__(start_ranks(PROGRAM, config, context, launch_with), config, context)
+        self._most_kept = self._rank_tokens
+        counted = self._setup.strict and self._budget.memory is not None
+        self._rank_sequences = STRICT_SEQUENCES if counted else None
 
-    def _check_tensor_parallel(self) -> None:
-        tp, arch = self._config.tensor_parallel, self.architecture
-        for what, size in (
-            ("num_key_value_heads", arch.num_kv_heads),
-            ("intermediate_size", arch.intermediate_size),
-            ("vocab_size", arch.vocab_size),
-        ):
-            if size % tp:
-                msg = f"{what} of the model ({size}) must be a multiple of tensor_parallel ({tp})"
-                raise ConfigError(msg)
-        _check_scales(arch, tp)
-
-    def _admitted(self, device: WorkerDevice, placement: Placement) -> Budget:
-        """Divide a rank's memory. Raise ConfigError if it is not enough for one model."""
+    def prepare(self, device: WorkerDevice, context: BackendContext) -> tuple[Budget, Setup]:
+        _check_tensor_parallel(self.architecture, self._config.tensor_parallel)
         ranks = resolved_ranks(self._config, len(self.ranks), on_cpu=device.type == "cpu")
-        budget = budget_of(self._config, self.architecture, ranks, device.usable_bytes(placement))
+        budget = budget_of(self._config, self.architecture, ranks, device.usable_bytes(context.placement))
         require_enough(budget)
-        return budget
-
-    def _decide(self, device: WorkerDevice, context: BackendContext) -> Setup:
-        """Resolve the settings that are left open."""
-        ranks = self._budget.ranks
-        return Setup(
+        return budget, Setup(
             config=self._config,
             architecture=self.architecture,
             model_path=str(context.model_directory),
@@ -116,36 +74,13 @@ class FsdpBackend(SleepableWorkersBackend):
             checkpointing=ranks.checkpointing,
             prefetch=ranks.prefetch,
             compile=ranks.compiled,
-            memory_share=device.allocator_share(context.placement, self._budget.costs.runtime),
-        )
-
-    def _describe(self, device: WorkerDevice) -> Capabilities:
-        on_cpu, exact = device.type == "cpu", self._setup.strict and self._setup.dtype == "float32"
-        counted = self._setup.strict and self._budget.memory is not None
-        self._rank_tokens = self._budget.micro_tokens
-        self._rank_sequences = STRICT_SEQUENCES if counted else None
-        self._most_kept = self._rank_tokens
-        return Capabilities(
-            device=f"{len(self.ranks)} x {device.name}",
-            dtype=self._setup.dtype,
-            vocab_size=self.architecture.vocab_size,
-            max_context_tokens=self._budget.context_tokens,
-            max_batch_tokens=self._rank_tokens * self._dp_size,
-            max_models=self._budget.max_models,
-            max_full_models=self._max_full_models,
-            losses=frozenset(self._losses),
-            max_lora_rank=self._config.max_lora_rank,
-            full_fine_tuning=self._max_full_models > 0,
-            lora_targets=frozenset({"attn", "mlp", "unembed"}),
-            max_targets_per_token=_MAX_TARGETS,
-            deterministic=on_cpu,
-            isolation="bitwise" if on_cpu and exact else "close",
-            isolation_error=0.0 if not on_cpu or exact else FAST_ISOLATION_ERROR,
+            memory_share=device.allocator_share(context.placement, budget.costs.runtime),
         )
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+    def max_full_models(self) -> int:
+        """0 for a model of 8-bit integers: nothing can be trained in them."""
+        return 0 if self.architecture.int8 is not None else self._config.max_full_models
 
     # life of a model
 
@@ -163,7 +98,6 @@ class FsdpBackend(SleepableWorkersBackend):
         return AdapterModelState(op.model_id, op.lora, self.ranks, self.architecture, parts)
 
     def make_full(self, op: CreateModel) -> FullModelState:
-        self._state_files.check()
         base = self.loaded[0]
         weights = base.total_bytes // ITEM[self._setup.dtype]
         ranks = self._budget.ranks
@@ -197,7 +131,7 @@ class FsdpBackend(SleepableWorkersBackend):
         while micros := self._dealt(work, tokens):
             kept = self._kept(work, micros) if backward else []
             owners = [batching.owners(micro) for micro in kept or micros]
-            shares = self._shares(kept or micros)
+            shares = self.shares(kept or micros)
             answers = self.ranks.call_each(Program.run, [(share, owners, backward, bool(kept)) for share in shares])
             found = [answer for answer in answers if not isinstance(answer, NoMemory)]
             if len(found) == len(answers):
@@ -211,7 +145,7 @@ class FsdpBackend(SleepableWorkersBackend):
         return combined_outputs(ops, [])
 
     def _dealt(self, work: Sequence[Segment], tokens: int) -> list[MicroBatch]:
-        return list(deal(work, self._dp_size, tokens, max_sequences=self._rank_sequences))
+        return list(deal(work, self._budget.data_parallel, tokens, max_sequences=self._rank_sequences))
 
     def _kept(self, work: Sequence[Segment], recomputing: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return micro-batches that may keep their activations. None if there is no room, or recomputing is faster."""
@@ -224,28 +158,25 @@ class FsdpBackend(SleepableWorkersBackend):
         worth = len(micros) <= len(recomputing) or (tokens >= self._budget.worth_keeping and not self._budget.gathers)
         return micros if worth else []
 
-    def run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
-        work = list(segments([op], self._losses))
-        if self._setup.strict:
-            micros = list(one_by_one(work, self._dp_size))
-        else:
-            micros = list(deal(work, self._dp_size, self._rank_tokens))
-        shares = [(op.model_id, share, backward) for share in self._shares(micros)]
-        (output,) = combined_outputs([op], self.ranks.call_each(Program.run_full, shares))
-        return output
-
-    def _shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
-        """Give each rank its part of every micro-batch. Ranks of one tp group get the same part."""
+    def shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
+        """Ranks of one tp group get the same part."""
         tp = self._config.tensor_parallel
         return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks))]
 
 
-def _check_scales(arch: DecoderShape, tp: int) -> None:
-    """Raise ConfigError if columns that have one scale would be on two ranks."""
+def _check_tensor_parallel(arch: DecoderShape, tp: int) -> None:
+    for what, size in (
+        ("num_key_value_heads", arch.num_kv_heads),
+        ("intermediate_size", arch.intermediate_size),
+        ("vocab_size", arch.vocab_size),
+    ):
+        if size % tp:
+            msg = f"{what} of the model ({size}) must be a multiple of tensor_parallel ({tp})"
+            raise ConfigError(msg)
     if arch.int8 is None or arch.int8.group_size is None:
         return
     for what, size in (("the width of attention", arch.q_size), ("intermediate_size", arch.intermediate_size)):
-        if size // tp % arch.int8.group_size:
+        if size // tp % arch.int8.group_size:  # columns that have one scale would be on two ranks
             msg = (
                 f"{what} of the model ({size}) / tensor_parallel ({tp}) must be a multiple of group_size of the 8-bit "
                 f"integers ({arch.int8.group_size})"
@@ -253,32 +184,13 @@ def _check_scales(arch: DecoderShape, tp: int) -> None:
             raise ConfigError(msg)
 
 
-def _max_full_models(config: FsdpConfig, architecture: DecoderShape) -> int:
-    """Return the setting, or 0 for a model of 8-bit integers: nothing can be trained in them."""
-    if architecture.int8 is None:
-        return config.max_full_models
-    if config.max_full_models and "max_full_models" in config.model_fields_set:
+def _refuse_full_models_of_integers(config: FsdpConfig, architecture: DecoderShape) -> None:
+    if architecture.int8 is not None and config.max_full_models and "max_full_models" in config.model_fields_set:
         msg = (
             f"max_full_models is {config.max_full_models}, and the base model's matrices are 8-bit integers, which "
             "cannot be trained; set it to 0, or use the unquantised model"
         )
         raise ConfigError(msg)
-    return 0
-
-
-def _start(config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None) -> WorkerGroup[Program]:
-    devices = context.placement.devices
-    gpus = 0 if config.device == "cpu" else len(devices) or count_gpus()
-    chosen = {} if config.device is None else {DEVICE: config.device}
-    return WorkerGroup(
-        PROGRAM,
-        config,
-        context.progress,
-        environment={**chosen, "CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else chosen,
-        gpus=None if config.device is None else config.device == "cuda",
-        default_per_node=max(1, gpus),
-        launch_with=launch_with,
-    )
 
 
 def _half(micros: Sequence[MicroBatch], answers: Sequence[object]) -> int:

@@ -4,13 +4,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tinsmith.workers import WorkersConfig
+from tinsmith.workers import TrainingWorkersConfig
 
 
-class FsdpConfig(WorkersConfig):
+class FsdpConfig(TrainingWorkersConfig):
     """`None` means that the device decides."""
 
-    device: Literal["cpu", "cuda"] | None = Field(None, description="default: cuda if there is a GPU, else cpu")
     tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer's matrices; divides the ranks")
     shard_size: int | None = Field(
         None,
@@ -18,9 +17,6 @@ class FsdpConfig(WorkersConfig):
         description="ranks that divide the model's weights among them; the others have replicas of these shards "
         "(hybrid sharding). Layers are gathered within such a group; with 1, those of a frozen model are not gathered. "
         "Default all, which takes the least memory and sends the most",
-    )
-    dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="of base weights and activations; default float32 on CPU, else bfloat16"
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -31,28 +27,6 @@ class FsdpConfig(WorkersConfig):
         None,
         description="gather the next layer before a layer of the forward pass is started, not after; default off on "
         "CPU, else on",
-    )
-    isolation: Literal["strict", "fast"] | None = Field(
-        None,
-        description="strict computes each sequence by itself, so that no bit depends on the others; fast packs all "
-        "sequences into one stream; default strict on CPU, else fast",
-    )
-    max_lora_rank: int = Field(32, ge=1, le=512)
-    max_models: int = Field(64, ge=1, description="models in training at the same time")
-    max_full_models: int = Field(
-        1, ge=0, description="of them with LoRA rank 0: each trains all weights of its own copy of the base model"
-    )
-    capture_buffer_bytes: int = Field(
-        1 << 30,
-        ge=1 << 26,
-        description="host memory of each rank for the state of fully trained models on its way to the disk; an "
-        "optimizer step waits until what it would overwrite, and has not been written yet, fits",
-    )
-    max_context_tokens: int | None = Field(
-        None, ge=64, description="of one sequence; default the model's, at most 2048 on CPU, else 8192"
-    )
-    max_batch_tokens: int | None = Field(
-        None, ge=64, description="of one micro-batch of one rank; default 2048 on CPU, else 16384"
     )
     activation_checkpointing: bool | None = Field(
         None,

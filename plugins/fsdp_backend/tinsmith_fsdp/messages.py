@@ -1,27 +1,18 @@
 """What the engine and the ranks send each other. No torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tinsmith import LossSpec
 from tinsmith.huggingface import DecoderShape
+from tinsmith.workers import TrainingSetup
 from tinsmith_fsdp.config import FsdpConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """Everything a rank needs to start, with all defaults resolved."""
+class Setup(TrainingSetup[FsdpConfig, DecoderShape]):
+    """What a rank needs to start."""
 
-    config: FsdpConfig
-    architecture: DecoderShape
-    model_path: str
-    losses: Mapping[str, LossSpec]
-    dtype: str
-    strict: bool  # compute each sequence by itself
-    checkpointing: bool
     prefetch: bool  # gather the next layer before one of the forward pass is started
     compile: bool
-    memory_share: float | None = None  # of the device's memory, all that the allocator may take; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from tinsmith import LoraConfig
-from tinsmith.workers import LoadingProgram, NotFinite, Scored, Segment, SleepableProgram
+from tinsmith.workers import NotFinite, Scored, Segment, SleepableProgram, WorkersProgram
 from tinsmith_fsdp.messages import FullyLoaded, Loaded, NoMemory, NotMade, Owner, Setup
 
 
@@ -31,15 +31,6 @@ class Training(SleepableProgram):
         keeps: do not recompute activations in this pass. If any rank runs out of memory, nothing has changed on any.
         """
 
-    @abstractmethod
-    def run_full(
-        self,
-        model_id: str,
-        micros: Sequence[Sequence[Segment]],
-        backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored | NotFinite]:
-        """Score this rank's segments of one operation of a fully trained model."""
 
-
-class Program(LoadingProgram[Setup, Loaded], Training):
+class Program(WorkersProgram[Setup, Loaded], Training):
     """All of it."""

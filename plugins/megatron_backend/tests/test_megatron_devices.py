@@ -82,36 +82,6 @@ def test_where_there_is_a_gpu_nothing_is_taken_from_the_shim(monkeypatch: pytest
     assert moe_utils.te_general_gemm is None
 
 
-CARD = torch.device("cuda", 1)
-
-
-@pytest.mark.parametrize(("device", "strict"), [(CARD, False), (CARD, True), (torch.device("cpu"), False)])
-def test_a_rank_on_a_gpu_takes_its_share_and_is_deterministic_if_that_is_claimed(
-    device: torch.device, strict: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[object] = []
-    stand_in = ModuleType("megatron_here")
-    vars(stand_in).update(LossTable=None, Stage=None, Trainer=None, WeightReader=None, groups=Met(done))
-    monkeypatch.setitem(sys.modules, "tinsmith_megatron.megatron_here", stand_in)
-    monkeypatch.setattr("tinsmith_megatron.rank.find_device", lambda *_: device)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: done.append(given))
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda **_: done.append("deterministic"))
-    setup: Any = SimpleNamespace(strict=strict, memory_share=0.5, config=None)
-    with alone() as worker, pytest.raises(InterruptedError):
-        Rank(worker).load(setup)
-    claimed = ["deterministic"] if strict or device != CARD else []
-    assert done == [*claimed, *([(0.5, CARD)] if device == CARD else []), "meet"]
-
-
-class Met:
-    def __init__(self, done: list[object]) -> None:
-        self._done = done
-
-    def join(self, *_: object) -> None:
-        self._done.append("meet")
-        raise InterruptedError
-
-
 class RankOnACard:
     """Answers as the rank that has it would."""
 
@@ -135,7 +105,7 @@ def fields_of(kind: Any) -> list[str]:
 def test_on_gpus_no_bits_are_claimed(
     megatron_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith_megatron.backend.WorkerGroup", RankOnACard)
+    monkeypatch.setattr("tinsmith.workers.training_backend.WorkerGroup", RankOnACard)
     placement = Placement(devices=("0",), memory_bytes=40 << 30, device_bytes=80 << 30)
     found = make_backend(megatron_models["qwen3"], tmp_path, placement=placement, device="cuda").capabilities
     assert (found.device, found.dtype, found.deterministic, found.isolation) == ("1 x H100", "bfloat16", False, "close")

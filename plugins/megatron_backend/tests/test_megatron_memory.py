@@ -16,8 +16,6 @@ from megatron_harness import VOCAB, make_backend, shape
 
 from tinsmith import AdamParams, ForwardBackward, LoraConfig
 from tinsmith.testing import ModelDriver, Nursery, ragged_data, succeeded, write_tiny_model
-from tinsmith.workers import WorkerGroup
-from tinsmith_megatron import backend as backend_module
 from tinsmith_megatron.backend import MegatronBackend
 from tinsmith_megatron.plan.memory import on_stage
 from tinsmith_megatron.plan.work import Layout, Work
@@ -72,11 +70,7 @@ def test_the_formula_is_within_a_tenth_of_the_measured_peaks(
     sizes = {"hidden_size": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "num_experts": 8}
     inner = 192 if family == "qwen3_moe" else 512
     write_tiny_model(tmp_path / "model", shape(family, vocab_size=2048, intermediate_size=inner, **sizes))
-    monkeypatch.setattr(
-        backend_module,
-        "WorkerGroup",
-        lambda _, *arguments, **settings: WorkerGroup("measured_rank:MeasuredRank", *arguments, **settings),
-    )
+    monkeypatch.setattr("tinsmith_megatron.backend.PROGRAM", "measured_rank:MeasuredRank")
     backend = make_backend(
         tmp_path / "model",
         tmp_path / "cache",

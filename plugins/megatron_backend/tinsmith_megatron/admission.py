@@ -37,6 +37,10 @@ class Budget:
     context_tokens: int = 0
     micro_tokens: int = 0
 
+    @property
+    def data_parallel(self) -> int:
+        return self.layout.dp
+
     def needed(self, ranks: Sequence[int]) -> int:
         """Return what the fullest rank takes if models of these LoRA ranks train, the adapters in one call."""
         stages = {0, self.layout.pp - 1}

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from tinsmith import LoraConfig
-from tinsmith.workers import Answer, LoadingProgram, Segment, TrainingProgram
+from tinsmith.workers import Answer, Segment, TrainingProgram, WorkersProgram
 from tinsmith_megatron.messages import Loaded, Setup
 
 
@@ -30,15 +30,6 @@ class Training(TrainingProgram):
         models: of each micro-batch, those of all ranks' segments, by data-parallel rank.
         """
 
-    @abstractmethod
-    def run_full(
-        self,
-        model_id: str,
-        micros: Sequence[Sequence[Segment]],
-        backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Answer]:
-        """Score this rank's segments of one operation of a fully trained model."""
 
-
-class Program(LoadingProgram[Setup, Loaded], Training):
+class Program(WorkersProgram[Setup, Loaded], Training):
     """All of it."""
