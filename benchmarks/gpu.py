@@ -8,6 +8,7 @@
     limits          a large product of matrices, a copy of memory: what the others are compared with
     training        the fsdp backend: 1 and 16 tenants with the same tokens, and packings that compile nothing new
     jax_training    the jax backend: what compiling costs, 1 and 8 tenants with the same tokens, and new packings
+    skyrl_training  the same batches through SkyRL's JAX backend, where it is installed
     jax_sampling    the jax sampler: 64 long sequences of an adapter, prompts, the way of an adapter to its first token,
                     and how far its logprobs are from the trainer's
     experts         the megatron backend: the same on a mixture of experts, Qwen3-30B-A3B with twelve of its layers
@@ -44,6 +45,7 @@ PARTS: Final[Mapping[str, float]] = {
     "training": 130,
     "jax_sampling": 90,
     "jax_training": 100,
+    "skyrl_training": 130,
     "drawing": 20,
     "experts": 90,
     "peft_training": 45,

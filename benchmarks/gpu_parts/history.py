@@ -12,7 +12,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RUNS: Final = ROOT / "docs" / "reference" / "gpu.json"
-PACKAGES: Final = ("torch", "jax", "transformers", "megatron-core", "peft", "vllm")
+PACKAGES: Final = ("torch", "jax", "transformers", "megatron-core", "peft", "vllm", "skyrl", "flax")
 
 
 def this_run() -> dict[str, object]:

@@ -7,12 +7,16 @@ Run = Mapping[str, Any]  # Any: JSON, as history.py writes it
 Figures = Mapping[str, Any]
 
 _SHARES: Final = ("share_of_matmul_limit", "share_of_bandwidth_limit")
-_TRAINERS: Final = ("training", "jax_training", "experts", "peft_training")
+_OURS, _PEER = "jax_training", "skyrl_training"
+_TRAINERS: Final = ("training", _OURS, _PEER, "experts", "peft_training")
+_NOT_BESIDE: Final = "SkyRL's JAX backend was not measured beside ours on a GPU yet."
 _ABOUT_A_PART: Final = ("part_took_s", "error", "not_measured")
 
 
 def render(runs: Sequence[Run]) -> str:
-    return "\n\n".join(part for run in runs for part in _run(run))
+    """Return the runs as Markdown, after a sentence if SkyRL's JAX backend was in none of them."""
+    lacking = [] if any(list(_beside(run["parts"])) for run in runs) else [_NOT_BESIDE]
+    return "\n\n".join([*lacking, *(part for run in runs for part in _run(run))])
 
 
 def _run(run: Run) -> Iterator[str]:
@@ -20,6 +24,7 @@ def _run(run: Run) -> Iterator[str]:
     yield f"### {run['when']}, {run['card']}"
     yield "\n".join(_facts(run))
     yield from _table(["Training", "s", "tokens/s", "of the matmul limit", "peak, GiB", "plan, GiB"], _training(parts))
+    yield from _table(["Beside SkyRL's JAX backend, tokens/s", "ours", "SkyRL", "ours / SkyRL"], _beside(parts))
     yield from _table(["Kernels of a step, ms", *_kinds(parts)], _kernels(parts))
     yield from _table(["Other figures", "found"], _others(parts), align="---")
 
@@ -55,6 +60,21 @@ def _training(parts: Mapping[str, Figures]) -> Iterator[Sequence[str]]:
             speed = figures.get("tokens_per_s", figures["tokens"] / s)
             sizes = (_number(figures[key]) if figures.get(key) else "" for key in ("peak_gib", "plan_gib"))
             yield _named(part, name), _number(s), f"{speed:,.0f}", f"{figures['share_of_matmul_limit']:.1%}", *sizes
+
+
+def _beside(parts: Mapping[str, Figures]) -> Iterator[Sequence[str]]:
+    """Yield the speeds of whole steps with the same tokens: with SkyRL's fastest settings, beside the jax backend's."""
+    best: dict[int, Figures] = {}
+    for part, _, figures in _groups(parts):
+        if part == _PEER and "tokens_per_s" in figures:
+            tenants = figures["tenants"]
+            best[tenants] = max(best.get(tenants, figures), figures, key=lambda each: each["tokens_per_s"])
+    ours = parts.get(_OURS, {})
+    for tenants, theirs in best.items():
+        passes, steps = (ours.get(f"{name}, tenants: {tenants}", {}) for name in ("forward_backward", "optim_step"))
+        if passes.get("tokens") == theirs["tokens"] and "tokens_per_s" in steps:
+            speeds = steps["tokens_per_s"], theirs["tokens_per_s"]
+            yield f"tenants: {tenants}", *(f"{speed:,.0f}" for speed in speeds), f"{speeds[0] / speeds[1]:.2f}"
 
 
 def _is_training(part: str, figures: Figures) -> bool:

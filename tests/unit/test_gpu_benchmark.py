@@ -1,12 +1,46 @@
 """The program that measures a GPU: limits of its parts, and what it keeps of one that does not end."""
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gpu
 import pytest
-from gpu_parts import history, page
+from gpu_parts import history, page, skyrl_training
+from gpu_parts.common import Options, operations
 from gpu_parts.kernels import Ran, summary
+
+OPTIONS = Options(toy=True, rank=8, repeats=1)
+
+
+class SkyrlTypes:
+    """Takes the place of SkyRL's types: plain lists and dictionaries."""
+
+    ModelInput = staticmethod(lambda chunks: chunks)
+    EncodedTextChunk = staticmethod(lambda tokens: tokens)
+    PreparedModelPassBatch = AdamParams = OptimStepInput = dict
+
+
+class SkyrlStandIn:
+    """Takes the place of SkyRL's backend. From the pass `fails_at` on, the memory is not enough."""
+
+    def __init__(self, fails_at: int = 1000) -> None:
+        self.config, self.model_config = SimpleNamespace(), SimpleNamespace()
+        self.fails_at, self.passed, self.stepped = fails_at, list[dict[str, Any]](), list[str]()
+
+    def _create_loss_and_grad_fn(self) -> None: ...
+
+    def forward_backward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self.passed.append(batch)
+        if len(self.passed) >= self.fails_at:
+            msg = "RESOURCE_EXHAUSTED: out of memory\nand a long report"
+            raise RuntimeError(msg)
+        return {"0": SimpleNamespace(loss_fn_outputs=[{"elementwise_loss": {"data": [1.0]}}])}
+
+    def optim_step(self, model_id: str, _params: object) -> None:
+        self.stepped.append(model_id)
 
 
 def a_part(directory: Path, body: str) -> None:
@@ -30,13 +64,51 @@ def test_figures_of_a_part_without_a_report_are_kept(tmp_path: Path) -> None:
     assert (report["a"], report["error"]) == ({"s": 1}, "the process ended without a report")
 
 
-def test_all_parts_fit_into_eight_minutes_without_vllm() -> None:
-    needs_vllm = {"sampling", "plain_vllm", "served"}
+def test_the_parts_that_have_goals_come_first_and_fit_into_eight_minutes() -> None:
+    have_goals = ["limits", "training", "jax_sampling", "jax_training", "skyrl_training"]
     order = list(gpu.PARTS)
-    assert order[:2] == ["limits", "training"]
-    assert set(order[-3:]) == needs_vllm
-    assert sum(limit for part, limit in gpu.PARTS.items() if part not in needs_vllm) < 540
-    assert gpu.IN_ALL_S < 480
+    assert order[:2] == have_goals[:2]
+    assert set(order[:5]) == set(have_goals)
+    assert sum(gpu.PARTS[part] for part in have_goals) <= gpu.IN_ALL_S < 480
+    assert set(order[-3:]) == {"sampling", "plain_vllm", "served"}  # need vLLM
+
+
+def test_every_part_is_a_module_that_the_help_tells_of() -> None:
+    for part in gpu.PARTS:
+        assert f"\n    {part} " in (gpu.__doc__ or ""), part
+        assert importlib.util.find_spec(f"gpu_parts.{part}"), part
+
+
+def test_without_skyrl_its_part_says_so_by_name() -> None:
+    if importlib.util.find_spec("skyrl"):
+        pytest.skip("SkyRL is installed")
+    assert gpu.one("skyrl_training", OPTIONS) == {"not_measured": "skyrl is not installed"}
+
+
+def test_skyrl_gets_the_same_tokens_one_tenant_at_a_time() -> None:
+    ops = operations(["a", "b"], 512, OPTIONS.tokens, seed=0, tile=64)
+    backend = SkyrlStandIn()
+    peer = skyrl_training.Peer(backend, SkyrlTypes, vocab_size=512, least_s_per_token=1e-6)
+    figures = peer.measured(skyrl_training.Settings(recompute=True, sequences=2), ops, repeats=1)
+    assert figures["tokens"] == sum(len(datum.tokens_T) for op in ops for datum in op.data)
+    assert (backend.config.train_micro_batch_size, backend.model_config.gradient_checkpointing) == (2, True)
+    assert backend.stepped == ["a", "b"] * 2  # the first time it compiles
+    assert [batch["request_batch_slices"] for batch in backend.passed[:2]] == [
+        [("0", op.model_id, 0, len(op.data))] for op in ops
+    ]
+    for batch, op in zip(backend.passed, ops * 2, strict=True):
+        assert batch["all_model_inputs"] == [[datum.tokens_T.tolist()] for datum in op.data]
+        assert batch["all_targets"] == [datum.loss_inputs["target_tokens"].tolist() for datum in op.data]
+        assert batch["all_model_ids"] == [op.model_id] * len(op.data)
+
+
+def test_settings_of_skyrl_that_do_not_fit_are_told() -> None:
+    ops = operations(["a"], 512, OPTIONS.tokens, seed=0)
+    peer = skyrl_training.Peer(SkyrlStandIn(fails_at=2), SkyrlTypes, vocab_size=512, least_s_per_token=1e-6)
+    figures = peer.measured(skyrl_training.SETTINGS[0], ops, repeats=1)
+    assert figures == {"failed": "RESOURCE_EXHAUSTED: out of memory"}
+    with pytest.raises(RuntimeError, match="with 8 tenants: RESOURCE_EXHAUSTED"):
+        skyrl_training.check({"tenants: 8, recomputed": {"tenants": 8, **figures}})
 
 
 def test_kernels_are_summed_by_kind_and_what_lies_between_is_idle() -> None:
@@ -74,3 +146,27 @@ def test_a_published_run_is_on_the_page_with_what_failed(tmp_path: Path, monkeyp
     assert "| `training`, kernels, tenants: 1 | 990 | 10 |" in shown
     assert "785 TFLOP/s in a product of matrices" in shown
     assert "- **experts**: failed: took longer than 90 s." in shown
+
+
+def test_the_page_compares_with_skyrls_fastest_settings_or_says_that_nobody_did() -> None:
+    machine = {"when": "today", "commit": "abc", "card": "a card", "memory": "80 GiB", "driver": "1", "versions": {}}
+    ours = {
+        "forward_backward, tenants: 8": {"tokens": 16068, "s": 1.5, "share_of_matmul_limit": 0.5},
+        "optim_step, tenants: 8": {"s": 0.01, "tokens_per_s": 10_000.0},
+        "forward_backward, tenants: 1": {"tokens": 16068, "s": 1.5, "share_of_matmul_limit": 0.5},
+        "optim_step, tenants: 1": {"s": 0.01, "tokens_per_s": 10_000.0},
+    }
+    step = {"tenants": 8, "tokens": 16068, "forward_backward_s": 4.0, "share_of_matmul_limit": 0.2}
+    theirs = {
+        "tenants: 8, recomputed": {**step, "tokens_per_s": 4000.0},
+        "tenants: 8, activations kept": {**step, "tokens_per_s": 5000.0},
+        "tenants: 8, more kept": {"tenants": 8, "failed": "no memory"},
+        "tenants: 1, recomputed": {**step, "tenants": 1, "tokens": 15988, "tokens_per_s": 4000.0},  # other tokens
+    }
+    run = {**machine, "notes": [], "parts": {"jax_training": ours, "skyrl_training": theirs}}
+    shown = page.render([run])
+    assert "| tenants: 8 | 10,000 | 5,000 | 2.00 |" in shown
+    assert "| tenants: 1 | 10,000" not in shown
+    assert "not measured beside ours" not in shown
+    del run["parts"]["skyrl_training"]
+    assert page.render([run]).startswith("SkyRL's JAX backend was not measured beside ours on a GPU yet.")
