@@ -29,7 +29,7 @@ from sqlalchemy import make_url
 from tinsmith.operations import OptimStepOutput
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.transactions import log
+from tinsmith.sql_store.subjects import log
 from tinsmith.store import Completion, NewOperation, SessionRecord, StoreContext
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import running_server
@@ -51,7 +51,7 @@ def server_main(data_dir: str, url: str | None, pipe: Connection) -> None:
         assert isinstance(server.store, SqlStore)
         pipe.send(server.url)
         while pipe.recv():
-            topics = server.store._wakeups.topics()  # noqa: SLF001 - nothing else knows who waits
+            topics = server.store.connections.wakeups.topics()
             pipe.send(sum(log.request_of(topic) is not None for topic in topics))
 
 

@@ -49,7 +49,7 @@ _TOY_TOKENS: Final = 64
 # what is timed: where it is defined (or, for functions that are imported by name, used), what it is called here, depth
 STAGES: Final = (
     ("tinsmith.server.submitting:_prepared", "parse, check, encode", 0),
-    ("tinsmith.sql_store.parts.server_log:SqlServerLog.submit", "submit, until durable", 0),
+    ("tinsmith.sql_store.store:SqlStore.submit", "submit, until durable", 0),
     ("tinsmith.engine.claims:Claims.claim", "claim", 0),
     ("tinsmith.engine.operation_decoder:OperationDecoder._decode_all", "decode", 1),
     ("tinsmith.engine.training_line:TrainingLine.take", "plan", 0),
@@ -67,7 +67,7 @@ STAGES: Final = (
     ("tinsmith_jax.sampling_device:SamplingDevice.decode", "device: decode", 1),
     ("tinsmith.engine.recorder:Recorder._record", "record, until durable", 0),
     ("tinsmith.server.routes.futures:_answer", "answer", 0),
-    ("tinsmith.sql_store.transactions.writer:_commit", "commits, of all stages", 0),
+    ("tinsmith.sql_store.group_commit:_commit", "commits, of all stages", 0),
 )
 _JAX: Final = "tinsmith_jax"
 

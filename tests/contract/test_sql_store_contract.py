@@ -10,7 +10,7 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.operations import Failed, OptimStepOutput
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.transactions import engine_states, gaps, sessions
+from tinsmith.sql_store.subjects import engine_states, gaps, sessions
 from tinsmith.store import (
     WAITS_FOR_PLACE,
     CheckpointWritten,
@@ -132,7 +132,7 @@ class SqlStoreContract(RequestStoreContract):
         await a_model(store)
         first = await store.submit(an_operation(seq_id=1))
         late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(3, 604)])
-        await store._durable.write(sessions.end, "s1", "success", None)  # and the server dies
+        await store.connections.durable.write(sessions.end, "s1", "success", None)  # and the server dies
         assert {await state_of(store, each) for each in late} == {OperationState.QUEUED}
         assert (await store.waiting(late[5])).missing_seq_id == 2
         claimed = await claim(store)
@@ -141,7 +141,7 @@ class SqlStoreContract(RequestStoreContract):
         with pytest.raises(UserError, match="has ended"):
             await store.submit(an_operation(seq_id=900))
         assert await store.submit(an_operation(seq_id=3)) == late[0]
-        part = await store._durable.write_locking(["s1:train:0"], gaps.fail_some, "s1:train:0", None)
+        part = await store.connections.durable.write(gaps.fail_some, "s1:train:0", None)
         assert part == (500, True)
         await store.requeue(await lease_of(store), max_attempts=3, reason="it was killed")
         assert await claim(store) == claimed
@@ -154,7 +154,7 @@ class SqlStoreContract(RequestStoreContract):
         await heard(store)
         late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(2, 603)])
         soon = datetime.now(UTC) + timedelta(hours=1)
-        part = await store._durable.write_locking(["s1:train:0"], gaps.fail_some, "s1:train:0", soon)
+        part = await store.connections.durable.write(gaps.fail_some, "s1:train:0", soon)
         assert part == (500, True)
         following = await store.submit(an_operation(seq_id=603))
         behind = await store.submit(an_operation(seq_id=605))
@@ -185,7 +185,7 @@ class SqlStoreContract(RequestStoreContract):
         creation = await store.create_run(a_run(next_seq_id=WAITS_FOR_PLACE), a_creation())
         first = await store.submit(an_operation(seq_id=1))
         behind = await store.submit(an_operation(seq_id=3))
-        await store._durable.write(sessions.end, "s1", "success", None)  # and the server dies
+        await store.connections.durable.write(sessions.end, "s1", "success", None)  # and the server dies
         limits = PlaceLimits(max_models=1, kept=0, give_up_before=LONG_AGO, failure="")
         await store.admit_models(await lease_of(store), limits)
         claimed = await claim(store)
@@ -203,9 +203,9 @@ class SqlStoreContract(RequestStoreContract):
         samples = await asyncio.gather(*[store.submit(a_sample(number)) for number in range(600)])
         lease = await lease_of(store)
         given_up = EngineRecord(base_model=BASE, state=EngineState.FAILED, updated_at=NOW, detail="no GPU")
-        assert await store._durable.write(engine_states.report, given_up, lease)  # and the supervisor dies
+        assert await store.connections.durable.write(engine_states.report, given_up, lease)  # and the supervisor dies
         assert "no GPU" in (await failure_of(store, await store.submit(a_sample(600)))).message
-        assert await store._durable.write_locking(["s2:train:0"], engine_states.fail_some, BASE, 0) is not None
+        assert await store.connections.durable.write(engine_states.fail_some, BASE, 0) is not None
         assert (await store.pending("ann")).by_kind == {"optim_step": 1, "sample": 101}
         await store.report_engine(given_up, lease=lease)
         assert (await store.pending("ann")).by_kind == {"optim_step": 1}

@@ -16,10 +16,8 @@ from sqlmodel import Session
 
 from tinsmith import operations as ops
 from tinsmith.sql_store.databases.database import Database
-from tinsmith.sql_store.grouping import Call
-from tinsmith.sql_store.reader import Reader
-from tinsmith.sql_store.transactions import log
-from tinsmith.sql_store.transactions.writer import Writer
+from tinsmith.sql_store.group_commit import Call, Reader, Writer
+from tinsmith.sql_store.subjects import log
 from tinsmith.store import OperationRecord
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer, running_server
@@ -44,13 +42,13 @@ def commits(toy_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[
     run_group = Writer._run_group
     data_dir = str(toy_server.settings.server.data_dir)
 
-    def noting(writer: Writer, calls: list[Call], session: Session) -> Any:
+    def noting(writer: Writer[Any], calls: list[Call], topics: list[str], session: Session) -> Any:
         if data_dir not in str(session.get_bind().engine.url):  # of another server in this process
-            return run_group(writer, calls, session)
+            return run_group(writer, calls, topics, session)
         level = DURABILITY[session.connection().exec_driver_sql("PRAGMA synchronous").scalar_one()]
         if names := [call.function.__name__ for call in calls if call.function.__name__ in OF_OPERATIONS]:
             seen.append([f"{level} {name}" for name in names])
-        return run_group(writer, calls, session)
+        return run_group(writer, calls, topics, session)
 
     monkeypatch.setattr(Writer, "_run_group", noting)
     return seen

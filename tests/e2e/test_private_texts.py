@@ -19,7 +19,7 @@ from tinsmith.processes.engine_child import EngineChild
 from tinsmith.processes.supervisor import Supervisor
 from tinsmith.server.routes import runs
 from tinsmith.settings import RecoverySettings, SupervisorSettings
-from tinsmith.sql_store.transactions import sessions
+from tinsmith.sql_store.subjects import sessions
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.store_records import a_checkpoint
 

@@ -169,7 +169,7 @@ class MortalEngine:
         except (KilledError, asyncio.CancelledError):
             self.interruptions += 1
         self.task = None
-        for writer in (self.store._relaxed, self.store._durable):  # type: ignore[attr-defined]  # what it handed over is committed
+        for writer in (self.store.connections.relaxed, self.store.connections.durable):  # type: ignore[attr-defined]  # what it handed over is committed
             await writer.write(lambda _: None)
 
     async def finished(self, request_id: str) -> Any:

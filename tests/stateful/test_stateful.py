@@ -22,7 +22,7 @@ from sqlmodel import Session
 from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.errors import ConflictError, ResultExpiredError, UserError
-from tinsmith.sql_store.transactions import gaps
+from tinsmith.sql_store.subjects import gaps
 from tinsmith.store import OperationRecord, OperationState
 from tinsmith.store.codec import decode_result, encode_result
 from tinsmith.testing.engine_driver import EngineDriver
@@ -338,7 +338,7 @@ class Protocol(RuleBasedStateMachine):
 
     def _compare_counts(self) -> None:
         """What is counted as it changes is what there is. No engine lives that could change it meanwhile."""
-        rows = self.runner.run(self.world.store._reader.read(_count_pending))  # type: ignore[attr-defined]  # the SQL store's
+        rows = self.runner.run(self.world.store.connections.reader.read(_count_pending))  # type: ignore[attr-defined]  # the SQL store's
         found = {client.tenant: self.runner.run(self.world.store.pending(client.tenant)) for client in self.clients}
         for tenant, pending in found.items():
             ours = [(kind, number, size) for of, kind, number, size in rows if of == tenant]

@@ -14,10 +14,10 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlmodel import Session
 
+from tinsmith.sql_store.subjects import claiming, gaps, pending_work, submitting, waiting
+from tinsmith.sql_store.subjects.pending_work import PendingChanges
+from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, RunRow, Table
-from tinsmith.sql_store.transactions import claiming, gaps, pending_work, submitting, waiting
-from tinsmith.sql_store.transactions.pending_work import PendingChanges
-from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import MANY_AHEAD, ClaimRoom, Lease, PendingCounts
 from tinsmith.testing.store_records import LORA, a_sample, an_operation
 

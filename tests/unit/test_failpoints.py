@@ -22,13 +22,19 @@ CORE = Path(tinsmith.__file__).parent
 
 
 def marked() -> Iterator[tuple[str, str, str]]:
-    """Yield module, qualified name and boundary of every function that carries the decorator."""
+    """Yield module, qualified name and boundary of every function that carries the decorator, or is made with it."""
     for file in CORE.rglob("*.py"):
         module = ".".join(("tinsmith", *file.relative_to(CORE).with_suffix("").parts))
         tree = ast.parse(file.read_text(encoding="utf-8"))
         scopes = [("", tree), *((f"{each.name}.", each) for each in tree.body if isinstance(each, ast.ClassDef))]
         for prefix, scope in scopes:
             for function in scope.body:
+                match function:
+                    case ast.Assign(targets=[ast.Name(id=made)], value=ast.Call(keywords=keywords)):
+                        for each in keywords:
+                            match each:
+                                case ast.keyword(arg="point", value=ast.Constant(value=str(name))):
+                                    yield module, prefix + made, name
                 for decorator in getattr(function, "decorator_list", []):
                     match decorator:
                         case ast.Call(func=ast.Name(id="durable_boundary"), args=[ast.Constant(value=str(name))]):

@@ -10,9 +10,9 @@ from sqlalchemy.exc import OperationalError
 from tinsmith import operations as ops
 from tinsmith.errors import StoreError
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.reader import Reader
+from tinsmith.sql_store.group_commit import Reader
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.transactions import log
+from tinsmith.sql_store.subjects import log
 from tinsmith.store import Completion, OperationState, StoreContext
 from tinsmith.store.codec import decode_result
 from tinsmith.testing.engine_driver import take_over

@@ -16,7 +16,7 @@ from tinsmith.server.routes import futures
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.transactions import sessions
+from tinsmith.sql_store.subjects import sessions
 from tinsmith.store import SessionRecord, StoreContext
 
 NOW = datetime.now(UTC).replace(microsecond=0)
@@ -38,14 +38,14 @@ async def test_heartbeats_that_come_together_share_transactions(
     store: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts: list[int] = []
-    write = store._relaxed.write
+    write = store.connections.relaxed.write
 
     async def counted(function: object, *args: object) -> object:
         assert function is sessions.touch_all
         parts.append(len(args[0]))  # type: ignore[arg-type]
         return await write(function, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store._relaxed, "write", counted)
+    monkeypatch.setattr(store.connections.relaxed, "write", counted)
     heard = await asyncio.gather(*(store.hear_session(f"s{number}", LATER, server_id="one") for number in range(100)))
     assert [session.session_id for session in heard] == [f"s{number}" for number in range(100)]
     assert {session.last_seen_at for session in heard} == {LATER}
@@ -85,7 +85,7 @@ async def test_a_failure_is_told_to_all_in_the_transaction_and_the_next_goes_on(
         raise StoreError("disk full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._relaxed, "write", fails)
+        patched.setattr(store.connections.relaxed, "write", fails)
         found = await asyncio.gather(
             *(store.hear_session(f"s{number}", LATER, server_id="one") for number in range(3)), return_exceptions=True
         )
@@ -105,8 +105,8 @@ async def test_those_that_come_soon_after_a_transaction_gather(
             for each in heartbeats
         ]
 
-    monkeypatch.setattr(store._relaxed, "write", at_once)
-    monkeypatch.setattr("tinsmith.sql_store.parts.heartbeats._PAUSE_S", 0.2)
+    monkeypatch.setattr(store.connections.relaxed, "write", at_once)
+    monkeypatch.setattr("tinsmith.sql_store.subjects.heartbeats._PAUSE_S", 0.2)
     heard = []
     for number in range(100):
         heard.append(asyncio.create_task(store.hear_session(f"s{number}", LATER, server_id="one")))

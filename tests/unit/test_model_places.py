@@ -19,10 +19,10 @@ from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.subjects import lost_models
+from tinsmith.sql_store.subjects.model_places import Applicant, Taken, next_ones
+from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.sql_store.tables import RunRow
-from tinsmith.sql_store.transactions import lost_models
-from tinsmith.sql_store.transactions.model_places import Applicant, Taken, next_ones
-from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import (
     EngineRecord,
     EngineState,

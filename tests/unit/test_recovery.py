@@ -132,7 +132,7 @@ class Setup:
                 await task
             # A killed process writes nothing more, but a cancelled task does: what it has already handed to the store
             # (a claim, the registration of a recovery point) must be committed before the next engine starts.
-            for writer in (self.store._relaxed, self.store._durable):
+            for writer in (self.store.connections.relaxed, self.store.connections.durable):
                 await writer.write(lambda _: None)
 
     async def dies(self, **recovery: Any) -> None:

@@ -27,19 +27,19 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError, StoreError, UserError
+from tinsmith.sql_store import group_commit
 from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import socket_wakeups
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
-from tinsmith.sql_store.grouping import Call, Grouping
+from tinsmith.sql_store.group_commit import Call, Grouping
 from tinsmith.sql_store.migrate import alembic_config, known_revisions
 from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.subjects.request_ids import created_at, new_request_id
+from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
-from tinsmith.sql_store.transactions import writer
-from tinsmith.sql_store.transactions.request_ids import created_at, new_request_id
-from tinsmith.sql_store.transactions.writer import Transaction
 from tinsmith.store import StoreContext
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.store_records import BASE, NOW, a_sample, a_session
@@ -270,7 +270,7 @@ async def test_a_write_that_fails_is_undone_alone_and_the_others_happen_once(tmp
         raise UserError("after the insert")
 
     numbers = itertools.count()
-    writes = [store._durable.write(each) for each in (insert, insert_and_fail, insert)]
+    writes = [store.connections.durable.write(each) for each in (insert, insert_and_fail, insert)]
     first, failed, last = await asyncio.gather(*writes, return_exceptions=True)
     assert (first, last) == (None, None)
     assert isinstance(failed, UserError)
@@ -390,7 +390,7 @@ async def test_nobody_is_woken_by_what_is_not_committed(tmp_path: Path, monkeypa
     store = a_store(tmp_path)
     await store.open()
     with monkeypatch.context() as failing:
-        failing.setattr(writer, "_commit", refuse)
+        failing.setattr(group_commit, "_commit", refuse)
         with pytest.raises(StoreError, match="disk I/O error"):
             await store.submit(a_sample())
     assert sent == []
@@ -478,8 +478,8 @@ async def test_what_is_committed_stays_so_if_nobody_can_be_woken(
 ) -> None:
     store = a_store(tmp_path)
     await store.open()
-    assert isinstance(store._wakeups, SocketWakeUps)
-    directory = store._wakeups._directory  # not next to the database if its path is long
+    assert isinstance(store.connections.wakeups, SocketWakeUps)
+    directory = store.connections.wakeups._directory  # not next to the database if its path is long
     cannot_be_removed = directory / "1-dead.sock"
     cannot_be_removed.mkdir()
     await store.submit(a_sample(0))
@@ -506,8 +506,8 @@ class NeverAnswers(Grouping):
         super().__init__([database], max_group=1)
         self.asked = asyncio.Event()
 
-    async def ask(self) -> object:
-        return await self._queued(Call(lambda _: None, (), {}))
+    async def ask_something(self) -> object:
+        return await self.ask(Call(lambda _: None, (), {}))
 
     async def _run(self, database: Database, calls: list[Call]) -> list[object]:
         del database, calls
@@ -519,7 +519,7 @@ class NeverAnswers(Grouping):
 async def test_who_asks_while_the_event_loop_ends_is_refused(tmp_path: Path) -> None:
     group = NeverAnswers(dialect_of(SqlStoreConfig(), StoreContext(data_dir=tmp_path)).reader())
     group.open()
-    asked = [asyncio.create_task(group.ask()) for _ in range(3)]
+    asked = [asyncio.create_task(group.ask_something()) for _ in range(3)]
     await group.asked.wait()  # one is being answered, the others wait
     for task in group._tasks:
         task.cancel()
@@ -528,4 +528,4 @@ async def test_who_asks_while_the_event_loop_ends_is_refused(tmp_path: Path) -> 
             with pytest.raises(ServerError, match="is closed"):
                 await each
         with pytest.raises(ServerError, match="is closed"):
-            await group.ask()
+            await group.ask_something()

@@ -19,7 +19,7 @@ from tinsmith.server.storage_health import StorageHealth
 from tinsmith.settings import QuotaSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.transactions import sessions, write_checks
+from tinsmith.sql_store.subjects import sessions, write_checks
 from tinsmith.store import EngineRecord, EngineState, RequestStore, StoreContext
 from tinsmith.store.disk_room import DiskSpace
 from tinsmith.testing.harness import TOY

@@ -77,7 +77,10 @@ class Setup:
             task.cancel()
             with suppress(asyncio.CancelledError, EngineFailedError):
                 await task
-            for writer in (self.store._relaxed, self.store._durable):  # what it has handed over is committed
+            for writer in (
+                self.store.connections.relaxed,
+                self.store.connections.durable,
+            ):  # what it has handed over is committed
                 await writer.write(lambda _: None)
 
     @property

@@ -1,72 +1,235 @@
-"""SqlStore: the request store over SQLAlchemy. Writes go through the group commit, reads through a few connections."""
+"""SqlStore: the request store over SQLAlchemy. Writes go through the group commit, reads through a few connections.
 
+`SqlStore` says of each method of the store which function of which subject it is, and on which connection that runs.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from datetime import datetime
-from functools import partial
-from typing import Final
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlmodel import Session
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store.parts.checkpoints import SqlCheckpoints
-from tinsmith.sql_store.parts.engine_log import SqlEngineLog
-from tinsmith.sql_store.parts.engine_states import SqlEngineStates
-from tinsmith.sql_store.parts.leases import SqlLeases
-from tinsmith.sql_store.parts.log_inspection import SqlLogInspection
-from tinsmith.sql_store.parts.model_places import SqlModelPlaces
-from tinsmith.sql_store.parts.recovery import SqlRecovery
-from tinsmith.sql_store.parts.routed_experts import SqlRoutedExperts
-from tinsmith.sql_store.parts.runs import SqlRuns
-from tinsmith.sql_store.parts.sampling_sessions import SqlSamplingSessions
-from tinsmith.sql_store.parts.server_log import SqlServerLog
-from tinsmith.sql_store.parts.sessions import SqlSessions
-from tinsmith.sql_store.parts.usage import SqlUsageLog
-from tinsmith.sql_store.transactions import pruning, routed_experts, shared_secrets, write_checks
-from tinsmith.store import RequestStore
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.group_commit import Call
+from tinsmith.sql_store.subjects import (
+    cancelling,
+    checkpoints,
+    claiming,
+    completing,
+    counting,
+    engine_states,
+    forgetting,
+    gaps,
+    kept,
+    leases,
+    log,
+    log_inspection,
+    lost_models,
+    model_places,
+    pending_work,
+    pruning,
+    rebuilding,
+    recovery_points,
+    requeueing,
+    routed_experts,
+    runs,
+    sampling_sessions,
+    sessions,
+    shared_secrets,
+    submitting,
+    usage,
+    waiting,
+    windows,
+    write_checks,
+)
+from tinsmith.sql_store.subjects.heartbeats import Heartbeats
+from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.store import RequestStore, SessionRecord, StoreContext
 
-_PART: Final = 500  # operations that one transaction deletes
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Async = Coroutine[Any, Any, T]
+Locks = Callable[Concatenate[Session, P], Iterable[str]]
 
 
-class SqlStore(
-    SqlSessions,
-    SqlRuns,
-    SqlSamplingSessions,
-    SqlCheckpoints,
-    SqlServerLog,
-    SqlEngineLog,
-    SqlModelPlaces,
-    SqlLogInspection,
-    SqlLeases,
-    SqlRecovery,
-    SqlEngineStates,
-    SqlUsageLog,
-    SqlRoutedExperts,
-    RequestStore,
-):
+def _read(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate["SqlStore", P], Async[T]]:
+    """Make the method that runs a function in a transaction that only reads."""
+
+    async def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> T:
+        result: T = await store.connections.reader.ask(Call(function, args, options))
+        return result
+
+    return method
+
+
+def _durable(
+    function: Callable[Concatenate[Transaction, P], T], *, locks: Locks[P] | None = None, point: str | None = None
+) -> Callable[Concatenate["SqlStore", P], Async[T]]:
+    """Make the method that runs a function in a durable transaction, after locking the models that `locks` returns."""
+
+    async def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> T:
+        result: T = await store.connections.durable.ask(Call(function, args, options, locks))
+        return result
+
+    return method if point is None else durable_boundary(point)(method)
+
+
+def _relaxed(
+    function: Callable[Concatenate[Transaction, P], T],
+) -> Callable[Concatenate["SqlStore", P], Async[T]]:
+    """Make the method that runs a function in a transaction that a power cut may undo."""
+
+    async def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> T:
+        result: T = await store.connections.relaxed.ask(Call(function, args, options))
+        return result
+
+    return method
+
+
+def _over(
+    function: Callable[Concatenate[Connections, P], Async[T]],
+) -> Callable[Concatenate["SqlStore", P], Async[T]]:
+    """Make the method that does what takes more than one transaction."""
+
+    def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> Async[T]:
+        return function(store.connections, *args, **options)
+
+    return method
+
+
+class SqlStore(RequestStore):
     """Creating it does no I/O. It raises ConfigError for a URL that cannot be used."""
+
+    holds_models = True
+    keeps_routed_experts = True
+
+    def __init__(self, config: SqlStoreConfig, context: StoreContext) -> None:
+        self._config = config
+        self.connections = Connections(config, context, Transaction)
+        self._sweeper: asyncio.Task[None] | None = None
 
     @property
     def max_value_bytes(self) -> int:
-        return self._max_value_bytes
+        return self._config.max_value_bytes
 
-    async def secret(self, name: str) -> bytes:
-        if (found := await self._reader.read(shared_secrets.find, name)) is not None:
-            return found
-        return await self._durable.write(shared_secrets.find_or_make, name)
+    async def open(self) -> None:
+        await self.connections.open()
+        self._heartbeats = Heartbeats(self.connections.relaxed)
+        sweep = log.sweep(self.connections, self._config.safety_poll_s)
+        self._sweeper = asyncio.create_task(sweep, name="sql-safety-poll")
 
-    async def expect_writes(self) -> None:
-        for writer in (self._durable, self._relaxed):
-            if writer.failed:
-                await writer.write(write_checks.write)
+    async def close(self) -> None:
+        if self._sweeper is None:
+            return
+        self._sweeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sweeper
+        self._sweeper = None
+        await self._heartbeats.close()
+        await self.connections.close()
 
-    @durable_boundary("store.prune")
-    async def prune(self, finished_before: datetime, *, idle_since: datetime | None = None) -> int:
-        pruned = 0
-        idle_since = idle_since or finished_before
-        models = partial(pruning.models_of, finished_before=finished_before, idle_since=idle_since, limit=_PART)
-        while part := await self._durable.write_locking(
-            models, pruning.operations, finished_before, idle_since=idle_since, limit=_PART
-        ):
-            pruned += part
-        await self._durable.write(pruning.finished_samples, finished_before)
-        forgotten = await self._durable.write(pruning.deleted_checkpoints, finished_before)
-        forgotten += await self._durable.write(routed_experts.prune, finished_before)
-        await self._durable.scrub(deleted=pruned + forgotten > 0)
-        return pruned
+    # sessions
+    create_session = _over(sessions.create_session)
+    get_session = _read(sessions.get)
+    list_sessions = _read(sessions.list_all)
+    count_live_sessions = _read(counting.live_sessions)
+    update_session = _durable(sessions.update)
+    end_session = _over(sessions.end_session)
+    expire_sessions = _over(sessions.expire_sessions)
+    expire_sessions_of = _over(sessions.expire_sessions_of)
+    forget_sessions = _over(forgetting.forget_sessions)
+
+    async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
+        return await self._heartbeats.record(sessions.Heartbeat(session_id, at, None))
+
+    async def hear_session(self, session_id: str, at: datetime, *, server_id: str) -> SessionRecord:
+        return await self._heartbeats.record(sessions.Heartbeat(session_id, at, server_id))
+
+    # models
+    create_run = _over(runs.create_run)
+    count_live_models = _read(counting.live_models)
+    get_run = _read(runs.get)
+    list_runs = _read(runs.list_all)
+    admit_models = _over(model_places.admit_models)
+    wait_for_places = _over(model_places.wait_for_places)
+    run_log = _read(log_inspection.run_log)
+    list_log = _read(log_inspection.list_log)
+    log_totals = _read(log_inspection.totals)
+
+    # sampling sessions
+    create_sampling_session = _durable(sampling_sessions.create, point="store.create_sampling_session")
+    get_sampling_session = _over(sampling_sessions.get_sampling_session)
+    count_open_sampling_sessions = _read(counting.open_sampling_sessions)
+    list_sampling_sessions = _read(sampling_sessions.list_of)
+    list_sampling_session_ids = _read(sampling_sessions.ids_of)
+
+    # checkpoints
+    get_checkpoint = _read(checkpoints.get)
+    list_checkpoints = _read(checkpoints.list_all)
+    newest_checkpoints = _read(checkpoints.newest)
+    recorded_directories = _read(checkpoints.directories)
+    kept_checkpoints = _read(counting.kept_checkpoints)
+    add_checkpoint = _over(checkpoints.add_checkpoint)
+    update_checkpoint = _durable(checkpoints.update)
+    delete_checkpoint = _over(checkpoints.delete_checkpoint)
+    delete_version = _over(checkpoints.delete_checkpoint_version)
+    deleted_checkpoint = _read(checkpoints.deleted)
+    expired_checkpoints = _read(checkpoints.expired)
+
+    # the log, for servers
+    submit = _durable(submitting.submit, locks=submitting.models_of, point="store.submit")
+    get_operation = _over(waiting.get_operation)
+    wait_for = _over(waiting.wait_for)
+    finished_samples = _over(waiting.finished_samples)
+    waiting = _read(waiting.waiting)
+    count_samples = _read(pending_work.samples)
+    pending = _read(pending_work.pending)
+    is_awaited = _read(counting.is_awaited)
+    cancel = _durable(cancelling.cancel)
+
+    # the log, for engines
+    claim = _over(claiming.claim_operations)
+    claim_shares = _over(claiming.claim_shares)
+    complete = _over(completing.complete_operations)
+    failed_pass = _read(windows.failed_pass)
+    cancelled = _over(cancelling.cancelled)
+    fail_gaps = _over(gaps.fail_gaps)
+    wait_for_work = _over(claiming.wait_for_work)
+
+    # engines and their leases
+    acquire_lease = _durable(leases.acquire, point="store.acquire_lease")
+    renew_lease = _relaxed(leases.renew)
+    release_lease = _durable(leases.release)
+    wait_for_lease = _over(leases.wait_for_lease)
+    report_engine = _over(engine_states.report_engine)
+    list_engines = _read(engine_states.list_all)
+    overdue_engines = _read(leases.overdue)
+    running_since = _read(engine_states.running_since)
+
+    # recovery
+    requeue = _over(requeueing.requeue_operations)
+    live_models = _read(rebuilding.live_models)
+    begin_rebuild = _relaxed(rebuilding.begin)
+    end_rebuild = _relaxed(rebuilding.end)
+    replayable = _read(rebuilding.replayable)
+    add_recovery_point = _durable(recovery_points.add, point="store.add_recovery_point")
+    list_recovery_points = _read(recovery_points.list_of)
+    drop_recovery_point = _durable(recovery_points.drop)
+    lose_run = _durable(lost_models.lose)
+    note_run = _durable(lost_models.note)
+
+    # what tenants have used and keep
+    hourly_usage = _read(usage.hourly)
+    total_usage = _read(usage.total)
+    stored_checkpoints = _read(usage.stored)
+    kept_bytes = _read(kept.kept)
+    find_routed_experts = _read(routed_experts.find)
+
+    # upkeep
+    secret = _over(shared_secrets.secret)
+    expect_writes = _over(write_checks.expect_writes)
+    prune = _over(pruning.prune)

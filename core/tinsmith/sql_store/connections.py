@@ -1,0 +1,119 @@
+"""The connections of one store, and waiting for what other processes write."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from functools import partial
+from typing import Generic, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
+from sqlmodel import Session
+
+from tinsmith.errors import StoreError
+from tinsmith.sql_store.choose import dialect_of
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.databases.database import Database
+from tinsmith.sql_store.group_commit import Reader, W, Writer
+from tinsmith.sql_store.migrate import migrate
+from tinsmith.store import StoreContext
+
+T = TypeVar("T")
+
+
+class Connections(Generic[W]):
+    """What every subject of the store works with.
+
+    `durable` is for what a client or another operation relies on. `relaxed` is for what a power cut may undo, because
+    it undoes what depends on it as well: claims of an engine, its state, heartbeats.
+    """
+
+    durable: Writer[W]
+    relaxed: Writer[W]
+    reader: Reader
+
+    def __init__(self, config: SqlStoreConfig, context: StoreContext, begin: Callable[[Session, datetime], W]) -> None:
+        """`begin` makes what the writes of a transaction work on. Does no I/O."""
+        self._dialect = dialect_of(config, context)
+        self._max_readers = config.max_readers
+        self._begin = begin
+        self.wakeups = self._dialect.wakeups()
+        self._events: dict[str, asyncio.Event] = {}  # by topic
+        self._subscriptions = ExitStack()
+        self._glances: Connection | None = None
+
+    async def open(self) -> None:
+        durable = await self._migrated()
+        self.durable = Writer(durable, self.wakeups, self._begin)
+        self.relaxed = Writer(self._dialect.writer(durable=False), self.wakeups, self._begin)
+        self.reader = Reader([self._dialect.reader() for _ in range(self._max_readers)])
+        self._glances = self._dialect.glances()
+        await self.wakeups.open()
+        for each in (self.durable, self.relaxed, self.reader):
+            each.open()
+
+    async def _migrated(self) -> Database:
+        """Return the connection for durable writes, to a database with the newest schema."""
+        durable = self._dialect.writer(durable=True)
+        try:
+            await durable.migrate(partial(migrate, name=self._dialect.name))
+        except (SQLAlchemyError, OSError) as error:
+            await durable.close()
+            msg = f"cannot open the database {self._dialect.name!r}: {error}"
+            raise StoreError(msg) from error
+        except BaseException:
+            await durable.close()
+            raise
+        return durable
+
+    async def close(self) -> None:
+        """Run the calls that wait, then close."""
+        self._subscriptions.close()
+        self._events.clear()
+        if self._glances is not None:
+            self._glances.engine.dispose()
+            self._glances = None
+        for each in (self.durable, self.relaxed, self.reader):
+            await each.close()
+        await self.wakeups.close()
+
+    def glance(self, look: Callable[[Connection, str], T | None], name: str) -> T | None:
+        """Look something small up at once: the way to a reader's thread and back takes much longer. None: ask a reader.
+
+        It sees everything that was committed before, as a reader does. `look` may raise that there is nothing.
+        """
+        if self._glances is None:
+            return None
+        try:
+            return look(self._glances, name)
+        except SQLAlchemyError:
+            return None  # the reader says what is wrong
+
+    async def read_until(
+        self, done: Callable[[T], bool], read: Callable[[], Awaitable[T]], *, topic: str, timeout_s: float
+    ) -> T:
+        """Read again after each wake-up, until the answer is `done` or the time is over. Return the last answer."""
+        if timeout_s > 0:
+            with self.wakeups.subscribe(topic) as told, suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while not done(found := await read()):
+                        await told.wait()
+                        told.clear()
+                    return found
+        return await read()
+
+    async def wait_for(self, topic: str, timeout_s: float) -> None:
+        """Return once the topic has been told since the last call for it, or after `timeout_s`."""
+        event = self.subscribed(topic)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):  # before Python 3.12, wait_for may swallow a cancellation
+                await event.wait()
+        event.clear()
+
+    def subscribed(self, topic: str) -> asyncio.Event:
+        """Return an event that stays subscribed, so that nothing is missed between a look and the next wait."""
+        if topic not in self._events:
+            self._events[topic] = self._subscriptions.enter_context(self.wakeups.subscribe(topic))
+            self._events[topic].set()
+        return self._events[topic]

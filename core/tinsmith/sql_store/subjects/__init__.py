@@ -1,0 +1,1 @@
+"""The store by subject: what each of its methods does, and its transactions."""

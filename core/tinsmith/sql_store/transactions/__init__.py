@@ -1,1 +1,0 @@
-"""The store's transactions, grouped by subject."""
