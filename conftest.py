@@ -10,6 +10,7 @@ import pytest
 _ROOT = Path(__file__).parent
 _PLUGINS = _ROOT / "plugins"
 _JAX_OUTSIDE_ITS_PLUGIN = ("test_cross_backend", "test_sdk_imports", "test_sdk_isolation", "test_sdk_jax")
+_OF_RANKS = ("vllm_sampler", "fsdp_backend", "megatron_backend")
 _ON_POSTGRES = (
     "test_interleaving",
     "test_postgres_serving",
@@ -20,7 +21,7 @@ _ON_POSTGRES = (
 )
 _GROUPS = (  # one process runs all of a group: its servers, ranks and compiled programs are made once; longest first
     ("jax", ["plugins/jax_backend/tests", *(f"tests/e2e/{name}.py" for name in _JAX_OUTSIDE_ITS_PLUGIN)]),
-    ("ranks", ["plugins/vllm_sampler/tests", "plugins/fsdp_backend/tests", "plugins/megatron_backend/tests"]),
+    ("ranks", [*(f"plugins/{name}/tests" for name in _OF_RANKS), "tools/workbench/tests/test_rehearsals.py"]),
     ("crash", ["tests/crash"]),
     ("examples", ["tests/e2e/test_examples.py"]),
 )

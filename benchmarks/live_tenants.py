@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.simulation.workload import TenantClass, Wanted, life
+from tinsmith_workbench.simulation.workload import TenantClass, Wanted, life
 
 BASE_MODEL = "toy"
 CONTEXT_TOKENS = 512

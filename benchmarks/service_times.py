@@ -31,12 +31,20 @@ from tinsmith.backend import BackendContext, SamplingBackend, TrainingBackend
 from tinsmith.engine.holdings import Holdings
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.plugins.loading import Plugins
-from tinsmith.simulation.service_times import Backend, Sampling, Server, ServiceTimes, Store, Training, Transaction
-from tinsmith.simulation.workload import TenantClass, Wanted
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Completion, Lease, StoreContext
 from tinsmith.testing.engine_driver import EngineDriver, take_over
+from tinsmith_workbench.simulation.service_times import (
+    Backend,
+    Sampling,
+    Server,
+    ServiceTimes,
+    Store,
+    Training,
+    Transaction,
+)
+from tinsmith_workbench.simulation.workload import TenantClass, Wanted
 
 RANK = 4
 LIVE = (

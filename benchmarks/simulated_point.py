@@ -23,10 +23,10 @@ from live_tenants import LiveTenant, Seen, let_live, served
 from service_times import measured
 
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
-from tinsmith.simulation.figures import Report
-from tinsmith.simulation.service_times import ServiceTimes
-from tinsmith.simulation.simulation import Scenario, Simulation
-from tinsmith.simulation.workload import TenantClass, Workload
+from tinsmith_workbench.simulation.figures import Report
+from tinsmith_workbench.simulation.service_times import ServiceTimes
+from tinsmith_workbench.simulation.simulation import Scenario, Simulation
+from tinsmith_workbench.simulation.workload import TenantClass, Workload
 
 WORKLOAD = Workload(
     classes=(

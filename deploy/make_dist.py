@@ -1,4 +1,4 @@
-"""`make dist`: builds a wheel and a source distribution of tinsmith and of each plugin into dist/.
+"""`make dist`: builds wheels and source distributions of tinsmith, its plugins and the workbench into dist/.
 
     python deploy/make_dist.py [--into dist] [--url https://example.org/team/tinsmith]
 
@@ -17,7 +17,7 @@ from posixpath import join, normpath
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DISTRIBUTIONS: Final = (".", *(f"plugins/{each.parent.name}" for each in sorted(ROOT.glob("plugins/*/pyproject.toml"))))
+DISTRIBUTIONS: Final = (".", *(str(each.parent.relative_to(ROOT)) for each in sorted(ROOT.glob("*/*/pyproject.toml"))))
 _VERSION: Final = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 _LINK: Final = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)\s]+)\)")
 _OF_CORE: Final = ("core", "examples", "CHANGELOG.md", "constraints.txt")

@@ -37,6 +37,8 @@ from tinsmith.protocol import field_status
 from tinsmith.ranges import ranges_of
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith.settings.sources import Flag
+from tinsmith_workbench.pages import generators
+from tinsmith_workbench.plugin import tinsmith_register_commands as add_workbench
 
 REFERENCE = Path(__file__).parent / "reference"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -104,8 +106,17 @@ def _plugin_section(kind: str, name: str, spec: Any) -> str:  # Any: a spec of a
 
 def command_tables() -> str:
     """Return every built-in command with its arguments and options."""
-    group = typer.main.get_command(build_group(Plugins.load()))
-    return "\n\n".join(_command_section(name, command) for name, command in _commands(group))
+    return "\n\n".join(
+        _command_section(name, command)
+        for name, command in _commands(typer.main.get_command(build_group(Plugins.load())))
+        if command.callback.__module__.startswith("tinsmith.")
+    )
+
+
+def workbench_commands() -> str:
+    group = typer.Typer()
+    add_workbench(group)
+    return "\n\n".join(_command_section(*each, "###") for each in _commands(typer.main.get_command(group)))
 
 
 _MACHINES = (("one card", "one-card", 1), ("eight cards, split", "eight-cards", 8))
@@ -245,9 +256,9 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any
             yield f"{prefix}{name}", command
 
 
-def _command_section(name: str, command: Any) -> str:  # Any: typer's click
+def _command_section(name: str, command: Any, level: str = "##") -> str:  # Any: typer's click
     parameters = [each for each in command.params if each.name != "help"]
-    parts = [f"## `tinsmith {name}`", _usage(name, parameters), " ".join((command.help or "").split())]
+    parts = [f"{level} `tinsmith {name}`", _usage(name, parameters), " ".join((command.help or "").split())]
     if parameters:
         parts.append(_table("Option", [_parameter(each) for each in parameters]))
     return "\n\n".join(parts)
@@ -359,32 +370,11 @@ def measured(figures: str, page: str, otherwise: str = "No run on an idle machin
     return rendered
 
 
-def megatron_table(model: str, rank: int) -> str:
-    """Return the fastest layouts of 8 to 256 GPUs; docs/reference/megatron-plan.md says for what work."""
-    from tinsmith_megatron.plan import command, tables, work
-
-    gpus = [8 << power for power in range(6)]
-    return tables.table(command.read_shape(model), gpus, work.Work(rank=rank), work.Machine())
-
-
-def fsdp_table(model: str, *, replicas: bool = False) -> str:
-    """Return what rehearsals found; docs/reference/fsdp-memory.md says how they were made."""
-    from tinsmith_fsdp import rehearsed
-
-    rows = rehearsed.read_lines((REFERENCE / "fsdp-memory.jsonl").read_text(encoding="utf-8"))
-    return rehearsed.table(rows, model, replicas=replicas)
-
-
-_PLANNED = {
-    f"megatron-{model.split('-')[1].lower()}-{kind}": partial(megatron_table, model, rank)
-    for model in ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
-    for kind, rank in (("lora", 32), ("full", 0))
-}
-
 GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,
+    "workbench-commands": workbench_commands,
     "comparison": partial(measured, "comparison.json", "comparison/page"),
     "where-time-goes": partial(measured, "where-time-goes.json", "comparison/split_page"),
     "gpu": partial(measured, "gpu.json", "gpu_parts/page", "Nothing was measured on a GPU yet."),
@@ -395,9 +385,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "fields": field_status.markdown,
     "ranges": range_table,
     **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},
-    **_PLANNED,
-    **{f"fsdp-memory-{model}": partial(fsdp_table, model) for model in _MODELS},
-    "fsdp-memory-replicas": partial(fsdp_table, "Qwen3-8B", replicas=True),
+    **generators(REFERENCE),
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }

@@ -19,6 +19,7 @@ OUTSIDE = {
     "plugins/jax_backend/README.md": "reference/plugins/jax.md",
     "plugins/megatron_backend/README.md": "reference/plugins/megatron.md",
     "plugins/vllm_sampler/README.md": "reference/plugins/vllm.md",
+    "tools/workbench/README.md": "reference/workbench.md",
 }
 _SOURCES = {page: source for source, page in OUTSIDE.items()}
 _LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")

@@ -1,7 +1,7 @@
 """The megatron backend on one GPU: whole steps of one and of sixteen tenants on a mixture of experts.
 
 The shape is that of Qwen3-30B-A3B with twelve layers: sixteen adapters of experts then take 73 GB of the card, by the
-formula of `tinsmith-megatron plan`. Ranks read their weights from files, so these are written first. One rank. Packed
+formula of `tinsmith megatron-plan`. Ranks read their weights from files, so these are written first. One rank. Packed
 sequences of 100 to 2000 tokens.
 """
 

@@ -18,7 +18,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")})
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md"), *ROOT.glob("tools/*/README.md")}
+)
 INSTALLS = re.compile(r"(?:^|[`\s/])(?:uv )?pip install ([^`\n#&)]+)")
 OURS = re.compile(r"tinsmith|^\.|\s\.")
 NAME = re.compile(r'^name = "(.+)"', re.MULTILINE)
@@ -62,7 +64,7 @@ def targets(message: Message) -> list[str]:
 def test_every_wheel_can_be_shown_by_an_index(dist: Path) -> None:
     """With its licence, classifiers, and a description whose links lead somewhere."""
     wheels = descriptions(dist)
-    assert len(wheels) == 1 + len(list(ROOT.glob("plugins/*/pyproject.toml")))
+    assert len(wheels) == 2 + len(list(ROOT.glob("plugins/*/pyproject.toml")))  # the core, the workbench
     for name, message in wheels.items():
         assert [each for each in targets(message) if not each.startswith(("https://", "http://"))] == [], name
         assert message["License-Expression"] == "Apache-2.0"

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.commands import cli
+from tinsmith.commands.elsewhere import WORKBENCH
 from tinsmith.commands.flags import base_model_name_of, settings_flags, take_model
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag
 
@@ -118,6 +119,12 @@ def test_a_plugins_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     plugins = Plugins.load([Greeter()])
     result = CliRunner().invoke(cli.build_group(plugins), ["hello"], obj=plugins)
     assert result.stdout == "hello from a plugin\n"
+
+
+@pytest.mark.parametrize("command", WORKBENCH)
+def test_who_types_a_command_of_the_workbench_without_it_learns_what_to_install(command: str) -> None:
+    with pytest.raises(UserError, match=rf"`tinsmith {command}` comes with tinsmith-workbench, which is not installed"):
+        CliRunner().invoke(cli.build_group(Plugins()), [command, "--help"], catch_exceptions=False)
 
 
 def test_check_config_prints_what_it_comes_to(

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 _ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {
     "core": (_ROOT / "pyproject.toml", _ROOT / "core/tinsmith"),
-    **{path.parent.name: (path, path.parent) for path in sorted(_ROOT.glob("plugins/*/pyproject.toml"))},
+    **{path.parent.name: (path, path.parent) for path in sorted(_ROOT.glob("*/*/pyproject.toml"))},
 }
 _SUBCLASSED = {"core": {"uvicorn"}}  # documented by nobody, though without an underscore
 _NO_DEPENDENCIES = sys.stdlib_module_names | {"tinsmith"}

@@ -109,7 +109,6 @@ FORCED_BY: Mapping[str, str] = {
 """By module and function: a test that takes the side of GPUs with a stand-in for one."""
 
 WITHOUT_A_CHOICE = {
-    "tinsmith_fsdp.allocations:Allocations.__torch_dispatch__": "leaves out tensors without memory",
     "tinsmith_megatron.cpu_shim:_is_cuda": "reads what a call names, where there is no GPU",
 }
 

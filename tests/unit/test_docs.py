@@ -26,7 +26,9 @@ from tinsmith.testing import LossContract
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 HOOKS_PAGE = (DOCS / "reference" / "hooks.md").read_text()
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "plugins").glob("*/README.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("plugins/*/README.md"), *ROOT.glob("tools/*/README.md")]
+)
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -15,11 +15,11 @@ from rich.console import Console
 from tinsmith.commands.checkpoint import add_checkpoint_commands
 from tinsmith.commands.demo import add_demo_command
 from tinsmith.commands.doctor.command import add_doctor_command
+from tinsmith.commands.elsewhere import CommandGroup
 from tinsmith.commands.plan import add_plan_command
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
-from tinsmith.commands.simulate import add_simulate_command
 from tinsmith.commands.worker import add_worker_command
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
@@ -54,6 +54,7 @@ def app() -> None:
 def build_group(plugins: Plugins) -> typer.Typer:
     """Return all commands, including those of plugins. Call it with `obj=plugins`."""
     group = typer.Typer(
+        cls=CommandGroup,
         help="A self-hosted server for the Tinker API.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -68,7 +69,6 @@ def build_group(plugins: Plugins) -> typer.Typer:
     add_plugin_commands(group)
     add_demo_command(group)
     add_checkpoint_commands(group)
-    add_simulate_command(group)
     group.command("version")(version)
     plugins.add_commands(group)
     return group

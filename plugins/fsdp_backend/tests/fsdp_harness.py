@@ -44,7 +44,8 @@ def nursery() -> Nursery:
     """Torch and transformers take longer to import than most tests take. transformers imports its models when asked."""
     models = ("auto.configuration_auto", "qwen3.modeling_qwen3", "llama.modeling_llama")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        for place in (Path(__file__).parent, Path(__file__).parents[3] / "tools" / "workbench"):
+            patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
         return Nursery(
             "tinsmith_fsdp.rank", "limited_rank", "sleepy_rank", *(f"transformers.models.{model}" for model in models)
         )

@@ -3,8 +3,8 @@
 from typing import Any
 
 from tinsmith.workers import Worker
-from tinsmith_fsdp.allocations import Allocations
 from tinsmith_fsdp.rank import Rank
+from tinsmith_workbench.rehearsal.allocations import Allocations
 
 
 class LimitedRank(Rank):

@@ -17,7 +17,7 @@ from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES, STEP_BYTES, STRICT_SEQUENCES, Ranks, costs_of
 from tinsmith_fsdp.demand import resolved_ranks
-from tinsmith_fsdp.rehearsal import rehearse
+from tinsmith_workbench.rehearsal.step import rehearse
 
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -17,7 +17,7 @@ from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.demand import demand
 from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.program import Program
-from tinsmith_fsdp.rehearsed import Row, Work, row_of
+from tinsmith_workbench.rehearsal.rows import Row, Work, row_of
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from tinsmith.testing import ModelDriver, ragged_data
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.demand import resolved_ranks
-from tinsmith_fsdp.rehearsal import Rehearsal, rehearse
+from tinsmith_workbench.rehearsal.step import Rehearsal, rehearse
 
 pytestmark = pytest.mark.slow
 

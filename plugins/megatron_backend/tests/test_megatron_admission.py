@@ -8,13 +8,15 @@ import pytest
 from megatron_harness import VOCAB, fork_backend
 
 from tinsmith import ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
-from tinsmith.huggingface import known_config, weight_counts
+from tinsmith.huggingface import DecoderShape, known_config, weight_counts
 from tinsmith.testing import ModelDriver, ragged_data
+from tinsmith.workers import AdapterLayout
 from tinsmith_megatron.admission import Budget, budget_of
-from tinsmith_megatron.architecture import read_architecture
+from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.demand import demand
-from tinsmith_megatron.plan.command import read_shape
+from tinsmith_megatron.layout import Layout
+from tinsmith_megatron.memory import adapter_sizes, weights_of
 
 GIB = 1 << 30
 EIGHT = Placement(devices=tuple("01234567"), memory_bytes=73 * GIB, device_bytes=80 * GIB)
@@ -22,6 +24,10 @@ EIGHT = Placement(devices=tuple("01234567"), memory_bytes=73 * GIB, device_bytes
 
 def asked(name: str, placement: Placement = EIGHT, **settings: object) -> Demand:
     return demand(MegatronConfig.model_validate(settings), known_config(name), placement)
+
+
+def read_shape(name: str) -> DecoderShape:
+    return architecture_of(known_config(name) or {}, Path("config.json")).shape
 
 
 def budget(name: str, world: int, **settings: object) -> Budget:
@@ -93,3 +99,21 @@ def test_a_model_that_does_not_fit_beside_the_others_is_refused_with_figures(
         driver.unload_all()
     finally:
         backend.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Qwen3-30B-A3B", 30.5), ("Qwen3-235B-A22B", 235.1), ("Llama-3-70B", 70.6)]
+)
+def test_a_model_has_the_weights_of_its_name(name: str, billions: float) -> None:
+    shape, alone = read_shape(name), Layout(tp=1, pp=1, ep=1, dp=1, recompute=False)
+    assert sum(weights_of(shape, alone, alone.part(shape, 0))) == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_adapters_have_the_sizes_of_their_layout(name: str) -> None:
+    shape = replace(read_shape(name), num_layers=4)
+    layout = Layout(tp=2, pp=2, ep=2 if shape.experts else 1, dp=1, recompute=False)
+    for stage in range(2):
+        part = layout.part(shape, stage)
+        actual = AdapterLayout(LoraConfig(rank=5, seed=0), shape, part)
+        assert adapter_sizes(shape, part, 5) == (actual.shared_size, actual.size - actual.shared_size)

@@ -1,4 +1,4 @@
-"""The formula of `plan` against what ranks really allocate, in float32 on CPU.
+"""The formula of memory against what ranks really allocate, in float32 on CPU.
 
 Experts are not equally busy, and the formula takes them to be: of ranks with the same stage, the mean counts. What the
 formula does not know, such as scratch memory of libraries, is some megabytes: models and micro-batches are large enough
@@ -17,8 +17,8 @@ from megatron_harness import VOCAB, make_backend, shape
 from tinsmith import AdamParams, ForwardBackward, LoraConfig
 from tinsmith.testing import ModelDriver, Nursery, ragged_data, succeeded, write_tiny_model
 from tinsmith_megatron.backend import MegatronBackend
-from tinsmith_megatron.plan.memory import on_stage
-from tinsmith_megatron.plan.work import Layout, Work
+from tinsmith_megatron.layout import Layout, Work
+from tinsmith_megatron.memory import on_stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

@@ -49,7 +49,7 @@ def test_the_divisors_that_would_do_suit_all_sizes() -> None:
 
 @pytest.mark.parametrize("name", ["context_parallel", "virtual_pipeline_parallel"])
 def test_what_megatron_has_and_this_plugin_has_not_is_refused_with_a_reason(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} is not supported: .*; `tinsmith-megatron plan` lists the layouts"):
+    with pytest.raises(ValueError, match=rf"{name} is not supported: .*; `tinsmith megatron-plan` lists the layouts"):
         MegatronConfig.model_validate({name: 2})
 
 

@@ -1,6 +1,6 @@
-"""What fits: tokens of a micro-batch, models in training, and whether one more model does. Counted as `plan` does.
+"""What fits: tokens of a micro-batch, models in training, and whether one more model does.
 
-No torch.
+Counted as `tinsmith megatron-plan` does. No torch.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import Final
 from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
 from tinsmith.huggingface import DecoderShape
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.plan.memory import Memory, adapter_sizes, on_stage
-from tinsmith_megatron.plan.work import Layout, Work
+from tinsmith_megatron.layout import Layout, Work
+from tinsmith_megatron.memory import Memory, adapter_sizes, on_stage
 
 _GIB: Final = 2**30
 _F32: Final = 4
@@ -129,7 +129,7 @@ class Budget:
             msg = (
                 f"each rank has {self.memory / _GIB:.3f} GiB, and the fullest needs {self.least / _GIB:.3f} to train "
                 f"one model of LoRA rank {self.config.max_lora_rank}; divide the model over more ranks "
-                "(`tinsmith-megatron plan` lists the layouts that fit), set activation_checkpointing, or lower "
+                "(`tinsmith megatron-plan` lists the layouts that fit), set activation_checkpointing, or lower "
                 "max_context_tokens, max_batch_tokens or max_lora_rank"
             )
             raise ConfigError(msg)

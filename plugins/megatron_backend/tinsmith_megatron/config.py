@@ -31,6 +31,6 @@ class MegatronConfig(TrainingWorkersConfig):
     def _refuse_unsupported(cls, given: Any) -> Any:  # Any: what the user wrote
         """Say why, rather than that there is no such setting."""
         for name in _UNSUPPORTED.keys() & (given if isinstance(given, dict) else {}):
-            msg = f"{name} is not supported: {_UNSUPPORTED[name]}; `tinsmith-megatron plan` lists the layouts that fit"
+            msg = f"{name} is not supported: {_UNSUPPORTED[name]}; `tinsmith megatron-plan` lists the layouts that fit"
             raise ValueError(msg)
         return given

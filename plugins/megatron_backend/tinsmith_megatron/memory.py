@@ -1,0 +1,193 @@
+"""Bytes on one GPU, by part, at the moment of the greatest need.
+
+Legend: T = tokens of a micro-batch of one rank, t = tensor parallel ranks, H = hidden, q, kv = widths of queries and of
+keys, d = of one head, F = intermediate size, R = padded rank, G = adapters in the call, E = experts on this rank,
+M = T k / t = rows at the experts, if the router is even, b = bytes of an activation.
+
+What a layer keeps for the backward pass, in numbers of b bytes for each of T tokens:
+
+    norms      their inputs, divided over t: 2H/t
+    inputs     of the matrices, gathered: 2H (of attention and of a dense MLP), for the gradients of adapters or weights
+    attention  (4q + 4kv)/t: queries before and after norm and rotation, keys, values, the result; (5q + 3kv)/t on a CPU
+    rotation   4d, the cosines and sines of queries and keys
+    MLP        5F/t: gate and up (2), silu, up once more (Megatron adds an offset of 0), the product
+    adapters   R for each of 7 modules; of the adapters themselves, copies in the dtype of activations (none in float32)
+    experts    H/t (what the router reads), and for each of M rows 2H + 5F + 3R; of the adapters, copies spread over
+               experts: 3 G E R (H + F)
+
+With recomputation, a layer keeps its input alone: H/t. One layer then has everything, while its backward pass runs.
+
+A stage holds as many micro-batches as stages follow, itself included. The tests compare the sum with measured peaks.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from functools import cache
+
+from tinsmith import LoraConfig
+from tinsmith.huggingface import DecoderShape
+from tinsmith.workers import AdapterLayout, ModelPart
+from tinsmith_megatron.layout import Layout, Work
+
+_F32 = 4
+_RANK_STEP = 8
+_CPU_LOGITS, _GPU_LOGITS, _MIN_ROWS = 1 << 22, 1 << 27, 64  # as in head.py
+_MODULES = 7  # of a layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    weights: float  # of the base, or of the trained model
+    adapters: float  # of all tenants, float32
+    moments: float  # and the float32 copy of fully trained weights
+    gradients: float  # pending ones
+    activations: float
+    buffers: float  # adapters side by side in a call, gradients of the call, logits, temporaries
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def peak(shape: DecoderShape, layout: Layout, work: Work) -> Memory:
+    """Return the memory of the rank that needs most."""
+    return max((on_stage(shape, layout, work, stage) for stage in {0, layout.pp - 1}), key=lambda each: each.total)
+
+
+def on_stage(shape: DecoderShape, layout: Layout, work: Work, stage: int) -> Memory:
+    part = layout.part(shape, stage)
+    divided, repeated, experts = weights_of(shape, layout, part)
+    weights = (divided + repeated + experts) * work.item
+    activations, buffers = _activations(shape, layout, work, part), _largest_buffer(shape, layout, work, part)
+    if work.full:
+        own = divided / layout.dp + repeated / (layout.dp * layout.tp) + experts / layout.expert_copies
+        copy = own if work.item != _F32 else 0
+        return Memory(
+            weights=weights,
+            adapters=0,
+            moments=(2 * own + copy) * _F32,
+            gradients=own * _F32,
+            activations=activations,
+            buffers=buffers + (divided + repeated + experts) * _F32,
+        )
+    size = work.tenants * sum(adapter_sizes(shape, part, work.rank)) * _F32
+    return Memory(
+        weights=weights,
+        adapters=size,
+        moments=2 * size,
+        gradients=size,
+        activations=activations,
+        buffers=buffers + 2 * size,
+    )
+
+
+def weights_of(shape: DecoderShape, layout: Layout, part: ModelPart) -> tuple[float, float, float]:
+    """Return the numbers of weights of one rank that tp divides, that all its ranks hold, and of experts."""
+    hidden, t = shape.hidden_size, layout.tp
+    norms = 2 * hidden + (0 if shape.class_name == "LlamaForCausalLM" else 2 * shape.head_dim)
+    divided = hidden * (2 * shape.q_size + 2 * shape.kv_size) / t
+    repeated, experts = float(norms), 0.0
+    if shape.experts is None:
+        divided += 3 * hidden * shape.intermediate_size / t
+    else:
+        repeated += hidden * shape.experts.num_experts
+        experts = 3 * hidden * shape.experts.intermediate_size * len(part.experts)
+    tables = (part.stage == 0) + (part.has_head and not (shape.tied and part.stage == 0))
+    layers = len(part.layers)
+    return (
+        layers * divided + tables * shape.vocab_size * hidden / t,
+        layers * repeated + part.has_head * hidden,
+        layers * experts,
+    )
+
+
+def adapter_sizes(shape: DecoderShape, part: ModelPart, rank: int) -> tuple[int, int]:
+    """Return the numbers in this part of one adapter: those that all ranks of a stage hold, and those of experts."""
+    shared, experts = _layer_sizes(shape, len(part.experts), rank, has_head=False)
+    with_head, _ = _layer_sizes(shape, len(part.experts), rank, has_head=part.has_head)
+    return len(part.layers) * shared + with_head - shared, len(part.layers) * experts
+
+
+@cache
+def _layer_sizes(shape: DecoderShape, num_experts: int, rank: int, *, has_head: bool) -> tuple[int, int]:
+    part = ModelPart(layers=range(1), experts=range(num_experts), has_head=has_head, stage=0, is_first_of_stage=True)
+    layout = AdapterLayout(LoraConfig(rank=rank, seed=0), shape, part)
+    return layout.shared_size, layout.size - layout.shared_size
+
+
+def _activations(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart) -> float:
+    """Return the bytes that are kept for the backward pass, of all micro-batches under way."""
+    under_way = min(layout.pp - part.stage, work.micro_batches(layout))
+    row = _row(shape, layout, work)
+    layer = row if layout.recompute else _kept_by_layer(shape, layout, work, part)
+    sent = row if layout.pp > 1 and not part.has_head else 0
+    return under_way * (len(part.layers) * layer + sent)
+
+
+def _row(shape: DecoderShape, layout: Layout, work: Work) -> float:
+    """Return the bytes of the hidden states between layers."""
+    return work.tokens * shape.hidden_size / layout.tp * work.item
+
+
+def _kept_by_layer(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart) -> float:
+    hidden, t = shape.hidden_size, layout.tp
+    q, kv = (5, 3) if work.on_cpu else (4, 4)
+    attention = hidden / t + hidden + (q * shape.q_size + kv * shape.kv_size) / t + 4 * shape.head_dim
+    rank = _padded(work.rank)
+    if shape.experts is None:
+        token = attention + hidden / t + hidden + 5 * shape.intermediate_size / t + _MODULES * rank
+        return (token * work.tokens + _copies(shape, layout, work)) * work.item
+    inner = shape.experts.intermediate_size
+    token = attention + 2 * hidden / t + (_MODULES - 3) * rank
+    row = 2 * hidden + 5 * inner + 3 * rank
+    tenants = 0 if work.full else work.tenants
+    spread = 3 * tenants * len(part.experts) * rank * (hidden + inner)
+    return (token * work.tokens + row * _rows(shape, layout, work) + spread + _copies(shape, layout, work)) * work.item
+
+
+def _rows(shape: DecoderShape, layout: Layout, work: Work) -> float:
+    assert shape.experts is not None
+    return work.tokens / layout.tp * shape.experts.top_k
+
+
+def _copies(shape: DecoderShape, layout: Layout, work: Work) -> float:
+    """Return the numbers in the copies of a layer's adapters, besides those of experts."""
+    if work.item == _F32 or work.full:
+        return 0
+    hidden, t = shape.hidden_size, layout.tp
+    sides = 4 * hidden + (2 * shape.q_size + 2 * shape.kv_size) / t
+    if shape.experts is None:
+        sides += 3 * hidden + 3 * shape.intermediate_size / t
+    return work.tenants * _padded(work.rank) * sides
+
+
+def _padded(rank: int) -> int:
+    return math.ceil(rank / _RANK_STEP) * _RANK_STEP
+
+
+def _largest_buffer(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart) -> float:
+    """Return what the head needs, or what the last layer needs while it runs, whichever is larger."""
+    row = _row(shape, layout, work)
+    layer = row + _temporaries(shape, layout, work) * work.item
+    if layout.recompute:
+        layer += _kept_by_layer(shape, layout, work, part)
+    ends = row + 2 * layout.tp * row  # the last norm's input, what the head reads, and its gradient
+    return max(layer, ends + _logits(shape, layout, work) if part.has_head else 0)
+
+
+def _temporaries(shape: DecoderShape, layout: Layout, work: Work) -> float:
+    """Return the numbers in a sublayer's output, what adapters add to it, and their sum; and in rows on their way."""
+    hidden = shape.hidden_size
+    summed = 1 if work.full else 3
+    if shape.experts is None:
+        return work.tokens * summed * max(shape.intermediate_size / layout.tp, hidden)
+    return _rows(shape, layout, work) * hidden * (2 + (layout.ep > 1) + summed)
+
+
+def _logits(shape: DecoderShape, layout: Layout, work: Work) -> float:
+    """A chunk's logits, what adapters add, and their exponentials, in float32; in bfloat16 also the product itself."""
+    columns = shape.vocab_size // layout.tp
+    rows = min(work.tokens, max(_MIN_ROWS, (_CPU_LOGITS if work.on_cpu else _GPU_LOGITS) // columns))
+    return rows * columns * (3 * _F32 + (work.item if work.item != _F32 else 0))

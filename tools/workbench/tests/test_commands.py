@@ -1,0 +1,32 @@
+"""The workbench's commands, found like those of any plugin."""
+
+import pytest
+from typer.testing import CliRunner
+from workbench_harness import typed
+
+from tinsmith import ConfigError
+from tinsmith.commands.cli import build_group
+from tinsmith.commands.elsewhere import WORKBENCH
+from tinsmith.plugins.loading import Plugins
+from tinsmith_workbench import plugin
+
+
+def test_the_core_knows_which_commands_it_sends_people_here_for() -> None:
+    assert tuple(plugin.COMMANDS) == WORKBENCH
+
+
+def test_they_are_found_where_the_workbench_is_installed() -> None:
+    plugins = Plugins.load()
+    assert {row.name: row.offers for row in plugins.report()}["workbench"] == ("register_commands",)
+    for command in WORKBENCH:
+        done = CliRunner().invoke(build_group(plugins), [command, "--help"], obj=plugins, catch_exceptions=False)
+        assert f"{command} [OPTIONS]" in done.output
+
+
+def test_without_a_backend_its_commands_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "find_spec", lambda _: None)
+    for command, (_, backend) in plugin.COMMANDS.items():
+        if backend is not None:
+            told = rf"`tinsmith {command}` computes with tinsmith-{backend}.* install ./plugins/{backend}_backend in"
+            with pytest.raises(ConfigError, match=told):
+                typed(command, "--model", "Qwen3-8B", "--help")

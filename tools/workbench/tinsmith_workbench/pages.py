@@ -1,0 +1,40 @@
+"""The generated parts of docs/reference that the workbench computes, or renders from recorded figures."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from tinsmith_megatron.layout import Work
+from tinsmith_workbench.layouts import tables as layout_tables
+from tinsmith_workbench.layouts.command import read_shape
+from tinsmith_workbench.layouts.machine import Machine
+from tinsmith_workbench.rehearsal import rows
+
+_REHEARSED: Final = ("Qwen3-8B", "Qwen3-32B", "Llama-3-70B", "Qwen3-32B-W8A16", "Llama-3-70B-W8A16")
+_PLANNED: Final = ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
+_KINDS: Final = (("lora", 32), ("full", 0))  # of training, by LoRA rank
+
+
+def generators(reference: Path) -> dict[str, Callable[[], str]]:
+    """Return what writes each part, by name. The directory has the recorded figures."""
+    planned = {
+        f"megatron-{model.split('-')[1].lower()}-{kind}": partial(_layouts, model, rank)
+        for model in _PLANNED
+        for kind, rank in _KINDS
+    }
+    memory = reference / "fsdp-memory.jsonl"
+    rehearsed = {f"fsdp-memory-{model}": partial(_rehearsals, memory, model) for model in _REHEARSED}
+    replicas = partial(_rehearsals, memory, "Qwen3-8B", replicas=True)
+    return {**planned, **rehearsed, "fsdp-memory-replicas": replicas}
+
+
+def _layouts(model: str, rank: int) -> str:
+    """Return the fastest layouts of 8 to 256 GPUs; docs/reference/megatron-plan.md says for what work."""
+    gpus = [8 << power for power in range(6)]
+    return layout_tables.table(read_shape(model), gpus, Work(rank=rank), Machine())
+
+
+def _rehearsals(file: Path, model: str, *, replicas: bool = False) -> str:
+    """Return what rehearsals found; docs/reference/fsdp-memory.md says how they were made."""
+    return rows.table(rows.read_lines(file.read_text(encoding="utf-8")), model, replicas=replicas)
