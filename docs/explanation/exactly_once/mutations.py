@@ -28,10 +28,10 @@ MUTATIONS = {
         "small:given-up",
     ),
     "tidy_removes_newer": (
-        "what is not registered is removed, though it is newer than what is",
+        "an unregistered recovery point is removed although it is newer than the registered ones",
         "small:points",
     ),
-    "prune_past_oldest": ("`prune` keeps what comes after the newest recovery point, not the oldest", "small:damage"),
+    "prune_past_oldest": ("`prune` keeps the log after the newest recovery point, not the oldest", "small:damage"),
     "gap_closed_while_running": ("`fail_gaps` goes on while an operation before the gap runs", "small:gaps"),
     "windows_ignored": ("a step is applied, though a pass of its window has failed", "small:windows"),
     "windows_forgotten": ("an engine knows of no pass that failed before it started", "small:next-window"),
