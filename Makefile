@@ -61,7 +61,7 @@ test-newest: ## Run the demo, contract suites and the SDK's tests with the newes
 	  peft psutil pytest-timeout pytest-xdist
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade $(NEWEST_BEYOND)
 	$(NEWEST)/bin/tinsmith demo
-	$(NEWEST)/bin/python -m pytest -m "not thorough" $(IN_PARALLEL) tests/contract/test_toy_contracts.py tests/e2e/test_sdk_*.py \
+	$(NEWEST)/bin/python -m pytest -m "not thorough" $(IN_PARALLEL) tests/contract/test_toy_contracts.py tests/e2e/test_sdk_*.py tests/e2e/test_plugin_routes.py \
 	  $(wildcard $(addsuffix /tests/test_*_contracts.py,$(NEWEST_PLUGINS)))
 
 check: $(VENV)/.dev-installed ## Ruff, mypy, import contracts, documentation and the fast tests

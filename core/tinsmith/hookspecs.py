@@ -72,9 +72,10 @@ def tinsmith_register_losses() -> LossSpec | Sequence[LossSpec]:
 def tinsmith_register_routes(settings: Settings, context: RoutesContext) -> APIRouter | Sequence[APIRouter]:
     """Offer HTTP routes. Called in the server process only. They are added after core's own routes.
 
-    A route answers a sender without a valid key with a 401, unless its endpoint is marked with `@context.public`.
-    `context` also holds the request store, the registry of `/metrics`, and `caller`, the dependency that says who sent
-    a request. A plugin that fails here is logged and left out.
+    A route answers a sender without a valid key with a 401, unless its endpoint is marked with `@context.public`. What
+    is mounted is always closed. Frontends, form limits and lifespans of a router are not taken over. `context` also
+    holds the request store, the registry of `/metrics`, and `caller`, the dependency that says who sent a request. A
+    plugin that fails here is logged and left out.
     """
 
 

@@ -10,6 +10,7 @@ import tinker
 from fastapi import APIRouter, Request, Response, WebSocket
 from fastapi.testclient import TestClient
 from prometheus_client import Counter
+from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocketDisconnect
 
 import tinsmith
@@ -49,11 +50,15 @@ def test_the_documented_route_shows_callers_their_own_runs(tmp_path: Path) -> No
 
 
 class Careless:
-    """Asks for no caller anywhere."""
+    """Asks for no caller anywhere. `files` are mounted, and from FastAPI 0.140 on, served as a frontend as well."""
+
+    def __init__(self, files: Path) -> None:
+        self.files = files
 
     @tinsmith.hookimpl
     def tinsmith_register_routes(self, context: RoutesContext) -> list[APIRouter]:
         router, others = APIRouter(prefix="/careless"), APIRouter(prefix="/open")
+        inner, innermost = APIRouter(prefix="/inner"), APIRouter()
 
         @router.get("/secret")
         @router.post("/secret")
@@ -67,6 +72,16 @@ class Careless:
         router.add_route("/careless/plain", plain, methods=["GET"])  # for which a router has no prefix
         router.websocket("/live")(self.talk)
         others.get("/health")(context.public(self.health))
+        innermost.get("/secret")(secret)
+        innermost.get("/health")(context.public(self.health))
+        innermost.post("/health")(secret)
+        innermost.websocket("/live")(self.talk)
+        for each in (router, innermost):
+            if offer := getattr(each, "frontend", None):  # new in FastAPI 0.138
+                offer("/site", directory=self.files)
+        inner.include_router(innermost)
+        router.include_router(inner)
+        router.mount("/careless/files", StaticFiles(directory=self.files))
         return [router, others]
 
     def health(self) -> str:
@@ -79,19 +94,31 @@ class Careless:
 
 @pytest.mark.parametrize("keys", [[], [{"key": "tml-ann", "tenant": "ann"}]])
 def test_routes_of_plugins_are_closed_unless_they_are_marked(tmp_path: Path, keys: list[dict[str, str]]) -> None:
-    ann = {"x-api-key": "tml-ann"}
-    with running_server(tmp_path, extra_plugins=[Careless()], engines=False, server={"api_keys": keys}) as server:
+    ann, files = {"x-api-key": "tml-ann"}, tmp_path / "files"
+    files.mkdir()
+    (files / "page").write_text("of a tenant")
+    closed = [
+        *(("GET", path) for path in ("secret", "plain", "inner/secret", "files/page")),
+        *(("POST", path) for path in ("secret", "inner/health")),
+    ]
+    with running_server(tmp_path, extra_plugins=[Careless(files)], engines=False, server={"api_keys": keys}) as server:
         with httpx.Client(base_url=server.url, timeout=300) as http:
-            for method, path in (("GET", "secret"), ("POST", "secret"), ("GET", "plain")):
-                assert http.request(method, f"/careless/{path}").status_code == 401
+            for method, path in closed:
+                assert http.request(method, f"/careless/{path}").status_code == 401, path
                 assert http.request(method, f"/careless/{path}", headers=ann).text.strip('"') == "of a tenant"
             assert http.get("/careless/secret", headers={"x-api-key": "bad"}).status_code == 401
-            assert http.get("/open/health").json() == "fine"
+            for path in ("/open/health", "/careless/inner/health"):
+                assert http.get(path).json() == "fine"
+            for path in ("/careless/site/page", "/careless/inner/site/page"):
+                assert http.get(path).status_code == 404, "a frontend of a plugin is not offered"
+            described = http.get("/openapi.json").json()["paths"]
+            assert described["/careless/inner/health"].keys() == {"get", "post"}
         sockets = TestClient(server.app)
-        with sockets.websocket_connect("/careless/live", headers=ann):
-            pass
-        with pytest.raises(WebSocketDisconnect), sockets.websocket_connect("/careless/live"):
-            pass
+        for path in ("/careless/live", "/careless/inner/live"):
+            with sockets.websocket_connect(path, headers=ann):
+                pass
+            with pytest.raises(WebSocketDisconnect), sockets.websocket_connect(path):
+                pass
 
 
 def test_a_plugins_numbers_are_shown_with_the_servers(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import time
 from functools import partial
 from importlib.metadata import version
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from prometheus_client import Gauge
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,13 +19,13 @@ from tinsmith.server.auth import identified, identified_by
 from tinsmith.server.bodies import BodyLimit, BodyLimits
 from tinsmith.server.body_budget import BodyBudget
 from tinsmith.server.bounded_http import Connections
-from tinsmith.server.context import API_PREFIX, Engines, Metrics, ServerContext
+from tinsmith.server.context import Engines, Metrics, ServerContext
 from tinsmith.server.descriptions import add_descriptions
 from tinsmith.server.download_links import has_signature
 from tinsmith.server.gate import Gate, names_of
 from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.live_keys import LiveKeys
-from tinsmith.server.plugin_routes import add_plugin_routes
+from tinsmith.server.plugin_routes import plugin_routes
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, usage, weights
 from tinsmith.server.signed_urls import UrlSigner
@@ -67,15 +67,11 @@ async def create_app(
     _show_space(context.metrics, settings)
     app.state.context = context
     app.state.connections = Connections(settings.server.limits.connections)
-    api = APIRouter(prefix=API_PREFIX)
-    for module in _ROUTERS:
-        api.include_router(module.router)
-    api.include_router(runs.files_router)
-    app.include_router(api)
-    app.include_router(service.open_router)
     routes_context = _routes_context(context)
+    for router in (*(module.router for module in _ROUTERS), runs.files_router, service.open_router):
+        app.router.routes.extend(router.routes)  # a router that is included hides its routes from a look-up by path
     for router in plugins.routes(settings, routes_context):
-        add_plugin_routes(app, router, routes_context, plugins)
+        app.router.routes.extend(plugin_routes(router, routes_context, plugins))
     add_descriptions(app)
     app.router.routes.insert(0, StaticPaths(app.router.routes))
     error_answers.install(app)

@@ -4,16 +4,20 @@ Nothing is loaded from other hosts: Swagger UI comes from a package.
 """
 
 import asyncio
+from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import fastapi_swagger
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
+
+from tinsmith.server.plugin_routes import Branch
 
 OPENAPI: Final = "/openapi.json"
 _UI: Final = Path(fastapi_swagger.__file__).parent / "resources"
@@ -43,6 +47,7 @@ service = tinker.ServiceClient(base_url="{url}", api_key="tml-...")</pre>
 
 def add_descriptions(app: FastAPI) -> None:
     """Add the routes. The app must have been made without `openapi_url` and `docs_url`."""
+    app.openapi = partial(_described, app)  # type: ignore[method-assign]  # FastAPI's way to describe more
     rendering: dict[str, asyncio.Future[bytes]] = {}
     javascript, css, icon = (f"/docs/{name}" for name in _ASSETS)
     docs = get_swagger_ui_html(
@@ -81,3 +86,8 @@ def add_descriptions(app: FastAPI) -> None:
 
 def _rendered(app: FastAPI) -> bytes:
     return bytes(JSONResponse(app.openapi()).body)
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    routes = [each for route in app.routes for each in (route.routes() if isinstance(route, Branch) else (route,))]
+    return get_openapi(title=app.title, version=app.version, routes=routes)

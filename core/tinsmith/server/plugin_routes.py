@@ -1,9 +1,12 @@
-"""Adds the routes of plugins. Each is closed to callers without a valid key, unless its plugin has marked it public."""
+"""The routes of plugins. Each is closed to callers without a valid key, unless its plugin has marked it public."""
 
-from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute, APIWebSocketRoute
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import Any
+
+from fastapi import APIRouter, routing
 from starlette.concurrency import run_in_threadpool
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.errors import AuthenticationError
@@ -13,14 +16,52 @@ from tinsmith.server.auth import identified
 
 _POLICY_VIOLATION = 1008
 
+# Any: a route, or what FastAPI 0.137 and later have for one of a router that another one includes: a RouteContext.
+RouteLike = Any
 
-def add_plugin_routes(app: FastAPI, router: APIRouter, context: RoutesContext, plugins: Plugins) -> None:
-    own = len(app.router.routes)
-    app.include_router(router)
-    for route in app.router.routes[own:]:
-        assert isinstance(route, Route | APIRoute | WebSocketRoute | APIWebSocketRoute), route  # FastAPI adds no other
-        if not context.is_public(route.endpoint):
-            route.app = _Closed(route.app, plugins)
+
+def plugin_routes(router: APIRouter, context: RoutesContext, plugins: Plugins) -> Iterator[BaseRoute]:
+    """Return the router's routes, of which each is open or closed. The router itself stays as it is."""
+    for route in router.routes:
+        if not isinstance(route, Route | WebSocketRoute):
+            yield Branch(route, context.is_public, plugins)
+        elif context.is_public(route.endpoint):
+            yield route
+        else:
+            closed = copy(route)
+            closed.app = _Closed(route.app, plugins)
+            yield closed
+
+
+class Branch(BaseRoute):
+    """A route to several endpoints: a router that another one includes, or a mounted app.
+
+    A request passes without a key if every endpoint that it may be meant for is public. FastAPI must not see that a
+    router is behind it: it would look for frontends there by itself, and serve them to everybody.
+    """
+
+    def __init__(self, route: BaseRoute, is_public: Callable[[object], bool], plugins: Plugins) -> None:
+        self._route = route
+        self._is_public = is_public
+        self._closed = _Closed(route.handle, plugins)
+
+    def routes(self) -> Sequence[RouteLike]:
+        """Return the routes to single endpoints, with their whole paths."""
+        listed = getattr(routing, "iter_route_contexts", iter)  # before 0.137.2: a router in it stays closed as a whole
+        return list(listed([self._route]))
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return self._route.matches(scope)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._route.handle if self._is_open(scope) else self._closed
+        await answer(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        found = [(route, route.matches(scope)[0]) for route in self.routes()]
+        best = max((match.value for _, match in found), default=Match.NONE.value)
+        meant = [route for route, match in found if match.value == best]
+        return best != Match.NONE.value and all(self._is_public(getattr(each, "endpoint", None)) for each in meant)
 
 
 class _Closed:

@@ -18,14 +18,14 @@ from tinsmith.operations import Failed
 from tinsmith.protocol import answers, wire
 from tinsmith.references import Told, log_privately
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
-from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.engine_texts import with_causes
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.store import EngineState, FinishedSample, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result
 
-router = APIRouter(tags=["futures"], route_class=JsonRoute)
+router = APIRouter(prefix=API_PREFIX, tags=["futures"], route_class=JsonRoute)
 
 _log = logging.getLogger(__name__)
 

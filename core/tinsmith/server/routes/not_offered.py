@@ -6,8 +6,9 @@ from fastapi import APIRouter
 
 from tinsmith.errors import UnsupportedError
 from tinsmith.server.auth import Caller
+from tinsmith.server.context import API_PREFIX
 
-router = APIRouter(tags=["not offered"])
+router = APIRouter(prefix=API_PREFIX, tags=["not offered"])
 
 _REASONS = {
     ("POST", "/copy_weights"): "publish the checkpoint, or load it and save it again",

@@ -27,14 +27,14 @@ from tinsmith.server.auth import (
     readable_run,
     visible_tenant,
 )
-from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.download_links import link_name, make_grant, refuse_revoked
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import runs_of
 from tinsmith.store import CheckpointKind, CheckpointRecord, RunRecord, RunState
 from tinsmith.store.unknown import no_such
 
-router = APIRouter(tags=["runs and checkpoints"], route_class=JsonRoute)
+router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"], route_class=JsonRoute)
 
 _LINK_LIFETIME = timedelta(hours=1)
 _PAGE = 500
@@ -260,7 +260,7 @@ def _base_url(context: ServerContext, request: Request) -> str:
     return (context.settings.server.public_url or str(request.base_url)).rstrip("/")
 
 
-files_router = APIRouter(tags=["runs and checkpoints"])
+files_router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"])
 
 
 async def _while_sending() -> AsyncIterator[ExitStack]:

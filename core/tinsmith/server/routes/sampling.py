@@ -13,7 +13,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_session, readable_checkpoint, readable_sampler, usable_sampler
 from tinsmith.server.body_budget import hold_decoded
-from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_sample
@@ -21,7 +21,7 @@ from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
 from tinsmith.store.sampling_sessions import taken
 
-router = APIRouter(tags=["sampling"], route_class=JsonRoute)
+router = APIRouter(prefix=API_PREFIX, tags=["sampling"], route_class=JsonRoute)
 
 _MAX_CLIENT_COUNTER = 2**63 // SEQ_IDS_PER_CLONE  # the SDK numbers a clone's samples from there on, in an int64
 

@@ -9,13 +9,13 @@ from fastapi.responses import JSONResponse, Response
 from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, authenticated
-from tinsmith.server.context import Context
+from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.engine_texts import last_failure, with_causes
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.settings.secrets import cleaned
 from tinsmith.store import EngineRecord, EngineState
 
-router = APIRouter(tags=["service"], route_class=JsonRoute)
+router = APIRouter(prefix=API_PREFIX, tags=["service"], route_class=JsonRoute)
 open_router = APIRouter(tags=["service"])
 """Routes that need no key."""
 

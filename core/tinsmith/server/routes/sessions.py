@@ -9,12 +9,12 @@ from fastapi import APIRouter, Header, Query, Response
 from tinsmith.errors import ServerError, StoreFullError, UserError
 from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_known_session, own_session, readable_session, visible_tenant
-from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.engine_texts import session_messages
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.store import RunRecord, SessionRecord
 
-router = APIRouter(tags=["sessions"], route_class=JsonRoute)
+router = APIRouter(prefix=API_PREFIX, tags=["sessions"], route_class=JsonRoute)
 
 _PAGE = 500
 

@@ -11,7 +11,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.protocol import training_request, translate, wire
 from tinsmith.protocol.answers import PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
-from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.known import KnownRun
 from tinsmith.server.media_types import MediaTypeError
 from tinsmith.server.refusals import NumberedRoute
@@ -19,7 +19,7 @@ from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
 from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
 
-router = APIRouter(tags=["training"], route_class=NumberedRoute)
+router = APIRouter(prefix=API_PREFIX, tags=["training"], route_class=NumberedRoute)
 
 _WORK_PER_BYTE: Final = 16  # parts of a protobuf may be so small that each byte takes as long as a number in an array
 _SPARSE_ELEMENT_BYTES: Final = 12  # a target and its weight

@@ -10,7 +10,7 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_known_run, own_session, read_right, readable_checkpoint
-from tinsmith.server.context import Context, ServerContext
+from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.known import KnownRun
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.training import submit_creation
@@ -18,7 +18,7 @@ from tinsmith.server.submitting import submit_training
 from tinsmith.store import CheckpointRecord
 from tinsmith.store.sampling_sessions import taken
 
-router = APIRouter(tags=["weights"], route_class=NumberedRoute)
+router = APIRouter(prefix=API_PREFIX, tags=["weights"], route_class=NumberedRoute)
 
 
 @router.post("/save_weights", response_model_exclude_none=True)
