@@ -13,11 +13,11 @@ _JAX_OUTSIDE_ITS_PLUGIN = ("test_cross_backend", "test_sdk_imports", "test_sdk_i
 _OF_RANKS = ("vllm_sampler", "fsdp_backend", "megatron_backend")
 _ON_POSTGRES = (
     "test_interleaving",
+    "test_migrations",
     "test_postgres_serving",
     "test_postgres_store",
     "test_sql_store_contract",
     "test_stateful",
-    "test_upgrade",
 )
 _GROUPS = (  # one process runs all of a group: its servers, ranks and compiled programs are made once; longest first
     ("jax", ["plugins/jax_backend/tests", *(f"tests/e2e/{name}.py" for name in _JAX_OUTSIDE_ITS_PLUGIN)]),

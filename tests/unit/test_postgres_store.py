@@ -9,15 +9,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 
 import psycopg
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import create_engine
 from sqlalchemy.exc import OperationalError
 from sqlmodel import Session
 
@@ -28,7 +26,7 @@ from tinsmith.sql_store.databases import postgres, postgres_scrubbing
 from tinsmith.sql_store.databases.notify_wakeups import _MAX_PAYLOAD_BYTES, NotifyWakeUps, _payloads
 from tinsmith.sql_store.databases.postgres import PostgresDatabase
 from tinsmith.sql_store.diagnosis import diagnose
-from tinsmith.sql_store.migrate import alembic_config, known_revisions
+from tinsmith.sql_store.migrate import known_revisions
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SessionRow, Table, to_row
 from tinsmith.store import OperationState, RunState, RunStateChanged, StoreContext
@@ -52,39 +50,6 @@ def a_writer(url: str) -> PostgresDatabase:
     return database
 
 
-def schema(postgres: Postgres, url: str) -> list[list[tuple[object, ...]]]:
-    """Return all columns, indexes and constraints, but for the order of columns and alembic's own table."""
-    skipped = "<> 'alembic_version' ORDER BY 1, 2"
-    return [
-        postgres.execute(url, query)
-        for query in (
-            "SELECT table_name, column_name, data_type, is_nullable, column_default, character_maximum_length "
-            f"FROM information_schema.columns WHERE table_schema = 'public' AND table_name {skipped}",
-            f"SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = 'public' AND tablename {skipped}",
-            "SELECT conname, pg_get_constraintdef(oid) FROM pg_constraint "
-            f"WHERE connamespace = 'public'::regnamespace AND conrelid::regclass::text {skipped}",
-            "SELECT version_num FROM alembic_version",
-        )
-    ]
-
-
-def upgraded_to(revision: str, connection: Connection) -> None:
-    config = alembic_config()
-    config.attributes["connection"] = connection
-    command.upgrade(config, revision)
-
-
-async def test_a_migrated_database_is_what_a_new_one_is(postgres: Postgres) -> None:
-    migrated, new = postgres.new_database(), postgres.new_database()
-    database = a_writer(migrated)
-    await database.migrate(partial(upgraded_to, "head"))
-    await database.close()
-    store = a_store(new)
-    await store.open()
-    await store.close()
-    assert schema(postgres, new) == schema(postgres, migrated)
-
-
 async def test_processes_that_start_at_once_make_one_schema(postgres_url: str) -> None:
     stores = [a_store(postgres_url) for _ in range(3)]
     await asyncio.gather(*[store.open() for store in stores])
@@ -97,23 +62,6 @@ async def test_processes_that_start_at_once_make_one_schema(postgres_url: str) -
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, Table.metadata) == []
     engine.dispose()
-
-
-_OLDEST, *_BETWEEN, _NEWEST = known_revisions()[:-1]
-
-
-@pytest.mark.parametrize(
-    "revision", [_OLDEST, *(pytest.param(each, marks=pytest.mark.thorough) for each in _BETWEEN), _NEWEST]
-)
-async def test_every_earlier_schema_is_brought_up_to_date(postgres_url: str, revision: str) -> None:
-    database = a_writer(postgres_url)
-    await database.migrate(partial(upgraded_to, revision))
-    await database.close()
-    store = a_store(postgres_url)
-    await store.open()
-    assert await claim(store) == []
-    await store.submit(a_sample())
-    await store.close()
 
 
 async def test_a_crash_of_the_database_only_delays(own_postgres: Postgres) -> None:

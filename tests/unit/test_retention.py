@@ -166,29 +166,6 @@ async def _until_unloaded(server: RunningServer) -> None:
     assert (await server.store.get_run(MODEL)).state == RunState.UNLOADED
 
 
-async def test_what_an_earlier_version_deleted_goes_too(tmp_path: Path) -> None:
-    """It left its rows in free pages; the file is rewritten once."""
-    secret = os.urandom(20_000)
-    with sqlite3.connect(tmp_path / "tinsmith.db") as database:
-        database.executescript((Path(__file__).parent / "schemas" / "0001.sql").read_text())
-        database.execute("PRAGMA secure_delete = OFF")  # some builds of SQLite have it on
-        database.execute("UPDATE payloads SET payload = ? WHERE operation_id = 2", (secret,))
-        database.commit()
-        database.execute("UPDATE payloads SET payload = x'00' WHERE operation_id = 2")
-    database.close()
-    pieces = fingerprints(secret)
-    assert still_there(tmp_path, pieces)
-    store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
-    await store.open()
-    await store.prune(datetime(1990, 1, 1, tzinfo=UTC))
-    assert not still_there(tmp_path, pieces)
-    await store.close()
-    with sqlite3.connect(tmp_path / "tinsmith.db") as database:
-        assert database.execute("PRAGMA auto_vacuum").fetchone() == (2,)
-        assert database.execute("SELECT count(*) FROM operations").fetchone()[0] > 3
-    database.close()
-
-
 async def test_the_file_shrinks_where_much_of_it_is_free(tmp_path: Path) -> None:
     store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
     await store.open()

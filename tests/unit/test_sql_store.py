@@ -1,10 +1,9 @@
-"""What the store contract cannot see: migrations, wake-ups, durability settings, refused URLs."""
+"""What the store contract cannot see: wake-ups, durability settings, refused URLs."""
 
 import asyncio
 import itertools
 import logging
 import os
-import re
 import shutil
 import socket
 import sqlite3
@@ -13,16 +12,10 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import pytest
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from sqlalchemy import URL, Connection, create_engine, text
+from sqlalchemy import URL
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlmodel import Session
 
@@ -35,41 +28,19 @@ from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.group_commit import Call, Grouping
-from tinsmith.sql_store.migrate import alembic_config, known_revisions
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.subjects.request_ids import created_at, new_request_id
 from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.sql_store.tables import SessionRow, Table, to_row
+from tinsmith.sql_store.tables import SessionRow, to_row
 from tinsmith.store import StoreContext
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.store_records import BASE, NOW, a_sample, a_session
 
 WAIT_S = 300.0
-FIRST_SCHEMA = Path(__file__).parent / "schemas" / "0001.sql"  # a created model: one step done, one running, one queued
 
 
 def a_store(data_dir: Path, **config: object) -> SqlStore:
     return SqlStore(SqlStoreConfig.model_validate({"synchronous": "off", **config}), StoreContext(data_dir=data_dir))
-
-
-async def test_a_migrated_database_is_what_a_new_one_is(tmp_path: Path) -> None:
-    migrated = create_engine("sqlite://")
-    with migrated.begin() as connection:
-        config = alembic_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert compare_metadata(context, Table.metadata) == []
-        expected = _schema(connection), context.get_current_revision()
-    migrated.dispose()
-
-    store = a_store(tmp_path)
-    await store.open()
-    await store.close()
-    new = create_engine(f"sqlite:///{tmp_path / 'tinsmith.db'}")
-    with new.connect() as connection:
-        assert (_schema(connection), MigrationContext.configure(connection).get_current_revision()) == expected
-    new.dispose()
 
 
 async def test_statements_are_compiled_once_for_all_connections(
@@ -107,93 +78,12 @@ async def test_what_a_failed_commit_leaves_open_is_undone(tmp_path: Path) -> Non
     await writer.close()
 
 
-def _schema(connection: object) -> dict[str, list[str]]:
-    """Return every table's and index's SQL, without spacing order, and the tables of SQLite and alembic."""
-    rows = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))  # type: ignore[attr-defined]
-    skipped = ("sqlite_sequence", "alembic_version")
-    parts = {name: "".join(sql.split()).replace('"', "").split(",") for name, sql in rows if name not in skipped}
-    return {name: sorted(part.rstrip(")") for part in each) for name, each in parts.items()}
-
-
-async def test_a_run_of_the_first_schema_continues(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "tinsmith.db") as connection:
-        connection.executescript(FIRST_SCHEMA.read_text())
-    connection.close()
-    store = a_store(tmp_path)
-    await store.open()
-    (live,) = await store.live_models(BASE)
-    assert (live.run.model_id, live.run.applied_seq_id, live.recovery_points) == ("s1:train:0", 1, ())
-    assert [each.seq_id for each in await store.replayable("s1:train:0", after_seq_id=-1, limit=9)] == [0, 1]
-    lease = await take_over(store, BASE)
-    assert await store.requeue(lease, max_attempts=3, reason="killed") == []
-    assert [each.seq_id for each in await store.claim(lease, max_operations=9)] == [2, 3]
-    await store.close()
-
-
-async def test_usage_counted_by_the_day_stands_in_its_first_hour(tmp_path: Path) -> None:
-    store = a_store(tmp_path)
-    await store.open()
-    await store.close()
-    database = dialect_of(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path)).writer(durable=False)
-    hours = [("2026-11-22T07", "ann"), ("2026-11-22T08", "ann"), ("2026-11-22T08", "bob")]
-    await database.migrate(partial(_migrate, to="0015", usage=hours))
-    await database.migrate(partial(_migrate, to="0014"))
-    await database.migrate(partial(_migrate, to="head"))
-    await database.close()
-    await store.open()
-    found = await store.hourly_usage(
-        None, first=datetime(2026, 11, 22, tzinfo=UTC), last=datetime(2027, 1, 1, tzinfo=UTC)
-    )
-    assert [(each.hour, each.tenant, each.trained_tokens) for each in found] == [
-        (datetime(2026, 11, 22, tzinfo=UTC), "ann", 14),
-        (datetime(2026, 11, 22, tzinfo=UTC), "bob", 7),
-    ]
-    await store.close()
-
-
-def _migrate(connection: Connection, *, to: str, usage: Sequence[tuple[str, str]] = ()) -> None:
-    config = Config()
-    config.set_main_option("script_location", "tinsmith.sql_store:migrations")
-    config.attributes["connection"] = connection
-    (command.downgrade if to == "0014" else command.upgrade)(config, to)
-    for hour, tenant in usage:
-        connection.execute(
-            text("INSERT INTO usage VALUES (:hour, :tenant, 'm', 7, 0, 0, 0, 0, 0)"), {"hour": hour, "tenant": tenant}
-        )
-
-
-async def test_a_migration_leaves_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    database = dialect_of(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path)).writer(durable=False)
-    await database.migrate(partial(_migrate, to="0015"))
-    await database.close()
-    caplog.set_level(logging.INFO, "tinsmith")
-    for _ in range(2):
-        store = a_store(tmp_path)
-        await store.open()
-        await store.close()
-    begun, ended = [each.message for each in caplog.records if each.name == "tinsmith.sql_store.migrate"]
-    newest = known_revisions()[-1]
-    assert f"from schema 0015 to {newest}" in begun
-    assert re.search(rf"migrated database .*tinsmith\.db.* from schema 0015 to {newest} in \d+\.\d s", ended)
-
-
 async def test_opening_again_changes_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         store = a_store(tmp_path)
         await store.open()
         await store.submit(a_sample())
         await store.close()
-
-
-async def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    store = a_store(tmp_path)
-    await store.open()
-    await store.close()
-    with sqlite3.connect(tmp_path / "tinsmith.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    connection.close()
-    with pytest.raises(ConfigError, match=r"'9999'.*upgrade tinsmith"):
-        await store.open()
 
 
 async def test_what_is_no_database_is_refused(tmp_path: Path) -> None:

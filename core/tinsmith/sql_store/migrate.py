@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import Connection, inspect, text
@@ -16,6 +16,9 @@ from tinsmith.sql_store.tables import Table
 if TYPE_CHECKING:
     from alembic.config import Config
 
+
+VERSIONS: Final = Path(__file__).parent / "migrations" / "versions"
+"""The migrations, a file each: its name begins with its revision. The first one makes the schema of 0.1.0."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ CREATE TABLE alembic_version (
 def migrate(connection: Connection, name: str) -> None:
     """Make the tables, or run the missing migrations, in the caller's transaction.
 
-    Raise ConfigError if a newer tinsmith has migrated the database. `name` is its name in messages.
+    Raise ConfigError if the database has a schema that this tinsmith does not know. `name` is its name in messages.
     """
     found, revisions = found_revision(connection), known_revisions()
     if found == revisions[-1]:
@@ -54,12 +57,14 @@ def migrate(connection: Connection, name: str) -> None:
 def check_known(revision: str, name: str) -> None:
     """Raise ConfigError if the database called `name` has a schema that this tinsmith does not know."""
     revisions = known_revisions()
-    if revision not in revisions:
-        msg = (
-            f"database {name!r} has the schema {revision!r} of a newer tinsmith; this one knows schemas up to "
-            f"{revisions[-1]!r}; upgrade tinsmith, or set store.url to another database"
-        )
-        raise ConfigError(msg)
+    if revision in revisions:
+        return
+    if revision < revisions[0]:
+        of = "a tinsmith before 0.1.0, which no release can migrate; set server.data_dir to an empty directory"
+    else:
+        of = f"a newer tinsmith; this one knows schemas up to {revisions[-1]!r}; upgrade tinsmith"
+    msg = f"database {name!r} has the schema {revision!r} of {of}, or set store.url to another database"
+    raise ConfigError(msg)
 
 
 def _create(connection: Connection, revision: str) -> None:
@@ -71,8 +76,7 @@ def _create(connection: Connection, revision: str) -> None:
 
 def known_revisions() -> list[str]:
     """Return all schema revisions, oldest first, from the names of the migrations' files."""
-    names = (each.name for each in files("tinsmith.sql_store").joinpath("migrations", "versions").iterdir())
-    return sorted(name.partition("_")[0] for name in names if name[0].isdigit())
+    return sorted(path.name.partition("_")[0] for path in VERSIONS.glob("[0-9]*.py"))
 
 
 def alembic_config() -> Config:
@@ -80,7 +84,8 @@ def alembic_config() -> Config:
 
     config = Config()
     config.set_main_option("script_location", "tinsmith.sql_store:migrations")
-    config.set_main_option("path_separator", "os")
+    config.set_main_option("version_locations", str(VERSIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "newline")
     return config
 
 

@@ -179,7 +179,7 @@ _EARLY, _ALONE = text("state = 'queued' AND early"), text("state = 'queued' AND 
 class OperationRow(Table, table=True):
     __tablename__ = "operations"
     __table_args__ = (
-        UniqueConstraint("subject_id", "seq_id", name="uq_operations_stream_seq_id"),  # from the column's first name
+        UniqueConstraint("subject_id", "seq_id"),
         Index(
             "ix_operations_queued",
             "base_model",

@@ -179,7 +179,6 @@ class SqliteDatabase(Database):
         self._path.touch(mode=0o600)  # it holds users' data; SQLite gives its log the same mode
         with self._engine.begin() as connection:
             work(connection)
-        self._raw(sqlite_scrubbing.convert)
 
     async def scrub(self, *, deleted: bool) -> None:
         del deleted  # it costs little, so it is always done

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from typing import Final
 
 _WAIT_MS: Final = 1000  # for transactions of other processes, which are blocked as long
-_REWRITE_WAIT_MS: Final = 10_000  # for other processes that still use the file
 _SLACK: Final = 0.25  # share of the file that may stay free, to be used again
 _SMALL_PAGES: Final = 1024
 _PAGES_AT_A_TIME: Final = 8192  # other processes can write in between
-_INCREMENTAL: Final = 2
 
 _log = logging.getLogger(__name__)
 
@@ -32,20 +30,6 @@ def scrub(connection: sqlite3.Connection) -> None:
         (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     if busy:
         _log.info("deleted rows may still be in the write-ahead log: another process reads it; trying again later")
-
-
-def convert(connection: sqlite3.Connection) -> None:
-    """Rewrite a file of a version without scrubbing, so that it can shrink and holds nothing deleted."""
-    if _number(connection, "auto_vacuum") == _INCREMENTAL:
-        return
-    try:
-        with _waiting(connection, _REWRITE_WAIT_MS):
-            connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
-            connection.execute("VACUUM")
-    except sqlite3.OperationalError as error:  # in use, or no space: the store works all the same
-        _log.warning(
-            "the database was not rewritten and may still hold rows that an earlier version deleted: %s", error
-        )
 
 
 @contextmanager
