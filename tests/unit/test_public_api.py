@@ -18,7 +18,6 @@ import tinsmith.testing
 from tinsmith.authoring.new_plugin import PluginKind, write_plugin
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
-from tinsmith.store import old_names
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import running_server
 
@@ -55,17 +54,8 @@ def test_everything_that_the_contract_defines_is_exported(name: str) -> None:
     module = import_module(f"tinsmith.{name}")
     here = (module.__name__, f"{module.__name__}.records", f"{module.__name__}.request_store")
     defined = {key for key, value in vars(module).items() if getattr(value, "__module__", None) in here}
-    defined = {name for name in defined if getattr(vars(module)[name], "__name__", name) == name}  # no old names
-    defined -= set(vars(old_names))
     missing = {each for each in defined if not each.startswith("_") and len(each) > 1} - set(tinsmith.__all__)
     assert not missing, f"defined in tinsmith.{name}, and not exported from tinsmith: {sorted(missing)}"
-
-
-def test_what_plugins_imported_before_is_still_there() -> None:
-    """Every public name of these modules at commit 0106fcc, when the core was arranged in rooms."""
-    names = [line.split() for line in Path(__file__).with_name("names_before_the_rooms.txt").read_text().splitlines()]
-    missing = [f"{module}.{name}" for module, name in names if not hasattr(import_module(module), name)]
-    assert not missing
 
 
 def test_the_package_is_typed() -> None:

@@ -12,7 +12,6 @@ from tinsmith.commands.load_settings import is_loopback, load_settings
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, ServerSettings, Settings
-from tinsmith.settings.schema import RENAMED, field_of
 from tinsmith.settings.sources import Flag
 
 
@@ -128,33 +127,6 @@ def test_a_whole_list_can_be_given_as_json_and_replaces_the_files(plugins: Plugi
     assert model.name == "other"
     assert model.backend is not None
     assert model.backend.options() == {}
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("snapshot_every_operations", "recovery.point_every_operations"),
-        ("snapshot_every_s", "recovery.point_every_s"),
-        ("keep_snapshots", "recovery.keep_points"),
-    ],
-)
-def test_a_setting_by_its_old_name_is_refused_with_the_new_one(plugins: Plugins, write, old: str, new: str) -> None:
-    file = write(f"recovery:\n  {old}: 3\n")
-    variable = f"TINSMITH_RECOVERY__{old.upper()}"
-    renamed = f"recovery.{old}: this setting is now called {new}"
-    assert f"{file}:2: {renamed}" in failure(plugins, file)
-    assert f"{variable}: {renamed}" in failure(plugins, None, {variable: "3"})
-    assert f"--recovery.{old}: {renamed}" in failure(plugins, None, {}, [(f"recovery.{old}", "3")])
-    short = f"TINSMITH_{old.upper()}"
-    expected = f"TINSMITH_RECOVERY__{new.removeprefix('recovery.').upper()}"
-    assert f"{short}: no such setting; did you mean {expected}?" in failure(plugins, None, {short: "3"})
-
-
-def test_every_renamed_setting_exists_by_its_new_name_alone() -> None:
-    for old, new in RENAMED.items():
-        assert field_of(Settings, new).description
-        with pytest.raises(KeyError):
-            field_of(Settings, old)
 
 
 def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, write) -> None:

@@ -20,7 +20,7 @@ from tinsmith.huggingface.hub_cache import HubReference, is_offline, offline_mes
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
 from tinsmith.settings import DeviceSettings, KeySource, ModelSettings, PluginSection, Settings
-from tinsmith.settings.schema import HASHED, RENAMED, repeated_keys
+from tinsmith.settings.schema import HASHED, repeated_keys
 from tinsmith.settings.secrets import cleaned, hidden, is_secret_name, remember_keys, shown
 from tinsmith.settings.sources import (
     CONFIG_VARIABLE,
@@ -168,9 +168,6 @@ def _validate(model: type[BaseModel], tree: object, prefix: KeyPath, problems: _
 def _reason(model: type[BaseModel], location: KeyPath, details: dict[str, Any]) -> str:  # Any: pydantic's details
     kind = details["type"]
     if kind == "extra_forbidden":
-        renamed = RENAMED.get(format_key(location)) if model is Settings else None
-        if renamed is not None:
-            return f"this setting is now called {renamed}"
         known = _fields_at(model, location[:-1])
         return f"unknown key, allowed: {', '.join(known)}{suggestion(str(location[-1]), known)}"
     if kind == "value_error":
@@ -213,7 +210,6 @@ def _check_stray_variables(environ: Mapping[str, str], problems: _Problems) -> N
         for section, field in Settings.model_fields.items()
         for leaf in (_fields_at(Settings, (section,)) if _model_in(field.annotation) else ())
     }
-    by_leaf |= {old.rpartition(".")[2]: by_leaf[new.rpartition(".")[2]] for old, new in RENAMED.items()}
     for name in environ:
         path = environment_path(name)
         if path is not None and len(path) == 1 and path[0] in by_leaf:

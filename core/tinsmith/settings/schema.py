@@ -38,15 +38,6 @@ def field_of(model: type[BaseModel], key: str) -> FieldInfo:
     return field_of(field.annotation, rest)
 
 
-RENAMED: Final = {
-    "server.max_pending_per_tenant": "quotas.pending_samples",
-    "recovery.snapshot_every_operations": "recovery.point_every_operations",
-    "recovery.snapshot_every_s": "recovery.point_every_s",
-    "recovery.keep_snapshots": "recovery.keep_points",
-}
-"""Settings of earlier versions, by their new names. The old ones are refused, not translated."""
-
-
 REVEAL: Final = "reveal secrets"
 """Context of `model_dump` for a file that an engine reads. Without it, sections of plugins show no secret."""
 

@@ -7,10 +7,6 @@ from tinsmith.store.engine_states import EngineStates
 from tinsmith.store.leases import Leases
 from tinsmith.store.log_inspection import LogInspection
 from tinsmith.store.model_places import ModelPlaces
-from tinsmith.store.old_names import SamplerCreated as SamplerCreated
-from tinsmith.store.old_names import SamplerRecord as SamplerRecord
-from tinsmith.store.old_names import SnapshotRecord as SnapshotRecord
-from tinsmith.store.old_names import SnapshotTaken as SnapshotTaken
 from tinsmith.store.records import (
     MANY_AHEAD,
     SEQ_IDS_PER_CLONE,

@@ -6,11 +6,10 @@ Methods that take a lease raise LeaseLostError as those of `engine_log` do.
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from tinsmith.store.old_names import TakesOldNames
 from tinsmith.store.records import Lease, LiveModel, OperationRecord, RecoveryPointRecord
 
 
-class Recovery(TakesOldNames, ABC):
+class Recovery(ABC):
     @abstractmethod
     async def requeue(
         self,

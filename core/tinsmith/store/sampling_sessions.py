@@ -3,11 +3,10 @@
 from abc import ABC, abstractmethod
 
 from tinsmith.errors import ConflictError
-from tinsmith.store.old_names import TakesOldNames
 from tinsmith.store.records import SamplingSessionRecord
 
 
-class SamplingSessions(TakesOldNames, ABC):
+class SamplingSessions(ABC):
     @abstractmethod
     async def create_sampling_session(self, sampler: SamplingSessionRecord) -> SamplingSessionRecord:
         """Insert the sampling session. A second call with the same sampling_session_id returns the first one."""
@@ -15,18 +14,17 @@ class SamplingSessions(TakesOldNames, ABC):
     @abstractmethod
     async def get_sampling_session(self, sampling_session_id: str) -> SamplingSessionRecord: ...
 
+    @abstractmethod
     async def count_open_sampling_sessions(self, tenant: str) -> int:
-        """Return how many sampling sessions a tenant has in sessions that have not ended. A store may count none."""
-        del tenant
-        return 0
+        """Return how many sampling sessions a tenant has in sessions that have not ended."""
 
     @abstractmethod
     async def list_sampling_sessions(self, session_id: str) -> list[SamplingSessionRecord]:
         """Return the sampling sessions of a session, oldest first."""
 
+    @abstractmethod
     async def list_sampling_session_ids(self, session_id: str) -> list[str]:
-        """Return their ids. A store that can read the ids alone should: there may be a hundred thousand."""
-        return [each.sampling_session_id for each in await self.list_sampling_sessions(session_id)]
+        """Return their ids alone: there may be a hundred thousand."""
 
 
 def taken(sampling_session_id: str, content: str) -> ConflictError:
