@@ -19,7 +19,6 @@
     |   `-- ResultExpiredError    the result is past its retention      410
     |-- ConfigError               the configuration is at fault         (start-up only)
     `-- PluginError               a plugin is broken or misused         (start-up only)
-        `-- ContractVersionError  built for another tinsmith            (start-up only)
 
 Messages are lower case, without a full stop, and name the thing, the value, what is allowed and the remedy.
 """
@@ -145,7 +144,3 @@ class ConfigError(TinsmithError, ValueError):
 
 class PluginError(TinsmithError):
     """A plugin is missing, broken, or offers what another one offers."""
-
-
-class ContractVersionError(PluginError):
-    """A plugin was built for another version of the plugin contract."""

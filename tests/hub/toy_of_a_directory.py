@@ -10,7 +10,7 @@ from tinsmith.backend import BackendContext, BackendSpec
 from tinsmith.builtin import toy_backend
 from tinsmith.huggingface.safetensors_files import StoredTensors
 
-ENTRY_POINTS = "[tinsmith]\nof-a-directory = toy_of_a_directory\n[tinsmith.contract]\nof-a-directory = v1\n"
+ENTRY_POINTS = "[tinsmith]\nof-a-directory = toy_of_a_directory\n"
 
 
 def _create(config: toy_backend.ToyConfig, context: BackendContext) -> toy_backend.ToyBackend:

@@ -90,9 +90,7 @@ def test_people_get_a_table(environment: dict[str, str]) -> None:
 
 
 def test_a_broken_plugin(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
-    distribution(
-        tmp_path / "site", "tinsmith-bad", "1.0", "[tinsmith]\nbad = tinsmith_bad\n[tinsmith.contract]\nbad = v1\n"
-    )
+    distribution(tmp_path / "site", "tinsmith-bad", "1.0", "[tinsmith]\nbad = tinsmith_bad\n")
     (tmp_path / "site" / "tinsmith_bad.py").write_text("import no_such_framework\n")
     problem = only_problem(launcher, {**environment, "PYTHONPATH": str(tmp_path / "site")}, *TOY)
     assert problem["subject"] == "plugin bad"

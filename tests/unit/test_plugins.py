@@ -3,7 +3,7 @@
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 import tinsmith
 from tinsmith.commands.load_settings import load_settings
-from tinsmith.errors import AuthenticationError, ConfigError, ContractVersionError, PluginError
+from tinsmith.errors import AuthenticationError, ConfigError, PluginError
 from tinsmith.hook_values import RoutesContext, ServerStopping
 from tinsmith.plugins.discovery import BUILTINS
 from tinsmith.plugins.hook_caller import HOOK_NAMES
@@ -53,16 +53,16 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         *,
         plugin: str | None = None,
         module: str | None = None,
-        contract: str | None = None,
+        requires: Sequence[str] = (),
     ) -> None:
         site = tmp_path / distribution
         plugin = plugin or distribution.replace("-", "_")
         module = module or f"{plugin}_of_{distribution.replace('-', '_')}"
         info = site / f"{distribution.replace('-', '_')}-1.2.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
-        declared = f"[tinsmith.contract]\n{plugin} = {contract}\n" if contract else ""
-        (info / "entry_points.txt").write_text(f"[tinsmith]\n{plugin} = {module}\n{declared}")
+        needs = "".join(f"Requires-Dist: {each}\n" for each in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n{needs}")
+        (info / "entry_points.txt").write_text(f"[tinsmith]\n{plugin} = {module}\n")
         (site / f"{module}.py").write_text(textwrap.dedent(source))
         monkeypatch.syspath_prepend(str(site))
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -185,63 +185,35 @@ def test_a_broken_plugin_takes_part_in_nothing(install: Install) -> None:
     assert Plugins.load().authenticate({}) is None
 
 
-@pytest.mark.parametrize(
-    ("contract", "remedy"),
-    [
-        ("v2", "install a newer tinsmith, or a release of tin-other that was built for version 1"),
-        ("v31", "install a newer tinsmith, or a release of tin-other that was built for version 1"),
-    ],
-)
-def test_a_plugin_for_another_contract_is_refused_unrun(install: Install, contract: str, remedy: str) -> None:
+@pytest.mark.parametrize("needs", ["tinsmith>=99", "tinsmith<0.1; python_version>'3'", "tinsmith~=99.1"])
+def test_a_plugin_for_another_tinsmith_is_refused_unrun(install: Install, needs: str) -> None:
     """None of its code runs: what it would import from tinsmith may not be there."""
-    install("tin-other", "raise SystemExit('it ran')", plugin="other", contract=contract)
-    install("tin-good", GOOD.format(name="good"), contract="v1")
+    install("tin-other", "raise SystemExit('it ran')", plugin="other", requires=("numpy", needs))
+    install("tin-good", GOOD.format(name="good"), requires=("tinsmith~=0.1", "tinsmith>=99; extra == 'more'"))
     plugins = Plugins.load()
     assert plugins.backends.get("good")
     assert_builtins_work(plugins)
-    core = version("tinsmith")
+    wanted, core = needs.partition(";")[0], version("tinsmith")
     expected = (
-        f"plugin 'other' of tin-other 1.2 is refused: it was built for version {contract[1:]} of the plugin contract, "
-        f"and tinsmith {core} has version 1; {remedy}"
+        f"plugin 'other' of tin-other 1.2 is broken: it needs {wanted}, and this is tinsmith {core}; install a release "
+        "of tin-other that admits it, or another tinsmith"
     )
     with pytest.raises(PluginError, match="no backend named 'other'") as caught:
         plugins.backends.get("other")
     assert str(caught.value).endswith(expected)
-    refused = row(plugins, "other")
-    assert (refused.contract, refused.error) == (int(contract[1:]), expected)
-    assert row(plugins, "tin_good").contract == 1
-    with pytest.raises(ContractVersionError):
-        plugins.offers_of("other")
+    assert row(plugins, "other").error == expected
     flags = [Flag("models.0.name", "m"), Flag("models.0.backend.plugin", "other")]
     with pytest.raises(ConfigError) as at_start:
         load_settings(plugins, file=None, environ={}, flags=flags)
     assert expected in str(at_start.value)
 
 
-def test_an_older_plugin_is_refused_by_a_newer_core(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that says nothing was built for the first version."""
-    monkeypatch.setattr("tinsmith.plugins.contract_version.CONTRACT_VERSION", 2)
-    install("tin-silent", GOOD.format(name="silent"), plugin="silent")
-    install("tin-first", GOOD.format(name="first"), plugin="first", contract="v1")
-    install("tin-second", GOOD.format(name="second"), plugin="second", contract="v2")
-    plugins = Plugins.load()
-    assert plugins.backends.get("second")
-    assert_builtins_work(plugins)
-    for name in ("silent", "first"):
-        assert str(row(plugins, name).error).endswith(
-            f"has version 2; install a release of tin-{name} that was built for version 2"
-        )
-
-
-@pytest.mark.parametrize("contract", ["1", "latest", "v0", "v1.2", "v-1"])
-def test_a_contract_version_that_is_none_is_that_plugins_error(install: Install, contract: str) -> None:
-    install("tin-vague", GOOD.format(name="vague"), plugin="vague", contract=contract)
+def test_a_requirement_that_is_none_is_that_plugins_error(install: Install) -> None:
+    install("tin-vague", GOOD.format(name="vague"), plugin="vague", requires=("tinsmith=0.1",))
     install("tin-good", GOOD.format(name="good"))
     plugins = Plugins.load()
     assert plugins.backends.get("good")
-    expected = f"it says contract version {contract!r}; it must be v and a number, as v1"
-    assert str(row(plugins, "vague").error).endswith(expected)
-    assert row(plugins, "vague").contract is None
+    assert "reinstall or uninstall tin-vague" in str(row(plugins, "vague").error)
 
 
 def test_two_offers_of_one_name_name_both_distributions(install: Install) -> None:

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 from tinsmith.errors import UserError
-from tinsmith.plugins.contract_version import CONTRACT_VERSION
 from tinsmith.plugins.registry import PluginReport
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
@@ -115,6 +115,7 @@ def _check_name(name: str, kind: PluginKind, installed: Sequence[PluginReport]) 
 
 def _files(name: str, kind: PluginKind) -> Iterator[tuple[str, str]]:
     module = f"tinsmith_{_dashed(name).replace('-', '_')}"
+    release = ".".join(version("tinsmith").split(".")[:2])
     for path, source in (
         ("pyproject.toml", "pyproject.toml.template"),
         ("README.md", "README.md.template"),
@@ -123,7 +124,7 @@ def _files(name: str, kind: PluginKind) -> Iterator[tuple[str, str]]:
     ):
         text = (resources.files("tinsmith.authoring.skeletons") / source).read_text(encoding="utf-8")
         text = text.replace("USAGE", _USAGE[kind]).replace("KIND", _CALLED[kind])
-        yield path, _filled(text.replace("CONTRACT", f"v{CONTRACT_VERSION}"), name)
+        yield path, _filled(text.replace("RELEASE", release), name)
 
 
 def _filled(text: str, name: str) -> str:

@@ -44,9 +44,7 @@ def add_plugin_commands(group: typer.Typer) -> None:
 
 def list_plugins(context: typer.Context) -> None:
     """List all plugins: origin, version, what they offer, and the error of each broken one."""
-    table = Table(
-        "plugin", "distribution", "version", "contract", "offers", box=None, pad_edge=False, header_style="bold"
-    )
+    table = Table("plugin", "distribution", "version", "offers", box=None, pad_edge=False, header_style="bold")
     rows = plugins_of(context).report()
     for row in rows:
         offers = ", ".join(row.offers) or "-"
@@ -56,8 +54,7 @@ def list_plugins(context: typer.Context) -> None:
             else (escape(row.name), "")
         )
         told = "\n".join(part for part in (escape(offers) if row.offers or not row.error else "", shown) if part)
-        contract = "?" if row.contract is None else f"v{row.contract}"
-        table.add_row(name, escape(row.distribution), escape(row.version), contract, told)
+        table.add_row(name, escape(row.distribution), escape(row.version), told)
     console().print(table, highlight=False)
 
 
@@ -103,8 +100,7 @@ def check(
 def _print_report(console: Console, name: str, plugins: Plugins, report: CheckReport, *, whole: bool) -> None:
     for row in plugins.report():
         if row.name == name:
-            built_for = f", built for version {row.contract} of the plugin contract"
-            origin = f"{row.distribution} {row.version}{built_for}"
+            origin = f"{row.distribution} {row.version}"
             console.print(f"[bold]plugin {escape(row.name)}[/] of {escape(origin)}", soft_wrap=True)
     if not report.findings:
         console.print("it offers nothing that has a contract suite")

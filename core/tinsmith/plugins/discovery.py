@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Final
 
-from tinsmith.errors import ContractVersionError, PluginError
-from tinsmith.plugins.contract_version import built_for, check_built_for
 from tinsmith.plugins.registry import PluginOrigin
+from tinsmith.plugins.requirement import check_requirement
 
 GROUP: Final = "tinsmith"
 BUILTINS: Final = (
@@ -39,23 +37,14 @@ def builtin_plugins() -> Iterator[Found]:
 
 
 def installed_plugins() -> Iterator[Found]:
-    """Yield every installed plugin. No code of one that was built for another contract will run."""
+    """Yield every installed plugin. No code of one that needs another tinsmith will run."""
     for entry_point in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        yield _found(entry_point)
+        yield _origin_of(entry_point), partial(_load, entry_point)
 
 
-def _found(entry_point: EntryPoint) -> Found:
-    origin = _origin_of(entry_point)
-    try:
-        contract = built_for(entry_point)
-    except PluginError as error:
-        return replace(origin, contract=None), _raising(error)
-    origin = replace(origin, contract=contract)
-    try:
-        check_built_for(contract, distribution=origin.distribution, core=version("tinsmith"))
-    except ContractVersionError as error:
-        return origin, _raising(error)
-    return origin, entry_point.load
+def _load(entry_point: EntryPoint) -> object:
+    check_requirement(entry_point)
+    return entry_point.load()
 
 
 def _origin_of(entry_point: EntryPoint) -> PluginOrigin:
@@ -63,10 +52,3 @@ def _origin_of(entry_point: EntryPoint) -> PluginOrigin:
     if distribution is None:
         return PluginOrigin(name=entry_point.name, distribution="(unknown)", version="-")
     return PluginOrigin(name=entry_point.name, distribution=distribution.name, version=distribution.version)
-
-
-def _raising(error: PluginError) -> Callable[[], object]:
-    def load() -> object:
-        raise error
-
-    return load

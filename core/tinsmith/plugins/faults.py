@@ -8,7 +8,7 @@ import pluggy
 
 from tinsmith import hookspecs
 from tinsmith.backend import BackendConfig
-from tinsmith.errors import ContractVersionError, PluginError
+from tinsmith.errors import PluginError
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.hook_caller import HOOK_NAMES, HOOK_PREFIX
 from tinsmith.plugins.registry import PluginOrigin, suggestion
@@ -16,10 +16,7 @@ from tinsmith.plugins.registry import PluginOrigin, suggestion
 
 def plugin_error(origin: PluginOrigin, error: BaseException) -> PluginError:
     """Wrap what a plugin raised. The result has `error` as its cause."""
-    kind, what = PluginError, "broken"
     match error:
-        case ContractVersionError():
-            kind, what, reason, remedy = ContractVersionError, "refused", str(error), ""
         case PluginError():
             reason, remedy = str(error), ""
         case pluggy.PluginValidationError():
@@ -28,7 +25,7 @@ def plugin_error(origin: PluginOrigin, error: BaseException) -> PluginError:
             reason, remedy = str(error), f"; install what provides {missing!r} in this environment, or reinstall it"
         case _:
             reason, remedy = f"{type(error).__name__}: {error}", f"; reinstall or uninstall {origin.distribution}"
-    wrapped = kind(f"plugin {origin.name!r} of {origin} is {what}: {reason}{remedy}")
+    wrapped = PluginError(f"plugin {origin.name!r} of {origin} is broken: {reason}{remedy}")
     wrapped.__cause__ = error
     return wrapped
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from tinsmith.errors import PluginError
-from tinsmith.plugins.contract_version import CONTRACT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,7 +20,6 @@ class PluginOrigin:
     name: str
     distribution: str
     version: str
-    contract: int | None = CONTRACT_VERSION  # the version it was built for; None if it declares something else
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
@@ -34,7 +32,6 @@ class PluginReport:
     name: str
     distribution: str
     version: str
-    contract: int | None = CONTRACT_VERSION  # the version it was built for; None if it declares something else
     offers: tuple[str, ...] = ()  # "backend jax", and the other hooks it implements by their short names
     error: str | None = None  # why it is broken, or which of its offers collide with another plugin's
 
@@ -44,7 +41,6 @@ class PluginReport:
             name=origin.name,
             distribution=origin.distribution,
             version=origin.version,
-            contract=origin.contract,
             offers=offers,
             error=error,
         )

@@ -10,10 +10,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from tinsmith.huggingface.hub_cache import hub_endpoint
-from tinsmith.plugins.contract_version import CONTRACT_VERSION
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import NO_SAMPLER
-from tinsmith.processes.printable import escape, escape_lines
+from tinsmith.processes.printable import escape
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState
 
@@ -27,11 +26,7 @@ def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str
     grid.add_row("store", escape(f"{settings.store.plugin}, data in {settings.server.data_dir}"))
     grid.add_row("keys", _keys(settings))
     grid.add_row("url", f"[bold]{url}[/]   (api docs {url}/docs, readiness {url}/readyz, metrics {url}/metrics)")
-    report = plugins.report()
-    refused = [row for row in report if row.error and row.contract != CONTRACT_VERSION]
-    for row in refused:
-        grid.add_row("refused", escape_lines(str(row.error)))
-    broken = [row.name for row in report if row.error and row not in refused]
+    broken = [row.name for row in plugins.report() if row.error]
     if broken:
         grid.add_row("broken", escape(f"plugins {', '.join(broken)}; see `tinsmith plugins`"))
     console.print(f"[bold]tinsmith {version('tinsmith')}[/]")
