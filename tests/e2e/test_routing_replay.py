@@ -190,18 +190,18 @@ def test_it_is_off_unless_configured(tmp_path: Path) -> None:
 
 
 def test_what_cannot_replay_is_refused_by_name(served: Served, tmp_path: Path) -> None:
-    backend, store = served.backend, served.server.store
+    backend = served.backend
     model = ModelSettings(
         name="moe",
         backend=PluginSection(plugin="mine"),
         sampler=PluginSection(plugin="yours"),
         routing_replay=RoutingReplaySettings(enabled=True),
     )
-    check_routing_replay(model, backend, backend, store)
+    check_routing_replay(model, backend, backend)
     cannot = ToyBackend(ToyConfig(), BackendContext(model_name="toy", model_path=None, cache_dir=tmp_path, losses={}))
     both = "'moe': .* the backend 'mine' does not replay experts, and the sampler 'yours' does not return those"
     with pytest.raises(ConfigError, match=both):
-        check_routing_replay(model, cannot, cannot, store)
+        check_routing_replay(model, cannot, cannot)
     with pytest.raises(ConfigError, match="enabled, but the sampler 'yours' does not return"):
-        check_routing_replay(model, backend, None, store)
-    check_routing_replay(model.model_copy(update={"routing_replay": RoutingReplaySettings()}), cannot, None, store)
+        check_routing_replay(model, backend, None)
+    check_routing_replay(model.model_copy(update={"routing_replay": RoutingReplaySettings()}), cannot, None)

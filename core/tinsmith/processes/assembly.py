@@ -159,9 +159,7 @@ def _context(
     )
 
 
-def check_routing_replay(
-    model: ModelSettings, backend: TrainingBackend, sampler: SamplingBackend | None, store: RequestStore
-) -> None:
+def check_routing_replay(model: ModelSettings, backend: TrainingBackend, sampler: SamplingBackend | None) -> None:
     """Raise ConfigError, with who lacks what, if the model's routing is to be replayed and cannot be."""
     if not model.routing_replay.enabled:
         return
@@ -171,7 +169,6 @@ def check_routing_replay(
     lacking = [
         *([] if backend.capabilities.replayed_experts else [f"the backend {trainer} does not replay experts"]),
         *([] if returns else [f"the sampler {sampling} does not return those of its samples"]),
-        *([] if store.keeps_routed_experts else ["the request store does not keep them"]),
     ]
     if lacking:
         msg = (

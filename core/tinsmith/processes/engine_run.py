@@ -88,7 +88,7 @@ class EngineRun:
         thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
         try:
             async with self._loaded(thread, stopping) as (backend, sampler):
-                check_routing_replay(self.model, backend, sampler, self.store)
+                check_routing_replay(self.model, backend, sampler)
                 await self._serve(backend, sampler, thread, stopping)
         finally:
             thread.shutdown(wait=False)

@@ -104,9 +104,6 @@ def _over(
 class SqlStore(RequestStore):
     """Creating it does no I/O. It raises ConfigError for a URL that cannot be used."""
 
-    holds_models = True
-    keeps_routed_experts = True
-
     def __init__(self, config: SqlStoreConfig, context: StoreContext) -> None:
         self._config = config
         self.connections = Connections(config, context, Transaction)

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from datetime import datetime
 
 from tinsmith.errors import NotFoundError
@@ -19,26 +18,17 @@ class Checkpoints(ABC):
     ) -> tuple[list[CheckpointRecord], int]:
         """Return one page of checkpoints, newest first, and the total number of checkpoints."""
 
+    @abstractmethod
     async def newest_checkpoints(self, model_ids: Collection[str]) -> list[CheckpointRecord]:
         """Return the newest checkpoint of each kind of each of these models."""
-        newest: dict[tuple[str, str], CheckpointRecord] = {}
-        for model_id in model_ids:
-            for record in (await self.list_checkpoints(None, model_id=model_id))[0]:
-                newest.setdefault((model_id, record.kind), record)
-        return list(newest.values())
 
+    @abstractmethod
     async def recorded_directories(self, paths: Collection[str]) -> set[str]:
-        """Return the directories of those of these checkpoints that exist. A store should read them together."""
-        found = set()
-        for path in paths:
-            with suppress(NotFoundError):
-                found.add((await self.get_checkpoint(path)).directory)
-        return found
+        """Return the directories of those of these checkpoints that exist."""
 
+    @abstractmethod
     async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:
-        """Return how many checkpoints a tenant has, and their size. A store may count none."""
-        del tenant
-        return KeptCheckpoints()
+        """Return how many checkpoints a tenant has, and their size."""
 
     @abstractmethod
     async def add_checkpoint(self, record: CheckpointRecord) -> None:
@@ -53,14 +43,12 @@ class Checkpoints(ABC):
     @abstractmethod
     async def delete_checkpoint(self, path: str) -> CheckpointRecord: ...
 
+    @abstractmethod
     async def delete_version(self, read: CheckpointRecord) -> CheckpointRecord:
         """Delete a checkpoint if it is still the version that was read, with the same expiry time.
 
-        Raise NotFoundError if it is not. A store should do this in one transaction.
+        Raise NotFoundError if it is not. All in one transaction.
         """
-        if not is_version(await self.get_checkpoint(read.path), read):
-            raise version_gone(read)
-        return await self.delete_checkpoint(read.path)
 
     @abstractmethod
     async def deleted_checkpoint(self, path: str) -> CheckpointRecord:

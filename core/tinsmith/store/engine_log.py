@@ -24,15 +24,12 @@ class EngineLog(ABC):
         marked to run by itself. Tenants take turns, each with its oldest operation first.
         """
 
+    @abstractmethod
     async def claim_shares(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
         """Claim as `claim` does, but as much as the rooms allow: some of every tenant that has work.
 
-        What this costs must depend neither on how much is waiting nor on what is missing. The default is for stores
-        written before tenants had shares. It claims by number alone.
+        What this costs must depend neither on how much is waiting nor on what is missing.
         """
-        claimed = await self.claim(lease, max_operations=training.unused, ordered=True)
-        claimed += await self.claim(lease, max_operations=samples.unused, ordered=False)
-        return Claim(records=claimed, left_some=True)
 
     @abstractmethod
     async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:

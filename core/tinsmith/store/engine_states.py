@@ -21,16 +21,10 @@ class EngineStates(ABC):
     @abstractmethod
     async def list_engines(self) -> list[EngineRecord]: ...
 
+    @abstractmethod
     async def overdue_engines(self) -> dict[str, float]:
-        """Return, by engine_id, how many seconds ago each lease ran out that was not released.
+        """Return, by engine_id, how many seconds ago each lease ran out that was not released."""
 
-        A store may know of none.
-        """
-        return {}
-
+    @abstractmethod
     async def running_since(self) -> dict[str, datetime]:
-        """Return, by base model, when its engine took the oldest of the operations that it is running.
-
-        A store may know of none.
-        """
-        return {}
+        """Return, by base model, when its engine took the oldest of the operations that it is running."""

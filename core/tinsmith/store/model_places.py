@@ -1,20 +1,16 @@
 """The store, for an engine: places for models on its backend, and the models that wait for one.
 
 A backend holds a limited number of models. A model whose run was created with `next_seq_id` WAITS_FOR_PLACE waits: none
-of its operations can be claimed until the engine admits it. A store that does not override these methods holds no
-model back, and the backend refuses those that do not fit.
+of its operations can be claimed until the engine admits it.
 """
 
-import asyncio
-from typing import ClassVar
+from abc import ABC, abstractmethod
 
 from tinsmith.store.records import Lease, PlaceLimits
 
 
-class ModelPlaces:
-    holds_models: ClassVar[bool] = False
-    """Whether runs may be created with `next_seq_id` WAITS_FOR_PLACE."""
-
+class ModelPlaces(ABC):
+    @abstractmethod
     async def admit_models(self, lease: Lease, limits: PlaceLimits) -> None:
         """Give the free places to models that wait, and fail those that have waited for too long.
 
@@ -23,9 +19,7 @@ class ModelPlaces:
         none. At most `limits.max_full_models` models with LoRA rank 0 have a place; one that waits for that holds up no
         other. Raise LeaseLostError if another engine has taken over.
         """
-        del lease, limits
 
+    @abstractmethod
     async def wait_for_places(self, base_model: str, timeout_s: float) -> None:
         """Return when a place may have become free or a model may have begun to wait, or after `timeout_s`."""
-        del base_model
-        await asyncio.sleep(timeout_s)

@@ -54,13 +54,13 @@ class RequestStore(
     """
 
     @property
+    @abstractmethod
     def max_value_bytes(self) -> int:
         """The largest payload or result that the store can hold, as `codec` encodes it.
 
         Servers refuse an operation whose payload is larger, or whose result could be. Engines record a failure in
         place of a result that is larger. So `submit` and `complete` are never asked to store more.
         """
-        return 256 << 20
 
     @abstractmethod
     async def open(self) -> None:
@@ -73,6 +73,7 @@ class RequestStore(
     async def secret(self, name: str) -> bytes:
         """Return the 32 random bytes of that name, which are the same for every process on this database."""
 
+    @abstractmethod
     async def expect_writes(self) -> None:
         """Raise StoreError if the last write failed, and a small one fails now."""
 

@@ -5,8 +5,8 @@ makes what it finds part of the training operation, so that a replay of the log 
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -15,17 +15,13 @@ from tinsmith.operations import ExpertArray, TokenArray
 from tinsmith.store import compression
 
 
-class RoutedExperts:
-    keeps_routed_experts: ClassVar[bool] = False
-    """Whether `complete` applies `ExpertsSampled`, so that a model's routing can be replayed."""
-
+class RoutedExperts(ABC):
+    @abstractmethod
     async def find_routed_experts(self, tenant: str, model_id: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return what is kept of sequences that this tenant sampled from this model, by digest.
 
         `prune` deletes what was recorded before the time that it is given.
         """
-        del tenant, model_id, digests
-        return {}
 
 
 def digest_of(tokens: TokenArray) -> bytes:

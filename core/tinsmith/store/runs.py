@@ -13,10 +13,9 @@ class Runs(ABC):
         A repeat returns the first request_id.
         """
 
+    @abstractmethod
     async def count_live_models(self, tenant: str) -> int:
-        """Return how many of a tenant's models are created or being created. A store may count none."""
-        del tenant
-        return 0
+        """Return how many of a tenant's models are created or being created."""
 
     @abstractmethod
     async def get_run(self, model_id: str) -> RunRecord: ...

@@ -45,14 +45,13 @@ class ServerLog(ABC):
     async def count_samples(self, tenant: str) -> int:
         """Return how many of a tenant's unordered operations are queued or running."""
 
+    @abstractmethod
     async def pending(self, tenant: str) -> PendingCounts:
-        """Return what a tenant has queued or running. A store that does not override this counts samples only."""
-        return PendingCounts(by_kind={"sample": await self.count_samples(tenant)})
+        """Return what a tenant has queued or running."""
 
+    @abstractmethod
     async def is_awaited(self, model_id: str, seq_id: int) -> bool:
         """Return whether operations of the model wait with a higher seq_id."""
-        del model_id, seq_id
-        return False
 
     @abstractmethod
     async def cancel(self, request_id: str) -> OperationRecord:

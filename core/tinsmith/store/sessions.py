@@ -18,19 +18,17 @@ class Sessions(ABC):
     async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
         """Return sessions, newest first. `tenant` None lists every tenant's."""
 
+    @abstractmethod
     async def count_live_sessions(self, tenant: str) -> int:
-        """Return how many of a tenant's sessions have not ended. A store may count none."""
-        del tenant
-        return 0
+        """Return how many of a tenant's sessions have not ended."""
 
     @abstractmethod
     async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
         """Record a heartbeat. A session that has ended stays as it is."""
 
+    @abstractmethod
     async def hear_session(self, session_id: str, at: datetime, *, server_id: str) -> SessionRecord:
-        """As `touch_session`, and record which server heard it. A store for a single server need not."""
-        del server_id
-        return await self.touch_session(session_id, at)
+        """As `touch_session`, and record which server heard it."""
 
     @abstractmethod
     async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord: ...
@@ -42,21 +40,19 @@ class Sessions(ABC):
         The first reason wins.
         """
 
+    @abstractmethod
     async def forget_sessions(self, last_seen_before: datetime) -> int:
         """Delete sessions that have ended and were last heard before then, with all that they own.
 
         A sampling session is kept while the log holds samples of it; a model while it is live, or has operations in the
         log or checkpoints; a session while it has models or sampling sessions. Return how many sessions, models and
-        sampling sessions were deleted. A store may keep them all.
+        sampling sessions were deleted.
         """
-        del last_seen_before
-        return 0
 
     @abstractmethod
     async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
         """End the sessions without a heartbeat since then, with reason "expired". Return their ids."""
 
+    @abstractmethod
     async def expire_sessions_of(self, server_id: str, last_seen_before: datetime) -> list[str]:
-        """As `expire_sessions`, but only those that this server heard last. In a store for a single server, all."""
-        del server_id
-        return await self.expire_sessions(last_seen_before)
+        """As `expire_sessions`, but only those that this server heard last."""

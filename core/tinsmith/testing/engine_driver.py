@@ -112,7 +112,7 @@ class EngineDriver:
             lora=lora,
             created_at=now,
             last_request_at=now,
-            next_seq_id=WAITS_FOR_PLACE if self.store.holds_models else 0,
+            next_seq_id=WAITS_FOR_PLACE,
         )
         self._next_seq_id[operation.model_id] = 1
         return await self.store.create_run(run, self._new(operation, operation.model_id, 0))

@@ -58,7 +58,5 @@ class RoutedExpertsContract(StoreSuite):
 
     @pytest.fixture
     async def keeping(self, store: RequestStore) -> RequestStore:
-        if not store.keeps_routed_experts:
-            pytest.skip("the store does not keep the experts of samples (`keeps_routed_experts`)")
         await a_model(store)
         return store

@@ -74,116 +74,108 @@ async def _created(store: RequestStore, request_id: str) -> None:
 class PlacesContract(StoreSuite):
     # places for models
 
-    async def test_nothing_of_a_model_runs_before_it_is_admitted(self, holding: RequestStore) -> None:
-        creation = await _applies(holding, "ann")
-        later = await holding.submit(an_operation("ann0:train:0", 1))
-        assert await claim(holding) == []
-        await holding.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1))
+    async def test_nothing_of_a_model_runs_before_it_is_admitted(self, store: RequestStore) -> None:
+        creation = await _applies(store, "ann")
+        later = await store.submit(an_operation("ann0:train:0", 1))
+        assert await claim(store) == []
+        await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1))
         for request_id in (creation, later):
-            waiting = await holding.waiting(request_id)
+            waiting = await store.waiting(request_id)
             assert waiting.place == PlaceWait(taken=0, taken_by_tenant=0, num_waiting=1)
             assert waiting.missing_seq_id is None
-        await _admit(holding, 1)
-        assert (await holding.waiting(creation)).place is None
-        assert await claim(holding) == [creation, later]
+        await _admit(store, 1)
+        assert (await store.waiting(creation)).place is None
+        assert await claim(store) == [creation, later]
 
-    async def test_a_place_is_taken_until_its_model_is_gone(self, holding: RequestStore) -> None:
-        first, second, third = [await _applies(holding, "ann", number) for number in range(3)]
-        await _admit(holding, 1)
-        await _created(holding, first)
-        await _admit(holding, 1)
-        assert await claim(holding) == []
-        assert (await holding.waiting(second)).place == PlaceWait(taken=1, taken_by_tenant=1, num_waiting=2)
-        await holding.end_session("ann0", "success", None)
-        await _admit(holding, 1)
-        (unload,) = await claim(holding)
+    async def test_a_place_is_taken_until_its_model_is_gone(self, store: RequestStore) -> None:
+        first, second, third = [await _applies(store, "ann", number) for number in range(3)]
+        await _admit(store, 1)
+        await _created(store, first)
+        await _admit(store, 1)
+        assert await claim(store) == []
+        assert (await store.waiting(second)).place == PlaceWait(taken=1, taken_by_tenant=1, num_waiting=2)
+        await store.end_session("ann0", "success", None)
+        await _admit(store, 1)
+        (unload,) = await claim(store)
         unloaded = RunStateChanged(model_id="ann0:train:0", state=RunState.UNLOADED)
-        await complete(holding, [done(unload, None, unloaded)])
-        await _admit(holding, 1)
-        assert await claim(holding) == [second]
+        await complete(store, [done(unload, None, unloaded)])
+        await _admit(store, 1)
+        assert await claim(store) == [second]
         lost = RunStateChanged(model_id="ann1:train:0", state=RunState.LOST, reason="why")
-        await complete(holding, [done(second, None, lost)])
-        await _admit(holding, 1)
-        assert await claim(holding) == [third]
+        await complete(store, [done(second, None, lost)])
+        await _admit(store, 1)
+        assert await claim(store) == [third]
 
-    async def test_tenants_get_places_in_turn_and_their_oldest_first(self, holding: RequestStore) -> None:
-        of_ann = [await _applies(holding, "ann", number) for number in range(3)]
-        of_bob = [await _applies(holding, "bob", number) for number in range(3, 6)]
-        await _admit(holding, 3)
-        assert set(await claim(holding)) == {*of_ann[:2], of_bob[0]}
-        await _admit(holding, 4)
-        assert await claim(holding) == [of_bob[1]]
+    async def test_tenants_get_places_in_turn_and_their_oldest_first(self, store: RequestStore) -> None:
+        of_ann = [await _applies(store, "ann", number) for number in range(3)]
+        of_bob = [await _applies(store, "bob", number) for number in range(3, 6)]
+        await _admit(store, 3)
+        assert set(await claim(store)) == {*of_ann[:2], of_bob[0]}
+        await _admit(store, 4)
+        assert await claim(store) == [of_bob[1]]
 
-    async def test_the_last_places_are_for_tenants_without_a_model(self, holding: RequestStore) -> None:
-        of_ann = [await _applies(holding, "ann", number) for number in range(5)]
-        await _admit(holding, 4, kept=2)
-        assert await claim(holding) == of_ann[:2]
-        of_bob = [await _applies(holding, "bob", number) for number in range(5, 7)]
-        await _admit(holding, 4, kept=2)
-        assert await claim(holding) == of_bob[:1]
+    async def test_the_last_places_are_for_tenants_without_a_model(self, store: RequestStore) -> None:
+        of_ann = [await _applies(store, "ann", number) for number in range(5)]
+        await _admit(store, 4, kept=2)
+        assert await claim(store) == of_ann[:2]
+        of_bob = [await _applies(store, "bob", number) for number in range(5, 7)]
+        await _admit(store, 4, kept=2)
+        assert await claim(store) == of_bob[:1]
 
-    async def test_models_for_full_fine_tuning_have_fewer_places(self, holding: RequestStore) -> None:
+    async def test_models_for_full_fine_tuning_have_fewer_places(self, store: RequestStore) -> None:
         full = LoraConfig(rank=0, seed=7)
-        first, second = [await _applies(holding, "ann", number, lora=full) for number in range(2)]
-        adapter = await _applies(holding, "ann", 2)
-        await _admit(holding, 4, max_full_models=1)
-        assert set(await claim(holding)) == {first, adapter}
-        waiting = (await holding.waiting(second)).place
+        first, second = [await _applies(store, "ann", number, lora=full) for number in range(2)]
+        adapter = await _applies(store, "ann", 2)
+        await _admit(store, 4, max_full_models=1)
+        assert set(await claim(store)) == {first, adapter}
+        waiting = (await store.waiting(second)).place
         assert waiting == PlaceWait(taken=2, taken_by_tenant=2, num_waiting=1, taken_full=1)
         lost = RunStateChanged(model_id="ann0:train:0", state=RunState.LOST, reason="why")
-        await complete(holding, [done(first, None, lost)])
-        await _admit(holding, 4, max_full_models=1)
-        assert await claim(holding) == [second]
+        await complete(store, [done(first, None, lost)])
+        await _admit(store, 4, max_full_models=1)
+        assert await claim(store) == [second]
 
-    async def test_a_model_that_has_waited_too_long_fails(self, holding: RequestStore) -> None:
-        first, second, third = [await _applies(holding, "ann", number) for number in range(3)]
-        behind = await holding.submit(an_operation("ann1:train:0", 1))
-        await _admit(holding, 1, give_up_before=NOW + timedelta(seconds=2))
-        assert await claim(holding) == [first]
+    async def test_a_model_that_has_waited_too_long_fails(self, store: RequestStore) -> None:
+        first, second, third = [await _applies(store, "ann", number) for number in range(3)]
+        behind = await store.submit(an_operation("ann1:train:0", 1))
+        await _admit(store, 1, give_up_before=NOW + timedelta(seconds=2))
+        assert await claim(store) == [first]
         for request_id in (second, behind):
-            assert (await failure_of(holding, request_id)).message == "no place came free"
-        run = await holding.get_run("ann1:train:0")
+            assert (await failure_of(store, request_id)).message == "no place came free"
+        run = await store.get_run("ann1:train:0")
         assert (run.state, run.state_reason) == (RunState.LOST, "no place came free")
-        assert await state_of(holding, third) is OperationState.QUEUED
+        assert await state_of(store, third) is OperationState.QUEUED
 
     async def test_a_model_whose_session_ends_while_it_waits_gets_its_turn_and_is_unloaded(
-        self, holding: RequestStore
+        self, store: RequestStore
     ) -> None:
-        creation = await _applies(holding, "ann")
-        await holding.end_session("ann0", "success", None)
-        assert await claim(holding) == []
-        await _admit(holding, 1)
-        first, unload = await claim(holding)
+        creation = await _applies(store, "ann")
+        await store.end_session("ann0", "success", None)
+        assert await claim(store) == []
+        await _admit(store, 1)
+        first, unload = await claim(store)
         assert first == creation
-        assert (await holding.get_operation(unload)).kind == "unload_model"
+        assert (await store.get_operation(unload)).kind == "unload_model"
 
-    async def test_only_the_engine_with_the_lease_admits_models(
-        self, holding: RequestStore, other: RequestStore
-    ) -> None:
-        creation = await _applies(holding, "ann")
-        old = await lease_of(holding)
+    async def test_only_the_engine_with_the_lease_admits_models(self, store: RequestStore, other: RequestStore) -> None:
+        creation = await _applies(store, "ann")
+        old = await lease_of(store)
         await other.acquire_lease(BASE, engine_id="engine-2", duration_s=3600.0, dead="engine-1")
         limits = PlaceLimits(max_models=1, kept=0, give_up_before=NOW, failure="")
         with pytest.raises(LeaseLostError):
-            await holding.admit_models(old, limits)
-        assert (await holding.waiting(creation)).place is not None
+            await store.admit_models(old, limits)
+        assert (await store.waiting(creation)).place is not None
 
     async def test_an_engine_learns_that_a_model_waits_and_that_a_place_is_free(
-        self, holding: RequestStore, other: RequestStore
+        self, store: RequestStore, other: RequestStore
     ) -> None:
         await other.wait_for_places(BASE, 0)
         waiting = asyncio.create_task(other.wait_for_places(BASE, LONG_S))
-        creation = await _applies(holding, "ann")
+        creation = await _applies(store, "ann")
         await waiting
-        await _admit(holding, 1)
-        await claim(holding)
+        await _admit(store, 1)
+        await claim(store)
         waiting = asyncio.create_task(other.wait_for_places(BASE, LONG_S))
         lost = RunStateChanged(model_id="ann0:train:0", state=RunState.LOST, reason="why")
-        await complete(holding, [done(creation, None, lost)])
+        await complete(store, [done(creation, None, lost)])
         await waiting
-
-    @pytest.fixture
-    def holding(self, store: RequestStore) -> RequestStore:
-        if not store.holds_models:
-            pytest.skip("the store holds no model back (`holds_models`)")
-        return store

@@ -60,7 +60,7 @@ async def submit_creation(
         created_at=now,
         last_request_at=now,
         user_metadata=user_metadata or None,
-        next_seq_id=WAITS_FOR_PLACE if context.store.holds_models else 0,
+        next_seq_id=WAITS_FOR_PLACE,
     )
     creation = new_training_operation(KnownRun.of(run), 0, operation)
     await context.quotas.admit_model(caller.tenant)
