@@ -19,6 +19,12 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag
 
 
+@pytest.fixture(autouse=True)
+def _no_data_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The default data directory lies in the home directory; what is there is not ours."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Run the whole command line in this process; return exit code, stdout, stderr."""
     monkeypatch.setattr(sys, "argv", ["tinsmith", *arguments])
