@@ -319,7 +319,7 @@ class WeightsLoaded:
 
     model_id: str
     path: str
-    version: str | None = field(default=None, compare=False)  # None: recorded before results had it
+    version: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

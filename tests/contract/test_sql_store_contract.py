@@ -170,7 +170,7 @@ class SqlStoreContract(RequestStoreContract):
     async def test_an_engine_fails_what_waits_behind_a_gap_of_a_model_that_is_gone(
         self, store: SqlStore, state: RunState
     ) -> None:
-        """An earlier version may have left it behind; whether the session has ended does not matter."""
+        """Whether its session has ended does not matter."""
         await a_model(store)
         first = await store.submit(an_operation(seq_id=1))
         late = await asyncio.gather(*[store.submit(an_operation(seq_id=seq_id)) for seq_id in range(3, 604)])

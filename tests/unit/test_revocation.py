@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import pytest_asyncio
 
@@ -17,7 +16,6 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine.engine import Engine
-from tinsmith.errors import RevokedError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
@@ -26,8 +24,6 @@ from tinsmith.settings import ApiKey, KeySource, QuotaSettings, ServerSettings, 
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
-from tinsmith.store.codec import decode_operation
-from tinsmith.store.revocation import loadable_checkpoint
 from tinsmith.testing.engine_driver import WAIT_S, make_engine
 from tinsmith.testing.harness import TOY
 
@@ -381,23 +377,6 @@ async def test_a_load_by_its_owner_or_an_administrator_may_wait(service: Service
         await end_right(service, path, "unpublished and overwritten" if tenant == "ann" else "unpublished")
         await close_the_gap(reader, model_id)
         assert ok(await reader.result(waiting))["path"] == path
-
-
-async def test_a_load_that_an_earlier_version_queued_needs_a_right_when_it_runs(service: Service) -> None:
-    """The log says nothing about its right: what is not public is its owner's alone."""
-    ann, bob = service.clients["ann"][0], service.clients["bob"][0]
-    async with service.engine():
-        path = await a_published_state(ann)
-        stored = msgspec.msgpack.encode({"model_id": "m", "path": path, "load_optimizer": True})
-        operation = decode_operation("load_state", stored)
-        assert operation == ops.LoadState(model_id="m", path=path, load_optimizer=True, right=ops.ReadRight())
-        now, right = datetime.now(UTC), ops.ReadRight()
-        assert (await loadable_checkpoint(service.store, path, tenant="bob", right=right, now=now)).path == path
-        await end_right(service, path, "unpublished")
-        assert (await loadable_checkpoint(service.store, path, tenant="ann", right=right, now=now)).path == path
-        with pytest.raises(RevokedError, match="was unpublished by its owner while this request waited"):
-            await loadable_checkpoint(service.store, path, tenant="bob", right=right, now=now)
-        assert (await bob.http.post("weights_info", json={"tinker_path": path})).status_code == 404
 
 
 # Links ----------------------------------------------------------------------------------------------------------------

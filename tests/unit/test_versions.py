@@ -279,21 +279,6 @@ async def test_many_checkpoints_are_compared_with_few_reads(setup: Setup) -> Non
     assert asked[-1] == asked[0]
 
 
-async def test_checkpoints_of_earlier_versions_are_found(setup: Setup) -> None:
-    """Their directory has no version."""
-    async with setup.engine():
-        await setup.client.create_model()
-        record = await setup.save()
-        old = replace(record, directory=f"{MODEL}/weights/x")
-        (setup.root / record.directory).rename(setup.root / old.directory)
-        await setup.store.delete_checkpoint(record.path)
-        await setup.store.add_checkpoint(old)
-        load = ops.LoadState(model_id=MODEL, path=record.path, load_optimizer=True)
-        assert isinstance(await setup.client.run(load), ops.WeightsLoaded)
-        newer = await setup.next_save()
-    await setup.assert_intact(newer)
-
-
 async def test_a_replay_loads_the_version_that_was_loaded_or_none(setup: Setup) -> None:
     """The time does not tell: a version may have been saved while the load ran."""
     reader = CheckpointReader(setup.store, setup.root, base_model="toy")

@@ -60,8 +60,7 @@ class TinkerPath:
         """Return a directory below the checkpoint root for one version of this checkpoint, which nobody else uses.
 
         So whoever writes, reads or deletes a version never meets another one, however late it does. The record of a
-        checkpoint says which directory is its own; earlier versions of tinsmith used the path without the suffix. Names
-        have no slash or leading dot, so they cannot escape the root.
+        checkpoint says which directory is its own. Names have no slash or leading dot, so they cannot escape the root.
         """
         return f"{self.model_id}/{self.checkpoint_id}{VERSION_MARK}{secrets.token_hex(6)}"
 

@@ -1,7 +1,4 @@
-"""The directories of checkpoints on disk: each version has one of its own, `<path>~<version>`.
-
-Earlier versions of tinsmith kept the only version in `<path>`.
-"""
+"""The directories of checkpoints on disk: each version has one of its own, `<path>~<version>`."""
 
 import os
 import time
@@ -15,7 +12,7 @@ _KIND_DEPTH: Final = 2  # of directories that hold checkpoints: MODEL/weights
 
 
 def newest_on_disk(root: Path, path: TinkerPath) -> str:
-    """Return the directory of the newest version on disk, or where the path's only version used to lie.
+    """Return the directory of the newest version on disk; if there is none, one that does not exist.
 
     Ask the store, if there is one: it alone knows whether that version's save was recorded.
     """

@@ -60,9 +60,7 @@ class CheckpointReader:
     async def state_at_replay(self, path: str, *, load_optimizer: bool, of: OperationRecord) -> ModelState:
         """Return the state that a recorded operation loaded. Raise ServerError if `path` was overwritten since."""
         record, checkpoint = await self._read(partial(self._store.get_checkpoint, path))
-        version = _version_loaded(of)
-        later = of.finished_at is None or checkpoint.created_at > of.finished_at
-        if later if version is None else record.directory != version:
+        if record.directory != _version_loaded(of):
             msg = f"{path!r}, which seq_id {of.seq_id} loaded, has been overwritten since"
             raise ServerError(msg)
         return _loaded(checkpoint, load_optimizer=load_optimizer)

@@ -25,7 +25,7 @@ class OperationDecoder:
     losses: Mapping[str, LossSpec]
 
     async def decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
-        if sum(max(len(record.payload or b""), record.num_bytes) for record in records) >= _LARGE_BYTES:
+        if sum(record.num_bytes for record in records) >= _LARGE_BYTES:
             return await asyncio.to_thread(self._decode_all, records)
         return self._decode_all(records)
 

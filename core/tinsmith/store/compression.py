@@ -1,6 +1,6 @@
-"""How the log stores MessagePack: compressed, with integers cut to the width of their values. Old layouts are readable.
+"""How the log stores MessagePack: compressed, with integers cut to the width of their values.
 
-    0x80-0x8f, 0xde, 0xdf ...   plain MessagePack of a map: short values, and every value before this layout
+    0x80-0x8f, 0xde, 0xdf ...   plain MessagePack of a map: short values
     0xc1 0x01 ...               a zstd frame of MessagePack; no MessagePack begins with 0xc1; 0x01 is the layout
 
 Once they have the same width, the tokens and targets of a datum are mostly the same bytes, which zstd stores once.

@@ -304,7 +304,7 @@ class OperationRecord:
     payload: bytes | None = None  # only in what `claim` and `replayable` return
     result_kind: str | None = None
     result: bytes | None = None  # only in what `wait_for`, `get_operation` and `replayable` return
-    num_bytes: int = 0  # of memory, once decoded; 0 if an earlier version recorded the operation
+    num_bytes: int = 0  # of memory, once decoded
 
 
 # Effects: what a completed operation changes beside its own row, in the same transaction -----------------------------
