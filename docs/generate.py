@@ -1,4 +1,4 @@
-"""Write the generated parts of the reference: settings, commands, hooks, failpoints, protocol fields.
+"""Write the generated parts of the pages: settings, commands, hooks, failpoints, protocol fields, packages.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`. `make fix` runs this file, and a test
 compares its output with the pages.
@@ -40,13 +40,15 @@ from tinsmith.settings.sources import Flag
 from tinsmith_workbench.pages import generators
 from tinsmith_workbench.plugin import tinsmith_register_commands as add_workbench
 
-REFERENCE = Path(__file__).parent / "reference"
+DOCS = Path(__file__).parent
+REFERENCE = DOCS / "reference"
+CORE = DOCS.parent / "core" / "tinsmith"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PUBLIC_PACKAGES = ("tinsmith", "tinsmith.testing", "tinsmith.huggingface")
 
 
 def main() -> None:
-    for page in sorted(REFERENCE.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         page.write_text(regenerated(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -219,6 +221,18 @@ def failpoint_table() -> str:
     return "\n".join([*rows, *(f"| `{name}` | {what} |" for name, what in BOUNDARIES.items())])
 
 
+def package_table() -> str:
+    """Return every package of the core, with the first paragraph of its docstring."""
+    rows = ["| Package | Subject |", "|---|---|"]
+    for file in sorted(CORE.rglob("__init__.py")):
+        name = ".".join(file.parent.relative_to(CORE.parent).parts)
+        if "migrations" not in name:  # Alembic's folders
+            doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+            assert doc is not None, f"{name} has no docstring"
+            rows.append(f"| `{name}` | {' '.join(doc.partition(chr(10) * 2)[0].split()).rstrip('.')} |")
+    return "\n".join(rows)
+
+
 def public_names(package: str) -> str:
     """Return what a package exports, by the module that defines it, with the first lines of the docstrings."""
     exporting = import_module(package)
@@ -379,6 +393,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "where-time-goes": partial(measured, "where-time-goes.json", "comparison/split_page"),
     "gpu": partial(measured, "gpu.json", "gpu_parts/page", "Nothing was measured on a GPU yet."),
     "failpoints": failpoint_table,
+    "packages": package_table,
     "plans": what_fits,
     "plans-jax": what_fits_with_jax,
     "plan-in-full": plan_in_full,

@@ -1,4 +1,4 @@
-"""tinsmith: a self-hosted server for the Tinker API.
+"""A self-hosted server for the Tinker API.
 
 This module exports everything that a plugin may import. The suites for its tests are in `tinsmith.testing`.
 """

@@ -1,1 +1,1 @@
-"""What plugin authors use: skeletons for a first plugin, and the check of a finished one."""
+"""Tools for plugin authors: skeletons for a first plugin, and the check of a finished one."""

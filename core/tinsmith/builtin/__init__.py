@@ -1,1 +1,1 @@
-"""Core's own plugins, registered as a stranger's are, and what they are made of."""
+"""The core's own plugins, registered like any others."""

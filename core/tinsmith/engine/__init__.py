@@ -1,1 +1,1 @@
-"""One engine: it claims operations, plans batches, runs them, records results, and recovers models."""
+"""One engine: it claims operations, plans and runs batches, records results, and recovers models."""

@@ -1,1 +1,1 @@
-"""The processes of servers and engines: how they start, are supervised, hold their leases, and report."""
+"""The processes of servers and engines: start, supervision, leases and reports."""

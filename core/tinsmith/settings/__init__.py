@@ -1,4 +1,4 @@
-"""What can be configured (`schema`), where values come from (`sources`), what is secret, and the data directory."""
+"""The settings (`schema`), the sources of their values (`sources`), secrets, and the data directory."""
 
 from tinsmith.settings.data_dir import DataDir
 from tinsmith.settings.environment import child_environment

@@ -1,4 +1,4 @@
-"""What workers need that train with torch, whatever their strategy. The one room of the core that imports torch.
+"""Shared code of workers that train with torch. The only package of the core that imports torch.
 
 Nothing else in the core imports it. The names exported here are public: a backend that depends on torch may import this
 module in its workers, besides `tinsmith` and `tinsmith.workers`.

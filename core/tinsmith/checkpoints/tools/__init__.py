@@ -1,1 +1,1 @@
-"""What `tinsmith checkpoint` does: reading, checking and rewriting checkpoints without an engine."""
+"""The tools of `tinsmith checkpoint`: read, check and rewrite checkpoints without an engine."""

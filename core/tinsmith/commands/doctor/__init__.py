@@ -1,1 +1,1 @@
-"""`tinsmith doctor`: what is wrong with this installation, this machine or a configuration, and what to do about it."""
+"""`tinsmith doctor`: problems of this installation, machine or configuration, and their remedies."""
