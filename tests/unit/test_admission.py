@@ -71,7 +71,7 @@ async def refused(service: Service, http: httpx.AsyncClient, path: str, setting:
     assert int(answer.result().headers["retry-after"]) >= 1
     content = answer.result().json()
     assert f"(quotas.{setting})" in content["detail"]
-    assert "send this one again when some of them are answered, or have the operator raise" in content["detail"]
+    assert "send this one again when some of them are answered, or ask the operator to raise" in content["detail"]
     assert content["queue_state"] == "paused_rate_limit"
     assert content["queue_state_reason"] == content["detail"]
     return answer.result()

@@ -195,7 +195,7 @@ def test_a_key_that_comes_twice_changes_nothing(file: Path, caplog: pytest.LogCa
         assert tenants(keys) == ["ann", "bob"]
         assert "server.api_keys.1.key: is the key of server.api_keys.0 again" in caplog.messages[-1]
     assert "tml-ann" not in caplog.text
-    with pytest.raises(ConfigError, match=r"server\.api_keys\.1 has the key of server\.api_keys\.0"):
+    with pytest.raises(ConfigError, match=r"server\.api_keys\.1 has the same key as server\.api_keys\.0"):
         LiveKeys(KeySource(keys=(*keys.now()[:1], *keys.now()[:1])))
 
 

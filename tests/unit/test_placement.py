@@ -509,8 +509,11 @@ def test_a_plan_for_a_cpu_tells_of_the_machines_memory(
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        (("Qwen3-8B", *COMMON[:2], "--cards", "0"), "what is to run says nothing of a CPU; for a machine with GPUs"),
-        (("nobody/knows-it", *COMMON, "--cards", "1"), "nothing is known of 'nobody/knows-it', which is not on this"),
+        (("Qwen3-8B", *COMMON[:2], "--cards", "0"), "report no demand on a CPU; for a machine with GPUs"),
+        (
+            ("nobody/knows-it", *COMMON, "--cards", "1"),
+            "'nobody/knows-it' is not on this machine and is not a well-known",
+        ),
         (("Qwen3-8B", *COMMON[:4], "--cards", "1", "--memory", "much"), "--memory: 'much' is not a size"),
         (("--cards", "1", "--memory", "9GiB"), "no model to plan for"),
         (("Qwen3-8B", *COMMON, "--cards", "1", "--models.0.backend.least", "150"), "4 such devices would do"),

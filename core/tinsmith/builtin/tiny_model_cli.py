@@ -24,7 +24,7 @@ def tiny_model(
     max_context_tokens: int = _TINY.max_context_tokens,
     tied: Annotated[bool, typer.Option(help="use the embedding as output head")] = True,
     seed: int = _TINY.seed,
-    force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
 ) -> None:
     """Write a tiny random model with a tokenizer, in Hugging Face format: for trying things out."""
     shape = TinyShape(

@@ -40,15 +40,15 @@ PATH_HELP = "checkpoint directory, or a tinker:// path in the server's data dire
 Where = Annotated[str, typer.Argument(metavar="PATH", help=PATH_HELP)]
 Output = Annotated[Path, typer.Argument(help="directory to write")]
 BaseModel = Annotated[
-    str | None, typer.Option(help="directory or name of the base model; default: the one that the checkpoint names")
+    str | None, typer.Option(help="directory or name of the base model; default: from the checkpoint")
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: unchanged")]
 ShardMb = Annotated[int, typer.Option(min=1, help="size of the largest weights file, in MiB")]
 Head = Annotated[
     Literal["lm_head", "unembed_tokens"],
-    typer.Option(help="name of the output head; unembed_tokens is what tinker-cookbook merges into a tied model"),
+    typer.Option(help="name of the output head; tinker-cookbook merges unembed_tokens into a tied model"),
 ]
-Force = Annotated[bool, typer.Option("--force", help="overwrite what exists")]
+Force = Annotated[bool, typer.Option("--force", help="overwrite existing files")]
 
 
 def add_checkpoint_commands(group: typer.Typer) -> None:
@@ -197,7 +197,7 @@ def import_weights(
     base_path: Annotated[Path | None, typer.Option(help="directory of the base model; default: by name")] = None,
     tenant: Annotated[str | None, typer.Option(help="tenant that may use it; or pass --api-key")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="TINKER_API_KEY", help="API key of that tenant")] = None,
-    fill_missing: Annotated[bool, typer.Option(help="add the modules that it lacks, with no effect at first")] = False,
+    fill_missing: Annotated[bool, typer.Option(help="add missing modules, with no effect at first")] = False,
     force: Force = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,

@@ -94,7 +94,7 @@ def find_example(name: str) -> Path:
     for folder in (package.parents[1] / "examples", package / "examples"):
         if (folder / name).is_file():
             return folder / name
-    msg = f"the example {name!r} lies neither in the package nor beside its sources; install tinsmith anew"
+    msg = f"the example {name!r} is neither in the package nor beside its sources; reinstall tinsmith"
     raise UserError(msg)
 
 

@@ -38,15 +38,13 @@ def plan(
     base_model: BaseModel = None,
     backend: Backend = None,
     sampler: Annotated[str | None, typer.Option(help="installed sampler of the first model")] = None,
-    cards: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine; default: those of this one")] = None,
+    cards: Annotated[int | None, typer.Option(min=0, help="number of GPUs; default: this machine's")] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="memory of each GPU, such as `80GiB`, or without a GPU of the machine; default: this one's"),
+        typer.Option(help="memory of each GPU, or of a machine without GPUs, such as `80GiB`; default: this machine's"),
     ] = None,
     tenants: Annotated[int, typer.Option(min=1, help="models in training at a time")] = 1,
-    rank: Annotated[
-        int | None, typer.Option(min=1, help="their LoRA rank; default: the largest that is served")
-    ] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="their LoRA rank; default: the largest served rank")] = None,
 ) -> None:
     """Print where trainers and samplers would run, what each needs its memory for, and what fits. Starts nothing.
 
@@ -69,8 +67,8 @@ def plan(
     found = make_plan(settings, plugins, machine, [each.name for each in settings.models])
     if not found:
         msg = (
-            "no plan can be made: there is no GPU, and what is to run says nothing of a CPU; for a machine with GPUs "
-            "give --cards and --memory, such as --cards 1 --memory 80GiB"
+            "there is nothing to plan: this machine has no GPU, and the configured plugins report no demand on a "
+            "CPU; for a machine with GPUs give --cards and --memory, such as --cards 1 --memory 80GiB"
         )
         raise ConfigError(msg)
     for line in described(found, machine, tenants=tenants):
@@ -108,8 +106,8 @@ def _located(settings: Settings, plugins: Plugins) -> Settings:
         models.append(model.model_copy(update={"path": found}))
         if model_config(models[-1]) is None:
             msg = (
-                f"nothing is known of {model.name!r}, which is not on this machine; give a Hugging Face directory, or "
-                f"one of {', '.join(KNOWN_SHAPES)}"
+                f"{model.name!r} is not on this machine and is not a well-known model; give a Hugging Face "
+                f"directory, or one of {', '.join(KNOWN_SHAPES)}"
             )
             raise ConfigError(msg)
     return settings.model_copy(update={"models": tuple(models)})

@@ -43,7 +43,7 @@ def add_plugin_commands(group: typer.Typer) -> None:
 
 
 def list_plugins(context: typer.Context) -> None:
-    """List all plugins: origin, version, what they offer, and the error of each broken one."""
+    """List all plugins: origin, version, offers, and the error of each broken one."""
     table = Table("plugin", "distribution", "version", "offers", box=None, pad_edge=False, header_style="bold")
     rows = plugins_of(context).report()
     for row in rows:
@@ -61,7 +61,7 @@ def list_plugins(context: typer.Context) -> None:
 def new_plugin(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="lower case, with dashes; configurations use it")],
-    kind: Annotated[PluginKind, typer.Option(help="what the plugin offers")],
+    kind: Annotated[PluginKind, typer.Option(help="kind of the plugin's offer")],
     directory: Annotated[Path | None, typer.Option(help="directory to write; default: tinsmith-NAME")] = None,
 ) -> None:
     """Write a working plugin that passes its contract suite, as a starting point."""
@@ -76,13 +76,13 @@ def check(
     context: typer.Context,
     name: PluginName,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of what the plugin offers; may be repeated")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the plugin's offer; may be repeated")
     ] = None,
     trainer: Annotated[str | None, typer.Option(help="backend whose adapters the plugin's sampler loads")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="print full tracebacks of failures")] = False,
     json: AsJson = False,
 ) -> None:
-    """Run the contract suites on everything that a plugin offers, and report the results area by area."""
+    """Run the contract suites on all offers of a plugin, and report the results by topic."""
     plugins = plugins_of(context)
     offers = plugins.offers_of(name)
     if trainer is not None:

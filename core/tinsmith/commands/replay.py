@@ -92,8 +92,8 @@ class _Replay:
             return self._settings.model(run.base_model)
         except UserError as error:
             msg = (
-                f"run {run.model_id!r} belongs to another model: {error}; pass the same --config, or --base-model and "
-                "--name, as to the server"
+                f"run {run.model_id!r} belongs to another model: {error}; pass the server's --config, or its "
+                "--base-model and --name"
             )
             raise ConfigError(msg) from error
 

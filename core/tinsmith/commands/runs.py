@@ -21,7 +21,7 @@ from tinsmith.commands.options import (
 
 Run = Annotated[
     str,
-    typer.Argument(help="id of the run, as `tinsmith runs list` prints it, or how only one begins; `last`: the newest"),
+    typer.Argument(help="id of the run (see `tinsmith runs list`), or a unique beginning of one; `last`: the newest"),
 ]
 Limit = Annotated[int, typer.Option(min=1, max=10_000, help="number of rows to print")]
 

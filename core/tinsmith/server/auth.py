@@ -76,7 +76,7 @@ def who_sent(headers: Mapping[str, str], plugins: Plugins) -> Principal:
     """Ask the plugins, the configured keys last. Raises AuthenticationError if none of them knows the caller."""
     principal = plugins.authenticate({name.lower(): value for name, value in headers.items()})
     if principal is None:
-        msg = "no plugin knows who sent this request; pass an API key"
+        msg = "no plugin recognises the sender of this request; pass an API key"
         raise AuthenticationError(msg)
     return principal
 

@@ -124,13 +124,13 @@ class BodyBudget:
         if self._tenant_is_over(lease, more):
             msg = (
                 f"the server is reading {self._held[lease.tenant]} bytes of your requests, and this one needs {more} "
-                f"more; allowed: {self._tenant_bytes} (server.limits.tenant_body_bytes); send fewer at a time, and "
-                "this one again"
+                f"more; allowed: {self._tenant_bytes} (server.limits.tenant_body_bytes); send fewer at a time, then "
+                "repeat this one"
             )
             return CapacityError(msg)
         msg = (
             f"the server is reading {self._held_bytes} bytes of requests, and this one needs {more} more; allowed: "
-            f"{self._total_bytes} (server.limits.body_bytes); send this one again later"
+            f"{self._total_bytes} (server.limits.body_bytes); repeat this one later"
         )
         return CapacityError(msg, queue_state="paused_capacity")
 

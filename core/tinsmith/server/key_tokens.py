@@ -88,9 +88,9 @@ class KeyTokens:
             msg = f"this token has expired; {_RENEW}"
             raise InvalidTokenError(msg) from error
         except jwt.InvalidAudienceError as error:
-            msg = f"this token is not for this server, which takes those for {AUDIENCE!r}; {_RENEW}"
+            msg = f"this token is not for this server, which accepts only tokens for {AUDIENCE!r}; {_RENEW}"
             raise InvalidTokenError(msg) from error
         except jwt.PyJWTError as error:
-            msg = f"this token was not made by this server ({str(error).lower()}); {_RENEW}"
+            msg = f"this server did not issue this token ({str(error).lower()}); {_RENEW}"
             raise InvalidTokenError(msg) from error
         return KeyToken(tenant=claims["sub"], key_id=str(claims["key"]), expires_at=int(claims["exp"]))

@@ -38,7 +38,7 @@ class LiveKeys:
         Without it, the keys never change. Raises ConfigError if one key is given twice.
         """
         for before, index in repeated_keys(source.keys):
-            msg = f"server.api_keys.{index} has the key of server.api_keys.{before}; keep one, or make another key"
+            msg = f"server.api_keys.{index} has the same key as server.api_keys.{before}; remove one, or change its key"
             raise ConfigError(msg)
         self._source = source
         self._keys = source.keys

@@ -61,8 +61,8 @@ class Quotas:
         wait_s = self._buckets.take(whose, per_s=per_s, burst=burst)
         if wait_s > 0:
             msg = (
-                f"you send more than {per_s:g} requests per second, which is your limit (quotas.{setting}); send "
-                "fewer, or have the operator raise it"
+                f"you send more than {per_s:g} requests per second, your limit (quotas.{setting}); send fewer, or "
+                "ask the operator to raise it"
             )
             raise CapacityError(msg, retry_after_s=wait_s)
 
@@ -192,7 +192,7 @@ _WHAT: Final = {
 def _too_much(setting: str, limit: int, remedy: str) -> str:
     return (
         f"at most {limit} {_WHAT[setting]} for one tenant (quotas.{setting}), and you have reached that; {remedy}, or "
-        "have the operator raise the limit"
+        "ask the operator to raise the limit"
     )
 
 

@@ -79,13 +79,12 @@ class DeviceSettings(_Section):
 
     devices: int | tuple[str, ...] | None = Field(
         None,
-        description="ids for CUDA_VISIBLE_DEVICES of the GPUs to use, or how many; default: those that are free, else "
-        "all, shared",
+        description="ids of the GPUs to use (for CUDA_VISIBLE_DEVICES), or their number; default: all free ones, "
+        "else all, shared",
     )
     memory: ByteSize | None = Field(
         None,
-        description="memory of each device (on a CPU: of each process) that may be taken, such as `30GiB`; default: "
-        "what others leave",
+        description="memory to use of each device (on a CPU: of each process), such as `30GiB`; default: the rest",
     )
 
     @field_validator("devices", mode="before")
@@ -115,7 +114,7 @@ class ApiKey(_Section):
         description="must start with `tml-`, because the SDK refuses any other key; or `sha256:` and the hash of a key "
         "in hexadecimal digits"
     )
-    tenant: str = Field(description="owner of everything that is created with this key")
+    tenant: str = Field(description="owner of all objects created with this key")
     admin: bool = Field(default=False, description="may read the objects of every tenant and change only its own")
 
     @property
@@ -164,27 +163,25 @@ class LimitsSettings(_Section):
     tenant_body_bytes: int = Field(
         128 << 20,
         ge=1 << 20,
-        description="bytes of request bodies, unpacked, that the server holds for one tenant at a time; further ones "
-        "wait, then get a 429, and the SDK retries",
+        description="bytes of unpacked request bodies of one tenant in memory at a time; further ones wait, then get "
+        "a 429, and the SDK retries",
     )
     body_bytes: int = Field(
-        1 << 30, ge=1 << 20, description="bytes of request bodies that the server holds for all tenants, likewise"
+        1 << 30, ge=1 << 20, description="bytes of unpacked request bodies of all tenants in memory at a time"
     )
     connections: int = Field(
         10_000,
         ge=16,
-        description="connections open at a time; a new one replaces one that no valid key has been used on, or the one "
-        "idle for longest, or gets a 503",
+        description="connections open at a time; a new one replaces one without a valid key, or the one idle for "
+        "longest, or gets a 503",
     )
     keyless_requests_per_s: float = Field(
         50.0,
         gt=0,
-        description="requests per second of all callers without a valid key together; more get a 429, after some "
-        "seconds. Health probes are not counted: beyond 20 per second of one address they are answered late",
+        description="requests per second of all callers without a valid key together; more get a 429 after some "
+        "seconds. Health probes do not count: beyond 20 per second from one address, they are answered late",
     )
-    keyless_burst: int = Field(
-        200, ge=1, description="requests without a valid key that may come at once after a pause"
-    )
+    keyless_burst: int = Field(200, ge=1, description="requests without a valid key allowed at once after a pause")
 
 
 class ServerSettings(_Section):
@@ -206,20 +203,20 @@ class ServerSettings(_Section):
     )
     api_keys_file: Path | None = Field(
         None,
-        description="YAML file with further keys: a list of entries like those of `api_keys`; a running server follows "
-        "it, as it follows the configuration file",
+        description="YAML file with further keys: a list of entries like those of `api_keys`; a running server "
+        "follows its changes, as it does for the configuration file",
     )
     token_lifetime_s: int = Field(
         3600,
         ge=1,
-        description="seconds for which a token that stands for an API key is valid; the SDK renews it halfway through",
+        description="seconds for which a token exchanged for an API key is valid; the SDK renews it halfway through",
     )
     long_poll_s: float = Field(
         30.0,
         gt=0,
         lt=45,
-        description="seconds that a request for a result may wait at most; each waits for a random time, at least half "
-        "of it, so that many do not return at once; below 45, because the SDK gives up then",
+        description="longest wait in seconds of a request for a result; each waits for a random time of at least "
+        "half of it, so that many do not return at once; below 45, when the SDK gives up",
     )
     poll_samples_together: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -235,13 +232,13 @@ class ServerSettings(_Section):
         120.0, gt=0, description="seconds for which an operation waits for a missing lower seq_id; then it fails"
     )
     result_retention_s: float = Field(
-        3600.0, ge=60, description="seconds for which results can be read at least; older ones are deleted"
+        3600.0, ge=60, description="least seconds for which results can be read; then they are deleted"
     )
     session_retention_s: float | None = Field(
         30 * 86400.0,
         ge=60,
-        description="seconds after its last heartbeat for which an ended session is kept; then it is deleted, with its "
-        "models and sampling sessions, as far as they have neither results nor checkpoints left; `null` keeps all",
+        description="seconds after its last heartbeat for which an ended session is kept; then it is deleted with "
+        "its models and sampling sessions, unless they still have results or checkpoints; `null` keeps all",
     )
     max_request_bytes: int = Field(
         64 << 20,
@@ -289,8 +286,8 @@ class RecoverySettings(_Section):
     waiting_bytes: int = Field(
         4 << 30,
         ge=1,
-        description="memory of each engine for captured training states of adapters that wait for the disk. Recovery "
-        "points and saves that do not fit wait until others are written; training goes on",
+        description="memory of each engine for training states of adapters waiting for the disk. Recovery points and "
+        "saves that do not fit wait until others are written; training continues",
     )
     keep_log_s: float = Field(
         0.0,
@@ -306,7 +303,7 @@ class RecoverySettings(_Section):
     max_retries: int = Field(
         2,
         ge=1,
-        description="times that an operation is run again after its engine crashed on it; then this operation fails",
+        description="retries of an operation after its engine crashed on it; then this operation fails",
     )
     max_interruptions: int = Field(
         20,
@@ -322,28 +319,28 @@ class WatchdogSettings(_Section):
     least_s: float = Field(
         600.0,
         gt=0,
-        description="seconds that a call of a backend or sampler may always take; an engine in which one takes too "
-        "long ends, and counts as `silent` after half of that time",
+        description="seconds always allowed for a call of a backend or sampler; if a call takes too long, its engine "
+        "counts as `silent` after half of the time, and then ends",
     )
     factor: float = Field(
         20.0,
         ge=1,
-        description="times as long as the slowest calls of its kind and size that a call may take, if this is more "
+        description="time limit of a call as a multiple of the slowest calls of its kind and size, if this is more "
         "than `least_s`",
     )
     first_s: float = Field(
-        1800.0, gt=0, description="seconds that the first calls of each kind may take, because they may compile"
+        1800.0, gt=0, description="seconds allowed for the first calls of each kind, which may compile"
     )
     most_s: float = Field(
         10_800.0,
         gt=0,
-        description="seconds that loading, and any other call, may take without reporting progress; reading or "
-        "writing files may take longer if they are larger than 10 MB for each of these seconds",
+        description="seconds that loading, or any other call, may take without reporting progress; reading or "
+        "writing files of more than 10 MB for each of these seconds may take longer",
     )
     lost_s: float = Field(
         300.0,
         gt=0,
-        description="seconds after its lease has run out for which an engine may be silent while its supervisor can "
+        description="seconds after the end of its lease for which an engine may be silent while its supervisor can "
         "write to the database; then the supervisor kills it",
     )
 
@@ -353,11 +350,11 @@ class ConsistencySettings(_Section):
 
     action: Literal["refuse", "warn", "off"] = Field(
         "refuse",
-        description="what happens to a snapshot that sampler and trainer score differently: `refuse` or "
-        "`warn`; `off` compares nothing",
+        description="action for a snapshot that sampler and trainer score differently: `refuse` or `warn`; `off` "
+        "compares nothing",
     )
     probes: int = Field(2, ge=1, le=16, description="number of probe sequences to score")
-    tokens: int = Field(48, ge=8, le=1024, description="tokens in each probe sequence, or as many as the context holds")
+    tokens: int = Field(48, ge=8, le=1024, description="tokens in each probe sequence, at most the context")
     max_difference: float | None = Field(
         None,
         gt=0,
@@ -375,7 +372,7 @@ class TenantQuotas(_Section):
     key_requests_per_s: float | None = Field(
         None, gt=0, description="requests per second with one API key; default: no limit beyond the tenant's"
     )
-    request_burst: int = Field(5000, ge=1, description="requests that may come at once after a pause")
+    request_burst: int = Field(5000, ge=1, description="requests allowed at once after a pause")
     requests_in_progress: int | None = Field(
         6000,
         ge=1,
@@ -383,7 +380,9 @@ class TenantQuotas(_Section):
         "retries",
     )
     long_polls: int | None = Field(
-        5000, ge=1, description="requests for results that each server holds at a time; more get a 429, likewise"
+        5000,
+        ge=1,
+        description="requests for results waiting at each server at a time; more get a 429, and the SDK retries",
     )
     pending_operations: int | None = Field(
         20_000, ge=1, description="training requests that may wait; the next ones get a 429, and the SDK retries"
@@ -399,22 +398,22 @@ class TenantQuotas(_Section):
     sampling_sessions: int | None = Field(
         100_000, ge=1, description="sampling sessions (one for each sampling client) in sessions that have not ended"
     )
-    checkpoints: int | None = Field(100_000, ge=1, description="checkpoints kept; further saves fail")
+    checkpoints: int | None = Field(100_000, ge=1, description="stored checkpoints; further saves fail")
     stored_bytes: int | None = Field(
-        None, ge=1, description="size in bytes of the checkpoints kept, after which further saves fail; default: none"
+        None, ge=1, description="size in bytes of the stored checkpoints, after which further saves fail; default: none"
     )
     disk_bytes: int | None = Field(
         None,
         ge=1,
-        description="size in bytes of all that is kept: log and results, checkpoints, sampling snapshots, recovery "
+        description="size in bytes of all stored data: log and results, checkpoints, sampling snapshots, recovery "
         "points; more gets a 429, and further saves fail; default: a share of the disk, see `disk_share`",
     )
     disk_share: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of what the tenant keeps and what is free beyond the reserve, taken together, that it may "
-        "keep if `disk_bytes` is not set; default: all but a fifth, and all but 4 GiB if that is less",
+        description="if `disk_bytes` is not set, the tenant's share of its own data and the free space beyond the "
+        "reserve together; default: all but 4 GiB or a fifth, whichever is less",
     )
 
 
@@ -423,8 +422,8 @@ class QuotaSettings(TenantQuotas):
 
     tenants: dict[str, TenantQuotas] = Field(
         default_factory=dict,
-        description="limits of single tenants, by name, such as `{ann: {sessions: 5}}`; keys as above, and what a "
-        "tenant's section omits is as for all",
+        description="limits of single tenants, by name, such as `{ann: {sessions: 5}}`; keys as above; omitted ones "
+        "are as for all",
     )
     disk_reserve_bytes: int | None = Field(
         None,
@@ -436,8 +435,8 @@ class QuotaSettings(TenantQuotas):
         0.125,
         ge=0,
         lt=1,
-        description="share of a base model's places for models (`max_models` of the backend, rounded down) that only "
-        "tenants without a model may take",
+        description="share of a base model's places for models (the backend's `max_models`, rounded down) reserved "
+        "for tenants without a model",
     )
     place_wait_s: float = Field(
         1800.0, gt=0, description="seconds for which a new model waits for a place on the backend; then it fails"
@@ -458,13 +457,13 @@ class RoutingReplaySettings(_Section):
 
     enabled: bool = Field(
         default=False,
-        description="keep the experts of each sampled token, and train on it with these; needs a backend that replays "
-        "and a sampler that returns them",
+        description="keep the experts of each sampled token, and train on it with them; needs a backend that replays "
+        "them and a sampler that returns them",
     )
     tenant_bytes: int = Field(
         1 << 30,
         ge=1 << 10,
-        description="bytes of experts kept for each tenant, for as long as results; the oldest sequences go first",
+        description="bytes of experts kept for each tenant, as long as results; the oldest sequences are dropped first",
     )
 
 
@@ -476,14 +475,14 @@ class TurnSettings(_Section):
 
     enabled: bool = Field(
         default=False,
-        description="take turns, so that each may use all the memory of the devices; needs a sampler of its own, and "
-        "plugins that can sleep",
+        description="let trainer and sampler take turns, so that each may use all memory of the devices; needs a "
+        "separate sampler, and plugins that can sleep",
     )
     least_s: float = Field(
         10.0,
         ge=0,
-        description="seconds for which whoever has the devices begins new work while the other one waits; what runs "
-        "then is finished. One with nothing to do gives them away at once",
+        description="seconds for which the side with the devices starts new work while the other one waits; it then "
+        "finishes its running work. A side without work hands over at once",
     )
 
 
@@ -509,14 +508,14 @@ class ModelSettings(_Section):
     resident_snapshot_bytes: int | None = Field(
         None,
         ge=1,
-        description="memory that their weights may take; those used longest ago are written to disk, and read again "
-        "when somebody samples from them; default: a quarter of what this machine or container has",
+        description="memory for their weights; those used longest ago are written to disk, and read again for the "
+        "next sample; default: a quarter of the memory of this machine or container",
     )
     ephemeral_idle_s: float | None = Field(
         None,
         ge=0,
-        description="seconds after which an ephemeral snapshot that nobody samples from is dropped, if another of its "
-        "model was used since; samples from it fail from then on; default: it is kept until its session ends",
+        description="seconds after which an unused ephemeral snapshot is dropped, if another of its model was used "
+        "since; later samples from it fail; default: it is kept until its session ends",
     )
     consistency: ConsistencySettings = ConsistencySettings()
     routing_replay: RoutingReplaySettings = RoutingReplaySettings()
@@ -531,8 +530,8 @@ class ModelSettings(_Section):
     def _turns_are_of_two(self) -> "ModelSettings":
         if self.turns.enabled and self.sampler is None:
             msg = (
-                f"turns of model {self.name!r} are enabled, but it has no `sampler` section: one backend trains and "
-                "samples, and shares its memory already; give it a sampler, or disable them"
+                f"turns of model {self.name!r} are enabled, but it has no `sampler` section: its one backend trains "
+                "and samples in the same memory anyway; add a sampler, or disable turns"
             )
             raise ValueError(msg)
         return self

@@ -205,7 +205,7 @@ def _nodes(
 ) -> Iterator[tuple[KeyPath, Given]]:
     line = f"{file}:{node.start_mark.line + 1}"
     if any(node is each for each in above):
-        msg = f"{line}: {format_key(path)} is an alias of what it is part of; write its value out"
+        msg = f"{line}: {format_key(path)} is an alias of a value that contains it; write its value out"
         raise ConfigError(msg)
     above = (*above, node)
     if isinstance(node, yaml.MappingNode) and node.value:

@@ -63,7 +63,7 @@ def why_over_share(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace, *, 
     wanted = f", and this needs {readable(more)}" if more else ""
     return (
         f"you keep {readable(kept.total)} on this server ({_parts(kept)}), and one tenant may keep {readable(allowed)} "
-        f"({setting}){wanted}; delete checkpoints, end sessions, wait until old results expire, or have the operator "
+        f"({setting}){wanted}; delete checkpoints, end sessions, wait until old results expire, or ask the operator to "
         "raise the limit"
     )
 
@@ -77,7 +77,7 @@ def why_in_reserve(quotas: QuotaSettings, space: DiskSpace, *, more: int, part: 
     return (
         f"the server's disk has {readable(space.free_bytes)} free,{wanted} and the last {readable(reserve)} are for "
         "heartbeats, results and deletions alone (quotas.disk_reserve_bytes); delete checkpoints that you no longer "
-        "need, or have the operator free space"
+        "need, or ask the operator to free space"
     )
 
 

@@ -76,7 +76,7 @@ async def _fitting_checkpoint(
     """Return the checkpoint, if it is of this base model. Raises UserError otherwise."""
     checkpoint = await readable_checkpoint(context, caller, str(path))
     if base_model not in {None, checkpoint.base_model}:
-        msg = f"base_model {base_model!r} does not fit {str(path)!r}, which is of {checkpoint.base_model!r}"
+        msg = f"base_model {base_model!r} does not match {str(path)!r}, a checkpoint of {checkpoint.base_model!r}"
         raise UserError(msg)
     return checkpoint
 
@@ -91,7 +91,7 @@ def _sampler_path(text: str) -> TinkerPath:
     path = TinkerPath.parse(text)
     if path.kind != "sampler":
         msg = (
-            f"model_path {text!r} is not a sampler checkpoint; pass what save_weights_for_sampler returned "
+            f"model_path {text!r} is not a sampler checkpoint; pass the path that save_weights_for_sampler returned "
             "(tinker://.../sampler_weights/...)"
         )
         raise UserError(msg)

@@ -41,7 +41,7 @@ async def client_config(
 async def auth_token(caller: Caller, context: Context, x_api_key: Annotated[str, Header()] = "") -> wire.AuthToken:
     """Exchange an API key for a token that is valid in its place for `server.token_lifetime_s`."""
     if not context.api_keys.identifies(caller, x_api_key):
-        msg = "tokens are issued for API keys only, and a plugin knows this caller by another credential; use that one"
+        msg = "tokens are issued only for API keys, and a plugin identified this caller otherwise; use that credential"
         raise UnsupportedError(msg)
     return wire.AuthToken(jwt=context.api_keys.exchange(x_api_key))
 

@@ -97,7 +97,7 @@ async def _create_from_checkpoint(
     translate.check_load(body)
     checkpoint = await readable_checkpoint(context, caller, body.path)
     if body.base_model not in {None, checkpoint.base_model}:
-        msg = f"base_model {body.base_model!r} does not fit {body.path!r}, which is of {checkpoint.base_model!r}"
+        msg = f"base_model {body.base_model!r} does not match {body.path!r}, a checkpoint of {checkpoint.base_model!r}"
         raise UserError(msg)
     operation = ops.CreateModel(
         model_id=translate.model_id(session_id, model_seq_id),
@@ -120,7 +120,7 @@ async def _right_to_load(context: ServerContext, caller: Principal, path: str, r
         return ops.ReadRight()
     checkpoint = await readable_checkpoint(context, caller, path)
     if checkpoint.base_model != run.base_model:
-        msg = f"{path!r} is of base model {checkpoint.base_model!r}, this model of {run.base_model!r}"
+        msg = f"{path!r} is a checkpoint of {checkpoint.base_model!r}, but this model is of {run.base_model!r}"
         raise UserError(msg)
     return read_right(checkpoint, caller)
 
