@@ -203,7 +203,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _in_memory(state: ModelState) -> ModelState:
-    """Read what is lazy of an adapter once, as it is looked at more than once. What lies in files stays there."""
+    """Materialise lazy tensors of an adapter, which are read several times below. Tensors in files stay there."""
 
     def read(tensors: Mapping[str, Array]) -> Mapping[str, Array]:
         return tensors if isinstance(tensors, StoredTensors) else dict(tensors)

@@ -193,7 +193,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
 
 
 def _most_waiting(parts: EngineParts, sampler: SamplingBackend, keeping: Keeping) -> int:
-    """Return how many snapshots may wait to be compared, in the sampler: none if that would cost a turn of devices."""
+    """Return the most unverified snapshots in the sampler; 0 if checking one would change the turn of the devices."""
     if parts.turns is not None:
         return 0
     most, places = min(MOST_WAITING, keeping.max_resident - 1), sampler.capabilities.max_snapshots

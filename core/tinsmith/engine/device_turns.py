@@ -1,7 +1,7 @@
 """Whose turn it is on devices that trainer and sampler share: one works while the other one sleeps.
 
-A side keeps its turn until the other one waits and it has nothing to do. If it always has something to do, it begins
-nothing new once it has had its time, and the turn changes when what runs has ended.
+A side keeps the devices until the other side asks for them and it has no work. If it always has work, it starts
+nothing new once its time is over, and hands over when its running work has ended.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class DeviceTurns:
             raise
 
     def begins_at_once(self, side: Side) -> bool:
-        """Begin if it is the side's turn, and none of it waits. Return whether it was so."""
+        """Start at once if this side has the devices and nobody is queued; return whether it started."""
         waits = self._side != side or self._changing is not None or self._broken is not None or self._waiting[side]
         if waits or self._is_over():
             return False
@@ -127,7 +127,7 @@ class DeviceTurns:
             self.end()
 
     def end(self) -> None:
-        """Say that something that has begun is over."""
+        """Note the end of a started call."""
         self._running -= 1
         self._idle_since = self._clock()
         self._look()
@@ -140,11 +140,11 @@ class DeviceTurns:
             await asyncio.wait([self._changing])
 
     def _is_over(self) -> bool:
-        """Return whether the present side begins nothing new."""
+        """Return whether the current side starts nothing new."""
         return bool(self._waiting[_OTHER[self._side]]) and self._clock() >= self._since + self._least_s
 
     def _look(self) -> None:
-        """Begin what may begin. Change the turn if it is time for that, else look again when it is."""
+        """Start what may start. Change the turn if it is time, or check again when it is."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -161,7 +161,7 @@ class DeviceTurns:
             self._changing = asyncio.create_task(self._change(), name="turn of the devices")
 
     def _admit(self) -> None:
-        """Let all of the present side begin."""
+        """Start everything queued for the current side."""
         waiting = self._waiting[self._side]
         while waiting:
             waiter = waiting.popleft()

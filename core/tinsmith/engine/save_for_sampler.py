@@ -93,7 +93,7 @@ class SaveForSampler:
 
     @contextmanager
     def _reserved(self, sampling_session_id: str) -> Iterator[None]:
-        """Keep an id for one save, from which on its snapshot keeps it. Raise ConflictError if another save has it.
+        """Reserve the id until the snapshot owns it. Raise ConflictError if another save has it.
 
         The snapshot of a sampling session never changes.
         """
@@ -108,7 +108,7 @@ class SaveForSampler:
     async def _refuse_recorded(self, sampling_session_id: str) -> None:
         """Raise ConflictError if the sampling session exists.
 
-        That of this very operation is recorded together with its result, so it cannot be the one found.
+        This operation's own session is not recorded yet, so any session found here is another's.
         """
         try:
             first = await with_retries(self._store.get_sampling_session, sampling_session_id)

@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) -> None:
     """Serve until SIGINT or SIGTERM; a second signal stops at once. Raise ConfigError if the server cannot start.
 
-    `keys` are those of the settings, as they change. By default they do not.
+    `keys`: API keys that follow their files; default: a fixed set from the settings.
     """
     configure_logging(settings.server.log_level)
     refuse([each for each in obstacles(settings, plugins) if not each.may_pass])

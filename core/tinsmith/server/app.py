@@ -44,8 +44,8 @@ async def create_app(
 ) -> FastAPI:
     """Build the app on an open store. It opens and closes nothing that it was given.
 
-    `keys` are those of the settings, as they change; by default they do not. Each app needs plugins of its own, since
-    its keys become one of them. Raises PluginError if two plugins offer a loss of one name.
+    `keys`: API keys that follow their files; default: a fixed set from the settings. Each app needs its own plugins,
+    because its keys become one of them. Raises PluginError if two plugins offer a loss of one name.
     """
     app = FastAPI(title="tinsmith", version=version("tinsmith"), openapi_url=None)
     if settings.server.api_keys_file is not None and keys is None:

@@ -173,7 +173,7 @@ async def own_deleted_checkpoint(context: Context, caller: Principal, path: str)
 
 
 async def readable_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:
-    """Return one that the caller may read or that its owner has published."""
+    """Return the checkpoint if it is public or readable by the caller."""
     record = await live_checkpoint(context, path)
     return record if record.public else _readable(record, caller, "checkpoint", path)
 

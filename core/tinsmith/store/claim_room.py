@@ -1,7 +1,7 @@
 """How much an engine may claim, and of whom: the shares of tenants in what it holds.
 
-Whatever one tenant has waiting, each other tenant with work has some of its own among what the engine holds. So the
-scheduler always sees all of them, and can serve them fairly.
+The engine always holds some work of every tenant that has any. So the scheduler sees all of them, and can serve them
+fairly.
 """
 
 import heapq

@@ -370,7 +370,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A result to record. A failure that is `applied` counts as a success: the operation has changed its model.
+    """A result to record. A failure is `applied` if the operation has changed its model nevertheless.
 
     Either its result could not be stored, and a recovery must run it again, or it is a step that has dropped the
     pending gradient.

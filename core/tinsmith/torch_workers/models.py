@@ -61,7 +61,7 @@ class FullModelOfWorker(ABC):
 
     @abstractmethod
     def begin_copying(self) -> None:
-        """Have what reads slices wait for what has been computed so far."""
+        """Record an event that readers of slices wait for."""
 
     @abstractmethod
     def slices(self, targets: Targets) -> Iterator[Slice]:
