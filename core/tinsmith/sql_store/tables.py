@@ -5,10 +5,10 @@ Fields are named as in the records.
 """
 
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import JSON, BigInteger, Boolean, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, false, text
+from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, text
 from sqlmodel import Field, SQLModel, UniqueConstraint
 
 from tinsmith.backend import Capabilities
@@ -26,11 +26,6 @@ def _time(*, index: bool = False) -> Any:  # Any: as sqlmodel.Field itself
     return Field(sa_type=Microseconds, index=index)
 
 
-def _since_ever() -> Any:  # Any: as sqlmodel.Field itself
-    column = Column(Microseconds, nullable=False, server_default="0")
-    return Field(default=datetime.fromtimestamp(0, UTC), sa_column=column)
-
-
 def _maybe_time() -> Any:  # Any: as sqlmodel.Field itself
     return Field(default=None, sa_type=Microseconds, nullable=True)
 
@@ -40,16 +35,8 @@ def _json(python: Any = None, *, nullable: bool = False) -> Any:  # Any: as sqlm
     return Field(default=None, sa_column=Column(kind, nullable=nullable))
 
 
-def _count() -> Any:  # Any: as sqlmodel.Field itself
-    return Field(default=0, sa_column=Column(Integer, nullable=False, server_default="0"))
-
-
 def _number(default: int = 0) -> Any:  # Any: as sqlmodel.Field itself
-    return Field(default=default, sa_column=Column(BigInteger, nullable=False, server_default=str(default)))
-
-
-def _flag() -> Any:  # Any: as sqlmodel.Field itself
-    return Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
+    return Field(default=default, sa_type=BigInteger)
 
 
 class Table(SQLModel):
@@ -86,7 +73,7 @@ class SessionRow(Table, table=True):
     idempotency_key: str | None = None
     created_at: datetime = _time(index=True)
     last_seen_at: datetime = _time(index=True)
-    heard_since: datetime = _since_ever()  # heartbeats have arrived all the time since then
+    heard_since: datetime = _time()  # heartbeats have arrived all the time since then
     tags: tuple[str, ...] = _json(tuple[str, ...])
     user_metadata: dict[str, Any] | None = _json(nullable=True)
     sdk_version: str | None = None
@@ -117,9 +104,9 @@ class RunRow(Table, table=True):
     next_seq_id: int = Field(sa_type=BigInteger)
     applied_seq_id: int = Field(sa_type=BigInteger)
     arrived_seq_id: int = _number(-1)  # up to here none is missing; see `arriving.py`
-    pruned_seq_id: int = Field(default=-1, sa_type=BigInteger)  # the highest one that retention has removed
+    pruned_seq_id: int = _number(-1)  # the highest one that retention has removed
     unload_seq_id: int | None = Field(default=None, sa_type=BigInteger, nullable=True)  # once the session has ended
-    rebuilds: int = _count()  # rebuilds begun and not finished: how often an engine died in one
+    rebuilds: int = 0  # rebuilds begun and not finished: how often an engine died in one
 
 
 SIZED = text("sampling_sessions.num_bytes > 0")
@@ -141,7 +128,7 @@ class SamplingSessionRow(Table, table=True):
     model_path: str | None = None
     model_id: str | None = None
     checkpoint_created_at: datetime | None = _maybe_time()
-    only_while_public: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
+    only_while_public: bool = False
     num_bytes: int = _number()  # of a snapshot of its own
 
 
@@ -214,7 +201,7 @@ class OperationRow(Table, table=True):
     subject_id: str
     seq_id: int = Field(sa_type=BigInteger)
     ordered: bool
-    early: bool = _flag()  # a lower seq_id of its model is missing
+    early: bool = False  # a lower seq_id of its model is missing
     turn: int = _number()  # orders what a tenant has waiting: ids of arrival, never against the order of a model
     num_tokens: int = Field(sa_type=BigInteger)
     num_bytes: int = _number()  # once decoded
@@ -226,8 +213,8 @@ class OperationRow(Table, table=True):
     finished_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
     engine_id: str | None = None  # the engine that claimed it
     attempts: int = 0  # how often it was claimed, without orderly stops and interruptions
-    interruptions: int = _count()  # how often its engine was killed from outside
-    alone: bool = _flag()  # an engine died while it ran, so the next attempt runs by itself
+    interruptions: int = 0  # how often its engine was killed from outside
+    alone: bool = False  # an engine died while it ran, so the next attempt runs by itself
     cancel_told: bool = True  # False: its engine does not know yet that it was cancelled
 
 

@@ -211,6 +211,7 @@ def insert(
         "state": OperationState.QUEUED,
         "created_at": tx.now,
         "attempts": 0,
+        "interruptions": 0,
         "alone": False,
         "cancel_told": True,
     }
