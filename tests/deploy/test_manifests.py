@@ -257,3 +257,32 @@ def test_the_image_is_made_from_what_exists() -> None:
         assert accelerator in extras
     [entry] = [line for line in lines if line.startswith("ENTRYPOINT ")]
     assert json.loads(entry.removeprefix("ENTRYPOINT ")) == ["tini", "--", "tinsmith"]
+
+
+def stages() -> dict[str, str]:
+    """Return the instructions of each image by its name."""
+    _, *parts = re.split(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize(("image", "plugins"), [("gpus", {"fsdp", "megatron", "vllm"}), ("jax", {"jax"})])
+def test_an_image_installs_what_it_copies_and_runs_as_a_user(image: str, plugins: set[str]) -> None:
+    instructions = stages()[image]
+    installed = re.findall(r"(\./plugins/(\w+?)_(?:backend|sampler))(?:\[([\w,]+)\])?", instructions)
+    assert {plugin for _, plugin, _ in installed} == plugins
+    copied = re.findall(r"^COPY (\S+) ", instructions, re.MULTILINE)
+    for directory, _, extra in installed:
+        project = tomllib.loads((ROOT / directory / "pyproject.toml").read_text())["project"]
+        assert not extra or extra in project["optional-dependencies"], f"{directory}[{extra}]"
+        assert any(f"{directory}/".startswith(f"./{each}/") for each in copied), directory
+    for left_out in re.findall(r"grep -v '\^([\w-]+==)'", instructions):
+        assert f"\n{left_out}" in (ROOT / "constraints.txt").read_text(), "it constrains nothing any more"
+    assert re.findall(r"^(?:USER|RUN)\b", instructions, re.MULTILINE)[-1] == "USER"
+
+
+def test_the_pages_build_images_that_there_are() -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md")) + (DEPLOY / "Dockerfile").read_text()
+    targets = set(re.findall(r"docker build .*--target (\S+)", text))
+    assert targets == {"gpus"}
+    assert targets < stages().keys()
+    assert list(stages())[-1] == "jax", "what is built without a target is what GKE's page builds"
