@@ -9,7 +9,10 @@ import pytest
 
 _ROOT = Path(__file__).parent
 _PLUGINS = _ROOT / "plugins"
-_JAX_OUTSIDE_ITS_PLUGIN = ("test_cross_backend", "test_sdk_imports", "test_sdk_isolation", "test_sdk_jax")
+_JAX_OUTSIDE_ITS_PLUGIN = (
+    *(f"tests/e2e/test_{name}.py" for name in ("cross_backend", "sdk_imports", "sdk_isolation", "sdk_jax")),
+    "tools/workbench/tests/test_compile_check.py",
+)
 _OF_RANKS = ("vllm_sampler", "fsdp_backend", "megatron_backend")
 _ON_POSTGRES = (
     "test_interleaving",
@@ -20,7 +23,7 @@ _ON_POSTGRES = (
     "test_stateful",
 )
 _GROUPS = (  # one process runs all of a group: its servers, ranks and compiled programs are made once; longest first
-    ("jax", ["plugins/jax_backend/tests", *(f"tests/e2e/{name}.py" for name in _JAX_OUTSIDE_ITS_PLUGIN)]),
+    ("jax", ["plugins/jax_backend/tests", *_JAX_OUTSIDE_ITS_PLUGIN]),
     ("ranks", [*(f"plugins/{name}/tests" for name in _OF_RANKS), "tools/workbench/tests/test_rehearsals.py"]),
     ("crash", ["tests/crash"]),
     ("examples", ["tests/e2e/test_examples.py"]),

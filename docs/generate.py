@@ -349,27 +349,6 @@ def hook_section(name: str) -> str:
     return f"```python\n{signature}\n```\n\n{inspect.getdoc(specification)}"
 
 
-def tpu_table(kind: str) -> str:
-    """Return what compile-check found; docs/reference/tpu.md says how it was asked."""
-    from tinsmith_jax.compile_check import tables
-
-    rows = tables.read_lines((REFERENCE / "tpu.jsonl").read_text(encoding="utf-8"))
-    by_itself = [row for row in rows if row.options.tenants == 1]
-    alone = [row for row in by_itself if row.options.recompute]
-    kept = {(row.options.model, row.options.topology) for row in rows if not row.options.recompute}
-    match kind:
-        case "tenants":
-            return tables.passes(row for row in rows if row.options.tenants > 1)
-        case "slices":
-            return tables.slices(alone)
-        case "recompute":
-            return tables.passes(row for row in by_itself if (row.options.model, row.options.topology) in kept)
-        case "scaling":
-            return tables.scaling(row for row in alone if row.slice.chip.name == "v6e")
-        case _:
-            return tables.sampling(alone)
-
-
 def measured(figures: str, page: str, otherwise: str = "No run on an idle machine has been published yet.") -> str:
     """Return what a program in benchmarks/ measured, as its page module renders it; the page itself says how."""
     found = REFERENCE / figures
@@ -399,7 +378,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "plan-in-full": plan_in_full,
     "fields": field_status.markdown,
     "ranges": range_table,
-    **{f"tpu-{kind}": partial(tpu_table, kind) for kind in ("tenants", "slices", "recompute", "scaling", "sampling")},
     **generators(REFERENCE),
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},

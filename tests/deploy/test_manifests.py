@@ -250,7 +250,9 @@ def test_the_image_is_made_from_what_exists() -> None:
     assert copied
     assert all((ROOT / each).exists() for each in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {project["readme"], *project["license-files"]} <= set(copied), "the build of the package reads them"
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    read = {project["readme"], *project["license-files"], *built["force-include"]}
+    assert read <= set(copied), "the build of the package reads them"
     extras = importlib.metadata.metadata("jax").get_all("Provides-Extra") or []
     comment, argument = (line for line in lines if "cuda12" in line), (line for line in lines if "ARG " in line)
     for accelerator in (*re.findall(r"\b(tpu|cuda\d+)\b", next(comment)), next(argument).partition("=")[2]):

@@ -65,9 +65,7 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_jax.kernels.choice:choose": (
         "plugins/jax_backend/tests/test_kernels.py::test_platforms_choose_their_kernels"
     ),
-    "tinsmith_jax.mesh:arranged": (
-        "plugins/jax_backend/tests/test_compile_check.py::test_chips_of_an_axis_are_neighbours"
-    ),
+    "tinsmith_jax.mesh:arranged": ("tools/workbench/tests/test_compile_check.py::test_chips_of_an_axis_are_neighbours"),
     "tinsmith_jax.placing:trainer_demand": (
         "plugins/jax_backend/tests/test_jax_loading.py::test_no_gpu_is_taken_if_jax_is_to_compute_on_the_cpu"
     ),

@@ -6,7 +6,7 @@ from typer.core import TyperGroup
 
 from tinsmith.errors import UserError
 
-WORKBENCH: Final = ("simulate", "rehearse", "rehearsal-table", "megatron-plan")
+WORKBENCH: Final = ("simulate", "rehearse", "rehearsal-table", "compile-check", "compile-table", "megatron-plan")
 
 
 class CommandGroup(TyperGroup):

@@ -10,7 +10,6 @@ from jax_harness import LOSSES
 from tinsmith.huggingface import DecoderShape
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket
-from tinsmith_jax.compile_check.case import base_shapes
 from tinsmith_jax.config import JaxConfig, MeshConfig
 from tinsmith_jax.costs import Computing, Costs
 from tinsmith_jax.loss_table import LossTable
@@ -19,6 +18,7 @@ from tinsmith_jax.model_config import config_of
 from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.sampling_programs import SamplingPrograms
 from tinsmith_jax.train_step import TrainPrograms
+from tinsmith_workbench.compile_check.case import base_shapes
 
 SMALL: Mapping[str, Any] = {  # Any: JSON
     "architectures": ["Qwen3ForCausalLM"],

@@ -11,10 +11,10 @@ from jax_harness import add_model, local, make_op, train
 
 from tinsmith import AdamParams, LoraConfig
 from tinsmith_jax.backend import JaxBackend
-from tinsmith_jax.compile_check import tables
-from tinsmith_jax.compile_check.figures import Figures
-from tinsmith_jax.compile_check.model_shapes import read_model
 from tinsmith_jax.costs import Computing, Costs
+from tinsmith_workbench.compile_check import tables
+from tinsmith_workbench.compile_check.figures import Figures
+from tinsmith_workbench.compile_check.model_shapes import read_model
 
 USUAL = {"tokens": 1024, "context": 512, "rank": 16, "slots": 4, "recompute": False}
 OTHERS: dict[str, dict[str, Any]] = {

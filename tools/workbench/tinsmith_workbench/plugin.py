@@ -22,6 +22,8 @@ COMMANDS: Final = {
     "simulate": _Command("simulation"),
     "rehearse": _Command("rehearsal", "fsdp"),
     "rehearsal-table": _Command("rehearsal", "fsdp"),
+    "compile-check": _Command("compile_check", "jax"),
+    "compile-table": _Command("compile_check", "jax"),
     "megatron-plan": _Command("layouts", "megatron"),
 }
 

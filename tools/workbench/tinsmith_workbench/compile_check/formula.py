@@ -57,13 +57,13 @@ import jax.numpy as jnp
 from tinsmith.huggingface import HEAD
 from tinsmith_jax.adapters import HF_MODULES, shapes
 from tinsmith_jax.buckets import Bucket
-from tinsmith_jax.compile_check.hlo import Trips
 from tinsmith_jax.head import chunk_rows
 from tinsmith_jax.kernels.splash import BLOCK
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import FSDP, Axes, Spec, state_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
+from tinsmith_workbench.compile_check.hlo import Trips
 
 Plan = Counter[tuple[str, str]]
 """Numbers of arrays by kind of collective and axis."""

@@ -42,13 +42,13 @@ import jax.numpy as jnp
 
 from tinsmith.huggingface import HEAD
 from tinsmith_jax.adapters import HF_MODULES
-from tinsmith_jax.compile_check.formula import Plan, share_of_module, shares_of_matrices, streams_name
-from tinsmith_jax.compile_check.hlo import Trips
 from tinsmith_jax.decode import PAGE, pages_of
 from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import Axes
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_values import SamplingShape
+from tinsmith_workbench.compile_check.formula import Plan, share_of_module, shares_of_matrices, streams_name
+from tinsmith_workbench.compile_check.hlo import Trips
 
 _LARGE_BYTES: Final = 55e6
 """Found in the rows of docs/reference/tpu.jsonl: gathered matrices of more bytes do not stay on the chip."""

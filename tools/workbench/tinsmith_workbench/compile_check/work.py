@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from tinsmith_jax.compile_check.hlo import Array, Computation, Instruction, Module, Run, Trips, is_link_of_chain
+from tinsmith_workbench.compile_check.hlo import Array, Computation, Instruction, Module, Run, Trips, is_link_of_chain
 
 _LABELS: Final = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTED: Final = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")

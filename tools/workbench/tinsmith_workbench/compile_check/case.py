@@ -15,10 +15,6 @@ from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.admission import budget_of, computing_of
 from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket
 from tinsmith_jax.compilation import Program
-from tinsmith_jax.compile_check.chips import Chip, read_slice
-from tinsmith_jax.compile_check.formula import Cost, Pass, Step
-from tinsmith_jax.compile_check.options import Options
-from tinsmith_jax.compile_check.sampling_formula import Sampling
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.mesh import CACHE, Layout, Spec, adapter_specs, base_specs, make_layout, resident_specs
@@ -31,6 +27,10 @@ from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_jax.trunk import LAYER_MODULES
 from tinsmith_jax.weights import Base
+from tinsmith_workbench.compile_check.chips import Chip, read_slice
+from tinsmith_workbench.compile_check.formula import Cost, Pass, Step
+from tinsmith_workbench.compile_check.options import Options
+from tinsmith_workbench.compile_check.sampling_formula import Sampling
 
 # Any below: jax devices, and pytrees of shapes.
 

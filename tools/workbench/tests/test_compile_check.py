@@ -14,19 +14,20 @@ import pytest
 from jax_harness import QUICK
 
 from tinsmith import ConfigError
-from tinsmith_jax.compile_check import compiling
-from tinsmith_jax.compile_check.case import make_case
-from tinsmith_jax.compile_check.chips import read_slice
-from tinsmith_jax.compile_check.collectives import traffic
-from tinsmith_jax.compile_check.figures import Facts, Figures, analysed
-from tinsmith_jax.compile_check.hlo import read_module
-from tinsmith_jax.compile_check.model_shapes import SHAPES, read_model
-from tinsmith_jax.compile_check.options import PROGRAMS, Options, read_mesh
-from tinsmith_jax.compile_check.report import paragraph
-from tinsmith_jax.compile_check.tables import passes, read_lines, sampling, scaling, slices
-from tinsmith_jax.compile_check.work import hbm_bytes, product_flops
+from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax.mesh import Axes, arranged
 from tinsmith_jax.model_config import read_config
+from tinsmith_workbench.compile_check import compiling
+from tinsmith_workbench.compile_check.case import make_case
+from tinsmith_workbench.compile_check.chips import read_slice
+from tinsmith_workbench.compile_check.collectives import traffic
+from tinsmith_workbench.compile_check.figures import Facts, Figures, analysed
+from tinsmith_workbench.compile_check.hlo import read_module
+from tinsmith_workbench.compile_check.model_shapes import SHAPES, read_model
+from tinsmith_workbench.compile_check.options import PROGRAMS, Options, read_mesh
+from tinsmith_workbench.compile_check.report import paragraph
+from tinsmith_workbench.compile_check.tables import passes, read_lines, sampling, scaling, slices
+from tinsmith_workbench.compile_check.work import hbm_bytes, product_flops
 
 Json = dict[str, Any]
 
@@ -247,9 +248,10 @@ def _figures(**changed: object) -> Figures:
     return Figures(options=options, program="gradients", facts=facts, compiled=compiled)
 
 
-def test_a_model_with_experts_is_refused(contract_model_with_experts: Path) -> None:
+def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, TinyShape(family="qwen3_moe"))
     with pytest.raises(ConfigError, match="this one has experts; choose a dense model"):
-        make_case(_figures().options, read_config(contract_model_with_experts), [])
+        make_case(_figures().options, read_config(tmp_path), [])
 
 
 def test_what_all_tenants_hold_counts_besides_the_program() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith_jax.compile_check.hlo import Array, Instruction, Module, Trips, is_link_of_chain
+from tinsmith_workbench.compile_check.hlo import Array, Instruction, Module, Trips, is_link_of_chain
 
 KINDS: Final = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _LISTED: Final = re.compile(r"replica_groups=\{\{([\d,]*)\}")

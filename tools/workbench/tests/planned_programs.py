@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith_jax.compile_check.case import Case, base_shapes, make_case
-from tinsmith_jax.compile_check.figures import analysed
-from tinsmith_jax.compile_check.hlo import read_module
-from tinsmith_jax.compile_check.options import Options
 from tinsmith_jax.config import MeshConfig
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.weights import load_base
+from tinsmith_workbench.compile_check.case import Case, base_shapes, make_case
+from tinsmith_workbench.compile_check.figures import analysed
+from tinsmith_workbench.compile_check.hlo import read_module
+from tinsmith_workbench.compile_check.options import Options
 
 SHAPE = TinyShape(
     vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32

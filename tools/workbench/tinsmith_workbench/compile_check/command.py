@@ -1,6 +1,5 @@
-"""The command line `tinsmith-jax`."""
+"""The commands `tinsmith compile-check` and `tinsmith compile-table`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -8,32 +7,13 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from tinsmith import ConfigError, TinsmithError
-from tinsmith_jax.compile_check.compiling import compile_program, largest_that_fits, require_compiler
-from tinsmith_jax.compile_check.options import PROGRAMS, TRAINING, Options, read_mesh
-from tinsmith_jax.compile_check.report import heading, paragraph
-from tinsmith_jax.compile_check.tables import TABLES, read_lines
-
-group = typer.Typer(
-    help="Tools of the jax backend.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+from tinsmith import ConfigError
+from tinsmith_workbench.compile_check.compiling import compile_program, largest_that_fits, require_compiler
+from tinsmith_workbench.compile_check.options import PROGRAMS, TRAINING, Options, read_mesh
+from tinsmith_workbench.compile_check.report import heading, paragraph
+from tinsmith_workbench.compile_check.tables import TABLES, read_lines
 
 
-def app() -> None:
-    """Run the command line. An error meant for people goes to stderr without a traceback, with exit code 2."""
-    try:
-        group(prog_name="tinsmith-jax")
-    except TinsmithError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-
-
-@group.callback()
-def _several_commands() -> None:
-    pass
-
-
-@group.command("compile-check")
 def compile_check(
     topology: Annotated[str, typer.Option(help="the slice, for example v6e:4x4, v5p:2x2x1 or v5e:1x1")],
     model: Annotated[str, typer.Option(help="a directory with config.json, or Qwen3-8B, Llama-3-70B, ...")],
@@ -76,7 +56,6 @@ def compile_check(
                 file.write(figures.model_dump_json() + "\n")
 
 
-@group.command("compile-table")
 def compile_table(
     files: Annotated[list[Path], typer.Argument(help="what compile-check --json has written")],
     kind: Annotated[str, typer.Option(help=", ".join(TABLES))] = "passes",

@@ -8,11 +8,11 @@ from typing import Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from tinsmith_jax.compile_check.chips import Slice, read_slice
-from tinsmith_jax.compile_check.collectives import traffic
-from tinsmith_jax.compile_check.hlo import Trips, read_module
-from tinsmith_jax.compile_check.options import Options
-from tinsmith_jax.compile_check.work import hbm_bytes, product_flops
+from tinsmith_workbench.compile_check.chips import Slice, read_slice
+from tinsmith_workbench.compile_check.collectives import traffic
+from tinsmith_workbench.compile_check.hlo import Trips, read_module
+from tinsmith_workbench.compile_check.options import Options
+from tinsmith_workbench.compile_check.work import hbm_bytes, product_flops
 
 PLANNED: Final = "*.after_optimizations_after_buffer_assignment.txt"
 """The last file that the compiler writes before it generates code. Those that are read are complete by then."""

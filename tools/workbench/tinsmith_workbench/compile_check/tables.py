@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from tinsmith_jax.compile_check.figures import Figures
-from tinsmith_jax.compile_check.report import mesh_text, share
+from tinsmith_workbench.compile_check.figures import Figures
+from tinsmith_workbench.compile_check.report import mesh_text, share
 
 _GIB: Final = 1 << 30
 _SLICES: Final = (1, 4, 16, 64, 256)

@@ -1,4 +1,4 @@
-"""The process that compiles one program: `python -m tinsmith_jax.compile_check.child OPTIONS KIND DIRECTORY`.
+"""The process that compiles one program: `python -m tinsmith_workbench.compile_check.child OPTIONS KIND DIRECTORY`.
 
 It writes what it knows beforehand to facts.json, and compiles. libtpu writes what it makes of the program into the same
 directory; an error goes to error.txt. A process of its own, because libtpu reads its settings once, prints what only
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import TinsmithError
-from tinsmith_jax.compile_check.chips import Slice, read_slice
-from tinsmith_jax.compile_check.collectives import first_groups
-from tinsmith_jax.compile_check.options import Options
+from tinsmith_workbench.compile_check.chips import Slice, read_slice
+from tinsmith_workbench.compile_check.collectives import first_groups
+from tinsmith_workbench.compile_check.options import Options
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,8 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     options, place = Options.model_validate_json(text), Path(directory)
     import jax
 
-    from tinsmith_jax.compile_check.case import make_case
-    from tinsmith_jax.compile_check.model_shapes import read_model
+    from tinsmith_workbench.compile_check.case import make_case
+    from tinsmith_workbench.compile_check.model_shapes import read_model
 
     try:
         case = make_case(options, read_model(options.model), _devices(options.topology))

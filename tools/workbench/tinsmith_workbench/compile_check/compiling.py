@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith import ConfigError, Scratch, ServerError, Tethered
-from tinsmith_jax.compile_check.figures import PLANNED, Figures, read_figures
-from tinsmith_jax.compile_check.options import Options
+from tinsmith_workbench.compile_check.figures import PLANNED, Figures, read_figures
+from tinsmith_workbench.compile_check.options import Options
 
 _INTERVAL_S: Final = 0.2
 _MOST_TOKENS: Final = 1 << 17
 _INSTALL: Final = """compile-check needs libtpu, the compiler for TPUs, which is not installed here. Give it an \
 environment of its own, because JAX would look for a TPU at each start of a server: python -m venv tpu; \
-tpu/bin/pip install . "./plugins/jax_backend[tpu]"; tpu/bin/tinsmith-jax compile-check ..."""
+tpu/bin/pip install . "./plugins/jax_backend[tpu]" ./tools/workbench; tpu/bin/tinsmith compile-check ..."""
 
 
 def require_compiler() -> None:
@@ -61,7 +61,14 @@ def _child(options: Options, program: str, place: Path) -> Iterator[Tethered]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as by the server that uses it; compiling needs no device
         "XLA_FLAGS": f"--xla_dump_to={place} --xla_dump_hlo_as_text",
     }
-    command = [sys.executable, "-m", "tinsmith_jax.compile_check.child", options.model_dump_json(), program, str(place)]
+    command = [
+        sys.executable,
+        "-m",
+        "tinsmith_workbench.compile_check.child",
+        options.model_dump_json(),
+        program,
+        str(place),
+    ]
     with (place / "log.txt").open("wb") as log, Tethered(command, env=environment, stdout=log, stderr=log) as child:
         yield child
 

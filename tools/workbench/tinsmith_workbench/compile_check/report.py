@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from tinsmith_jax.compile_check.figures import Figures, Sent
+from tinsmith_workbench.compile_check.figures import Figures, Sent
 
 _GIB: Final = 1 << 30
 
