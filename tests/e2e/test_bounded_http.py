@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tinsmith.server.bounded_http import MAX_HEADER_BYTES
+from tinsmith.server.limits.bounded_http import MAX_HEADER_BYTES
 from tinsmith.testing.harness import RunningServer, running_server
 
 _MEGABYTE = b"a" * (1 << 20)

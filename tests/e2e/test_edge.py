@@ -10,7 +10,7 @@ import httpx
 import pytest
 import zstandard
 
-from tinsmith.server.gate import names_of
+from tinsmith.server.limits.gate import names_of
 from tinsmith.server.routes import sampling
 from tinsmith.settings import ServerSettings
 from tinsmith.store import EngineFailure, EngineRecord, EngineState

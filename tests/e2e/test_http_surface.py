@@ -18,7 +18,7 @@ from tinsmith.operations import Consistency, LoraConfig
 from tinsmith.processes.reports import EngineReports
 from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.server.large_answers import LargeAnswers
+from tinsmith.server.limits.large_answers import LargeAnswers
 from tinsmith.server.routes import runs, sessions
 from tinsmith.store import CheckpointRecord, EngineRecord, EngineState
 from tinsmith.testing.engine_driver import take_over

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from tinsmith.errors import AuthenticationError
 from tinsmith.hook_values import Principal
-from tinsmith.server.admission import Admission
-from tinsmith.server.quotas import Quotas
-from tinsmith.server.strangers import Strangers
+from tinsmith.server.limits.admission import Admission
+from tinsmith.server.limits.quotas import Quotas
+from tinsmith.server.limits.strangers import Strangers
 from tinsmith.settings import QuotaSettings
 
 MANY = Strangers(per_s=1e6, burst=1_000_000)

@@ -19,12 +19,12 @@ from starlette.types import Scope
 
 from tinsmith.errors import AuthenticationError, CapacityError
 from tinsmith.hook_values import Principal
-from tinsmith.server import body_budget
 from tinsmith.server.api_keys import ApiKeys
-from tinsmith.server.bodies import STRANGER_BYTES, UNPACKED_FREELY, BodyLimit, BodyLimits
-from tinsmith.server.body_budget import FREE_BYTES, LEASE, BodyBudget, hold_decoded
-from tinsmith.server.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.limits import body_budget
+from tinsmith.server.limits.bodies import STRANGER_BYTES, UNPACKED_FREELY, BodyLimit, BodyLimits
+from tinsmith.server.limits.body_budget import FREE_BYTES, LEASE, BodyBudget, hold_decoded
+from tinsmith.server.limits.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.signed_urls import Grant, UrlSigner
 from tinsmith.settings import ApiKey, KeySource

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from tinsmith.server import bounded_http
-from tinsmith.server.bodies import STRANGER_BYTES
-from tinsmith.server.bounded_http import (
+from tinsmith.server.limits import bounded_http
+from tinsmith.server.limits.bodies import STRANGER_BYTES
+from tinsmith.server.limits.bounded_http import (
     BODY_GRACE_S,
     HEAD_S,
     MAX_HEADERS,

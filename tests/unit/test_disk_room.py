@@ -19,7 +19,7 @@ from tinsmith.engine import assembly
 from tinsmith.engine.sampling_snapshots import Keeping
 from tinsmith.errors import CapacityError
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.server.disk_quota import DiskQuota
+from tinsmith.server.limits.disk_quota import DiskQuota
 from tinsmith.settings import QuotaSettings, RecoverySettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore

@@ -16,7 +16,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import training_request
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.server.app import create_app
-from tinsmith.server.heavy_work import HeavyWork
+from tinsmith.server.limits.heavy_work import HeavyWork
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore

@@ -15,8 +15,9 @@ from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_api_keys
 from tinsmith.errors import AuthenticationError, ConfigError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.server import bodies, live_keys
+from tinsmith.server import live_keys
 from tinsmith.server.app import create_app
+from tinsmith.server.limits import bodies
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import KeySource, ServerSettings, Settings
 from tinsmith.settings.schema import digest_of_key

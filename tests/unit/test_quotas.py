@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tinsmith.errors import CapacityError
-from tinsmith.server.quotas import Quotas
-from tinsmith.server.tallies import Tallies
-from tinsmith.server.token_buckets import TokenBuckets
+from tinsmith.server.limits.quotas import Quotas
+from tinsmith.server.limits.tallies import Tallies
+from tinsmith.server.limits.token_buckets import TokenBuckets
 from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore

@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
-from tinsmith.server.disk_quota import DiskQuota
+from tinsmith.server.limits.disk_quota import DiskQuota
 from tinsmith.server.storage_health import StorageHealth
 from tinsmith.settings import QuotaSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig

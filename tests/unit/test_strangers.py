@@ -19,10 +19,10 @@ import tinsmith
 from tinsmith.errors import AuthenticationError
 from tinsmith.hook_values import Principal
 from tinsmith.plugins.loading import Plugins
-from tinsmith.server import bounded_http, strangers
 from tinsmith.server.app import create_app
-from tinsmith.server.probes import BURST as PROBES_AT_ONCE
-from tinsmith.server.probes import PROBES
+from tinsmith.server.limits import bounded_http, strangers
+from tinsmith.server.limits.probes import BURST as PROBES_AT_ONCE
+from tinsmith.server.limits.probes import PROBES
 from tinsmith.settings import Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
@@ -49,7 +49,7 @@ class Server:
             await self.pauses_end.wait()
 
         for module in ("strangers.Strangers", "probes.Probes"):
-            path = f"tinsmith.server.{module}.__init__.__kwdefaults__"
+            path = f"tinsmith.server.limits.{module}.__init__.__kwdefaults__"
             self._monkeypatch.setitem(_defaults(path), "clock", lambda: 0.0)
             self._monkeypatch.setitem(_defaults(path), "pause", pause)
         limits = {"keyless_burst": burst, "keyless_requests_per_s": 0.001, "connections": MOST}
@@ -384,7 +384,7 @@ async def listening(server: Server) -> AsyncIterator[Callable[[], Any]]:
 async def test_who_waits_for_a_late_answer_makes_room_before_a_tenant_that_is_idle(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("tinsmith.server.probes.BURST", 0)
+    monkeypatch.setattr("tinsmith.server.limits.probes.BURST", 0)
     await spend(await server.start())
     server.pauses_end.clear()
     async with listening(server) as connect:

@@ -15,8 +15,8 @@ from tinsmith.protocol import bounds, tensors, wire
 from tinsmith.protocol.partial_request import address_of
 from tinsmith.protocol.proto_scan import MAX_PARTS
 from tinsmith.protocol.training_request import MAX_DATA, MAX_TENSORS
-from tinsmith.server.bodies import UNPACKED_FREELY
-from tinsmith.server.bounded_http import (
+from tinsmith.server.limits.bodies import UNPACKED_FREELY
+from tinsmith.server.limits.bounded_http import (
     BODY_GRACE_S,
     HEAD_S,
     LINGER_BYTES,
@@ -26,7 +26,7 @@ from tinsmith.server.bounded_http import (
     MIN_BYTES_PER_S,
     UNREAD_S,
 )
-from tinsmith.server.gate import MAX_PATH_CHARS
+from tinsmith.server.limits.gate import MAX_PATH_CHARS
 
 MEGABYTE = 1 << 20
 SAMPLE = {"sampling_session_id": "s", "seq_id": 0}

@@ -37,8 +37,8 @@ from tinsmith.processes.printable import console
 from tinsmith.processes.repeated_warnings import RepeatedWarnings
 from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.server.app import begin_shutdown, create_app
-from tinsmith.server.bounded_http import BoundedHttp
 from tinsmith.server.context import Engines, ServerContext
+from tinsmith.server.limits.bounded_http import BoundedHttp
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.settings.environment import forget_settings

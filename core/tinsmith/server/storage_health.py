@@ -6,7 +6,7 @@ from typing import Final
 
 from tinsmith.errors import StoreError, StoreFullError
 from tinsmith.references import Told
-from tinsmith.server.disk_quota import DiskQuota
+from tinsmith.server.limits.disk_quota import DiskQuota
 from tinsmith.store import RequestStore
 
 _LOOK_S: Final = 5.0  # how often, if nobody asks

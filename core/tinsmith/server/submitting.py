@@ -14,8 +14,8 @@ from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
 from tinsmith.server.known import KnownRequest, KnownRun
+from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.server.routing_replay import is_replayed, with_routed_experts
-from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import NewOperation
 from tinsmith.store.codec import decoded_bytes, encode_operation, kind_of
 

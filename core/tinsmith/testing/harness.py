@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.server.app import begin_shutdown, create_app
-from tinsmith.server.bounded_http import BoundedHttp
+from tinsmith.server.limits.bounded_http import BoundedHttp
 from tinsmith.settings import ModelSettings, PluginSection, QuotaSettings, RecoverySettings, ServerSettings, Settings
 from tinsmith.store import RequestStore
 from tinsmith.testing.engine_thread import engine_thread

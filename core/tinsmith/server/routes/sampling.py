@@ -12,12 +12,12 @@ from tinsmith.errors import CapacityError, NotFoundError, UnsupportedError, User
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_session, readable_checkpoint, readable_sampler, usable_sampler
-from tinsmith.server.body_budget import hold_decoded
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.limits.body_budget import hold_decoded
+from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_sample
-from tinsmith.server.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
 from tinsmith.store.sampling_sessions import taken
 

@@ -19,8 +19,8 @@ from tinsmith.errors import UserError
 from tinsmith.protocol import wire
 from tinsmith.server.auth import Caller, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context
-from tinsmith.server.disk_quota import DiskUse
 from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.limits.disk_quota import DiskUse
 from tinsmith.store import StoredCheckpoints, UsageRecord
 
 router = APIRouter(prefix=API_PREFIX, tags=["usage"], route_class=JsonRoute)

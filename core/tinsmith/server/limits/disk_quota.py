@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from tinsmith.errors import CapacityError, UserError
-from tinsmith.server.tallies import STALE_AFTER_S, Tallies
+from tinsmith.server.limits.tallies import STALE_AFTER_S, Tallies
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import KeptBytes, RequestStore
 from tinsmith.store.disk_room import (

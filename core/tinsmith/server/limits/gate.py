@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.protocol import bounds
-from tinsmith.server.bodies import note_route
-from tinsmith.server.strangers import Strangers
+from tinsmith.server.limits.bodies import note_route
+from tinsmith.server.limits.strangers import Strangers
 from tinsmith.settings import ServerSettings
 
 MAX_PATH_CHARS: Final = 4096

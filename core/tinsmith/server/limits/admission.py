@@ -15,13 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.errors import CapacityError, TinsmithError
 from tinsmith.hook_values import Principal
-from tinsmith.server.bodies import STRANGER_BYTES, closing, note_route
-from tinsmith.server.bounded_http import connection_of
 from tinsmith.server.context import API_PREFIX
 from tinsmith.server.error_answers import tinsmith_error
-from tinsmith.server.probes import Probes, is_probe
-from tinsmith.server.quotas import Quotas
-from tinsmith.server.strangers import Strangers
+from tinsmith.server.limits.bodies import STRANGER_BYTES, closing, note_route
+from tinsmith.server.limits.bounded_http import connection_of
+from tinsmith.server.limits.probes import Probes, is_probe
+from tinsmith.server.limits.quotas import Quotas
+from tinsmith.server.limits.strangers import Strangers
 
 LONG_POLLS: Final = frozenset({f"{API_PREFIX}/retrieve_future", f"{API_PREFIX}/retrieve_futures"})
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.server.bounded_http import connection_of
 from tinsmith.server.context import API_PREFIX
-from tinsmith.server.strangers import spread
-from tinsmith.server.token_buckets import TokenBuckets
+from tinsmith.server.limits.bounded_http import connection_of
+from tinsmith.server.limits.strangers import spread
+from tinsmith.server.limits.token_buckets import TokenBuckets
 
 PROBES: Final = frozenset(f"{prefix}/{name}" for prefix in ("", API_PREFIX) for name in ("healthz", "readyz"))
 
