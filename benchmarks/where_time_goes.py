@@ -263,7 +263,7 @@ def _show(name: str, total_ms: float, rows: Sequence[Row]) -> None:
 
 def _bounds(shape: TinyShape, operations: dict[str, Any]) -> dict[str, float]:
     """Print what the device's stages take beside what the machine's rates allow."""
-    from tinsmith_jax.kernels import native
+    from tinsmith_jax import native
 
     product, read = _product_flops_per_s(), _read_bytes_per_s()
     print(

@@ -42,10 +42,9 @@ from tinsmith.operations import (
 )
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.devices import Devices
-from tinsmith_jax.layers import TILE
-from tinsmith_jax.sampling_adapters import BASE_MODEL
 from tinsmith_jax.sampling_device import SamplingDevice
-from tinsmith_jax.sampling_values import PromptTile, SlotInput
+from tinsmith_jax.sampling_values import BASE_MODEL, PromptTile, SlotInput
+from tinsmith_jax.tiles import TILE
 
 MODEL = "drawn"
 HAND_OVERS = 3

@@ -31,10 +31,10 @@ from tinsmith.operations import (
     OptimStep,
 )
 from tinsmith_jax.backend import JaxBackend
-from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket
+from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.devices import Devices
-from tinsmith_jax.layers import TILE
+from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 from tinsmith_jax.train_step import TrainPrograms
 
 TENANTS = (1, MAX_ADAPTERS)

@@ -83,7 +83,7 @@ def settings_measured(
     options: Options, tenants: int, limit: float, *, until: float
 ) -> Iterator[tuple[Settings, dict[str, Any]]]:
     """Yield the figures of the first settings, and those of others until it is that late or one fails."""
-    from tinsmith_jax.layers import TILE
+    from tinsmith_jax.tiles import TILE
 
     models = [f"model-{index}" for index in range(tenants)]
     peer = make_peer(options, models, limit)

@@ -13,7 +13,7 @@ from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.kernels import paged, row_products, tile_products
 from tinsmith_jax.kernels.choice import REFERENCE, Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
-from tinsmith_jax.layers import TILE
+from tinsmith_jax.tiles import TILE
 
 # Any below: jax arrays.
 DTYPES = pytest.mark.parametrize(("dtype", "close"), [("float32", 5e-3), ("bfloat16", 2e-2)])  # TF32, and 8 bits

@@ -239,7 +239,7 @@ OTHERS = {
     "core/tinsmith/workers/state_files.py": "keeps files for as long as their readers; locks and sweeps for itself",
     "core/tinsmith/sql_store/databases/socket_wakeups.py": "one directory, which all processes share",
     "core/tinsmith/commands/doctor/probe.py": "a file without a name",
-    "plugins/jax_backend/tinsmith_jax/kernels/library.py": "leaves markers on purpose, for the next process",
+    "plugins/jax_backend/tinsmith_jax/native/library.py": "leaves markers on purpose, for the next process",
     "core/tinsmith/testing/postgres.py": "of tests, as another user; a watcher removes it",
     "core/tinsmith/testing/forked_workers.py": "of tests; ends with them",
 }

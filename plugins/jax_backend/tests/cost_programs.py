@@ -9,7 +9,7 @@ from jax_harness import LOSSES
 
 from tinsmith.huggingface import DecoderShape
 from tinsmith_jax import runtime
-from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket
+from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.config import JaxConfig, MeshConfig
 from tinsmith_jax.costs import Computing, Costs
 from tinsmith_jax.loss_table import LossTable
@@ -17,6 +17,7 @@ from tinsmith_jax.mesh import make_layout
 from tinsmith_jax.model_config import config_of
 from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.sampling_programs import SamplingPrograms
+from tinsmith_jax.tiles import MAX_ADAPTERS
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_workbench.compile_check.case import base_shapes
 

@@ -10,11 +10,10 @@ from jax_harness import add_model, make_backend, make_op, train
 
 from tinsmith import AdamParams, ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
 from tinsmith.huggingface import decoder_shape, known_config
-from tinsmith_jax import runtime
+from tinsmith_jax import native, runtime
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes, require_enough
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
-from tinsmith_jax.kernels import native
 from tinsmith_jax.model_config import ARCHITECTURES, read_config
 from tinsmith_jax.placing import sampler_demand, trainer_demand
 
@@ -149,7 +148,7 @@ RANK = FEW_PROGRAMS["max_lora_rank"]
 
 def room_for(directory: Path, cache_dir: Path, models: int, **settings: object) -> int:
     """Return the memory of a device in which so many models of the largest rank fit, and half of one more."""
-    native.load(cache_dir / "native")
+    native.load(cache_dir)
     config, shape = JaxConfig.model_validate({**FEW_PROGRAMS, **settings}), read_config(directory)
     computing = runtime.divided(config, shape, None, trains=True, samples=True).costs.computing
     least = least_bytes(config, shape, computing)

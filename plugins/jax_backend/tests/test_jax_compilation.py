@@ -15,12 +15,11 @@ from jax._src import compilation_cache, compiler  # no public API returns to the
 from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, local, make_backend, make_op
 
 from tinsmith import AdamParams, Array, BackendContext, Forward, LoraConfig, ModelState, OptimStep
-from tinsmith_jax import runtime
+from tinsmith_jax import native, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.buckets import Bucket, Pass
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.kernels import native
 
 LIMITS = [
     pytest.param(FEW_PROGRAMS, id="few programs"),

@@ -15,8 +15,8 @@ from tinsmith import AdamParams, Datum, Forward, ForwardBackward, LoraConfig, Op
 from tinsmith_jax import adapters
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.buckets import Buckets
-from tinsmith_jax.layers import TILE
 from tinsmith_jax.packing import Piece, plan
+from tinsmith_jax.tiles import TILE
 from tinsmith_jax.training_device import TrainingDevice
 
 MODELS = [f"m{number}" for number in range(8)]

@@ -19,9 +19,10 @@ from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.kernels import splash, tile_products
 from tinsmith_jax.kernels.choice import REFERENCE, Attention, Kernels, choose
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
-from tinsmith_jax.layers import TILE, Lora, Tiles, lora_delta
+from tinsmith_jax.layers import Lora, lora_delta
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import Axes
+from tinsmith_jax.tiles import TILE, Tiles
 
 WIDE = Axes(kernels=Kernels(products="side_by_side"))
 GROUPED = Axes(kernels=Kernels(products="grouped", interpret=True))
@@ -283,7 +284,9 @@ def head_scores(axes: Axes) -> Any:
     batch = LossBatch(targets, np.zeros(rows, np.int32), inputs_ITK, config_CT)
     tiles = Tiles(TILES.adapter_n[:4], TILES.scale_n[:4])
     adapters, sums = ((draw(K, hidden, RANK), draw(K, RANK, vocab)) for _ in range(2))
-    run = jax.jit(lambda *values: head.score_with_gradients(*values, tiles, batch, LOSS, 2 * TILE, axes=axes))
+    run = jax.jit(
+        lambda *values: head.score_with_gradients(*values, tiles, batch, LOSS, 2 * TILE, how=head.InJax(axes))
+    )
     return run(draw(vocab, hidden), adapters, sums, draw(rows, hidden))
 
 

@@ -25,11 +25,11 @@ from sampling_harness import assert_same_sequences, make_sample, prompt, sample,
 from tinsmith import LoraConfig, ModelState, Sample, SampleOutput
 from tinsmith.huggingface.int8 import Int8
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith_jax import head, runtime
+from tinsmith_jax import head, native, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.kernels import library, native
 from tinsmith_jax.model_config import read_config
+from tinsmith_jax.native import library, loading
 from tinsmith_jax.sampling_values import Drawn, SlotInput
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -193,7 +193,7 @@ async def test_bfloat16_is_near_float32(models: dict[str, Path], jax_cache: Path
 def test_a_model_of_bfloat16_is_computed_as_such(
     models: dict[str, Path], jax_cache: Path, kind: str, settings: dict[str, Any], dtype: str
 ) -> None:
-    assert native.load(jax_cache / "native")
+    assert native.load(jax_cache)
     if not native.multiplies_bfloat16():
         pytest.skip("this CPU has no instruction for products of bfloat16")
     model = read_config(models["bfloat16" if kind == "int8" else kind])
@@ -208,14 +208,14 @@ def test_a_model_of_bfloat16_is_computed_as_such(
 def test_two_backends_of_one_model_stay_at_float32(
     models: dict[str, Path], jax_cache: Path, trains: bool, samples: bool
 ) -> None:
-    assert native.load(jax_cache / "native")
+    assert native.load(jax_cache)
     budget = runtime.divided(JaxConfig(), read_config(models["bfloat16"]), None, trains=trains, samples=samples)
     rounds = trains and samples and native.multiplies_bfloat16()
     assert budget.costs.computing.dtype == ("bfloat16" if rounds else "float32")
 
 
 def test_what_xla_trains_in_bfloat16_it_samples_as_well(models: dict[str, Path], jax_cache: Path) -> None:
-    assert native.load(jax_cache / "native")
+    assert native.load(jax_cache)
     limits = runtime.decide(JaxConfig(dtype="bfloat16", recompute=True), read_config(models["bfloat16"]))
     assert (limits.native, limits.exact, limits.value_dtype) == (False, False, "bfloat16")
 
@@ -428,11 +428,11 @@ def test_products_have_one_rounding_in_all_sizes(tmp_path: Path, name: str, macr
     ],
 )
 def test_a_call_with_other_arrays_is_refused(jax_cache: Path, arguments: Sequence[type], told: str) -> None:
-    assert native.load(jax_cache / "native")
+    assert native.load(jax_cache)
     results = [jax.ShapeDtypeStruct(*each) for each in (((1,), np.int32), ((1,), np.float32), ((1, 4), np.float32))]
     given = [np.zeros((1, 4) if place == 0 else (1,), each) for place, each in enumerate(arguments)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=told):
-        jax.block_until_ready(jax.ffi.ffi_call(native.DRAW, results)(*given))
+        jax.block_until_ready(jax.ffi.ffi_call(loading.DRAW, results)(*given))
 
 
 # Machines that cannot compile them ------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_a_call_with_other_arrays_is_refused(jax_cache: Path, arguments: Sequenc
 
 @pytest.fixture
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(loading, "_library", None)
 
 
 def test_without_a_compiler_xla_does_it(
@@ -467,7 +467,7 @@ def test_a_compiler_that_fails_is_named(
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(compiler))
     with caplog.at_level(logging.WARNING, "tinsmith_jax"):
-        assert not native.load(tmp_path / "kernels")
+        assert not loading.load(tmp_path / "kernels")
     assert str(compiler) in caplog.text
     assert "no vectors" in caplog.text
     assert not any((tmp_path / "kernels").iterdir())
@@ -499,10 +499,10 @@ def compiler_here() -> str:
 _LOADS = """
 import os, sys
 from pathlib import Path
-from tinsmith_jax.kernels import library, native
+from tinsmith_jax.native import loading
 if len(sys.argv) > 2:
-    native.ctypes.CDLL = lambda _: os.kill(os.getpid(), 9)
-print(native.load(Path(sys.argv[1])))
+    loading.ctypes.CDLL = lambda _: os.kill(os.getpid(), 9)
+print(loading.load(Path(sys.argv[1])))
 """
 
 
@@ -602,7 +602,7 @@ def test_a_cache_that_takes_no_marker_is_used_without(
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS if place == "tempfile.mkstemp" else errno.ENOSYS, "planted")
 
-    monkeypatch.setattr(f"tinsmith_jax.kernels.library.{place}", refused)
+    monkeypatch.setattr(f"tinsmith_jax.native.library.{place}", refused)
     ran = []
     with library.loading(tmp_path / good.name):
         ran.append(1)
@@ -616,7 +616,7 @@ _BEGINS = """
 import os, sys
 from pathlib import Path
 from tinsmith_jax import plugin
-from tinsmith_jax.kernels import library
+from tinsmith_jax.native import library
 assert library.begins_early(os.environ)
 print(library.begin(Path(sys.argv[1]), sys.argv[2]).result())
 print("jax" in sys.modules)

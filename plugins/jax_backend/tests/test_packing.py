@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinsmith import Datum, ForwardBackward
-from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket, Buckets
-from tinsmith_jax.layers import TILE
+from tinsmith_jax.buckets import Bucket, Buckets
 from tinsmith_jax.packing import MicroBatch, Piece, plan, room_beside
+from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 
 BUCKETS = Buckets(max_tokens=1024, max_targets=64)
 

@@ -12,10 +12,10 @@ from jax_harness import TRITON, lowered_for_cuda
 
 from tinsmith_jax import runtime, sampling_programs
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.decode import PAGE
 from tinsmith_jax.kernels import paged, row_products
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampling_device import sampling_shape
+from tinsmith_jax.sampling_values import PAGE
 from tinsmith_workbench.compile_check.case import base_shapes
 
 LAYER, HEADS, KV_HEADS, D = 1, 6, 2, 16

@@ -13,10 +13,9 @@ from jax_harness import add_model
 from sampling_harness import make_sample, prompt, sample_all
 
 from tinsmith import BackendContext, HostSnapshot, LoraConfig, SampledSequence, SampleOutput
-from tinsmith_jax import sampling_device
+from tinsmith_jax import native, sampling_device
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxSamplerConfig
-from tinsmith_jax.kernels import native
 from tinsmith_jax.sampling_only import JaxSampler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -67,12 +67,19 @@ def _modules(config: ModelConfig) -> tuple[_Module, ...]:
     )
 
 
-class JaxSnapshot(Snapshot):
-    """A snapshot that stays on the device. Its arrays are immutable and are never donated to a computation."""
+class DeviceSnapshot(Snapshot):
+    """A snapshot that stays on the devices. `arrays` is what their sampler calls its weights."""
 
-    def __init__(self, snapshot_id: str, lora: LoraConfig, arrays: Adapter, config: ModelConfig) -> None:
+    def __init__(self, snapshot_id: str, lora: LoraConfig, arrays: Any) -> None:
         super().__init__(snapshot_id, lora)
         self.arrays = arrays
+
+
+class JaxSnapshot(DeviceSnapshot):
+    """A snapshot on this process's device. Its arrays are immutable and are never donated to a computation."""
+
+    def __init__(self, snapshot_id: str, lora: LoraConfig, arrays: Adapter, config: ModelConfig) -> None:
+        super().__init__(snapshot_id, lora, arrays)
         self._config = config
         self._copy: Mapping[str, Array] = {}  # of a sampler beside this backend, in place of the arrays
 
@@ -250,30 +257,28 @@ def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank:
 # Stacks, inside compiled functions ------------------------------------------------------------------------------------
 
 
-def stack(adapters: Sequence[Adapter], *, layers_apart: bool = False) -> Adapter:
-    """Join k adapters along a new axis, the third from the end: [L, k, ...], of an expert's own [L, E, k, ...].
-
-    With `layers_apart`, "layers" are those of one adapter after the other, as the kernels in C++ take them.
-    """
-    if layers_apart:
-        heads = [{"head": adapter["head"]} for adapter in adapters]
-        return {"layers": tuple(adapter["layers"] for adapter in adapters), **stack(heads)}
+def stack(adapters: Sequence[Adapter]) -> Adapter:
+    """Join k adapters along a new axis, the third from the end: [L, k, ...], of an expert's own [L, E, k, ...]."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-3), *adapters)
 
 
 def unstack(stacked: Adapter, rows: Iterable[Any]) -> tuple[Adapter, ...]:
-    """Take the adapters of these rows apart. Rows are integers, or scalars that are known when the program runs.
-
-    If the layers are apart, the rows must be those of all.
-    """
-    if isinstance(layers := stacked["layers"], tuple):
-        heads = unstack({"layers": {}, "head": stacked["head"]}, rows)
-        return tuple({**head, "layers": own} for own, head in zip(layers, heads, strict=True))
+    """Take the adapters of these rows apart. Rows are integers, or scalars that are known when the program runs."""
     return tuple(jax.tree.map(lambda leaf, row=row: _row(leaf, row), stacked) for row in rows)
 
 
 def _row(stacked: Any, row: Any) -> Any:
     return jax.lax.dynamic_index_in_dim(stacked, row, stacked.ndim - 3, keepdims=False)
+
+
+def put_row(rows: tuple[Any, Any], pair: tuple[Any, Any], row: Any, scale: Any = 1.0, *, pads: bool = True) -> Any:
+    """Write one module's A and scaled B into a row of each array. With `pads`, fill up the rank with zeros."""
+    (rows_A, rows_B), (A, B) = rows, pair
+    missing = rows_A.shape[-1] - A.shape[-1] if pads else 0
+    A = jnp.pad(A, [(0, 0)] * (A.ndim - 1) + [(0, missing)]).astype(rows_A.dtype)
+    B = jnp.pad(B * scale, [(0, 0)] * (B.ndim - 2) + [(0, missing), (0, 0)]).astype(rows_B.dtype)
+    rank = A.shape[-1]
+    return rows_A.at[..., row, :, :rank].set(A), rows_B.at[..., row, :rank, :].set(B)
 
 
 def _f32(*shape: int) -> jax.ShapeDtypeStruct:

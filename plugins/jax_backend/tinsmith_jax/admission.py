@@ -7,8 +7,9 @@ from typing import Final
 from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
 from tinsmith.huggingface import DecoderShape
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.costs import TOGETHER, Computing, Costs
+from tinsmith_jax.costs import Computing, Costs
 from tinsmith_jax.rank_classes import class_of
+from tinsmith_jax.tiles import MAX_ADAPTERS
 
 FEWEST_TARGETS: Final = 64  # per token, even if fewer alternatives are sampled
 _GIB: Final = 2**30
@@ -120,11 +121,11 @@ class Budget:
 
     def _programs(self, models: int) -> Iterator[int]:
         if self.trains:
-            adapters = TOGETHER if models > 1 or self.costs.computing.on_cpu else 1
+            adapters = MAX_ADAPTERS if models > 1 or self.costs.computing.on_cpu else 1
             if self.costs.computing.native:
-                adapters = min(models, TOGETHER)
+                adapters = min(models, MAX_ADAPTERS)
             yield self.costs.micro_batch(self.micro_tokens, adapters, targets_of(self.config))
-            yield self.costs.step(min(models, TOGETHER))
+            yield self.costs.step(min(models, MAX_ADAPTERS))
         if self.samples:
             yield self.costs.sampling(self.drawn, gathers_once=self.gathers_once)
 

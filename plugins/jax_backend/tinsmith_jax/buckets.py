@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from tinsmith_jax.layers import TILE
+from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 
 Pass = Literal["score", "gradients"]
 """Logprobs and losses alone, or their gradients as well."""
 
-MAX_ADAPTERS = 8  # in a micro-batch
 SMALLEST = 2 * TILE  # XLA computes a batch of one tile in a different order than a batch of several
 _WIDE_FROM = 256  # tokens: several tenants together rarely have fewer, nor do several targets
 

@@ -12,11 +12,10 @@ from typing import Final, NamedTuple
 
 from tinsmith.huggingface import ATTENTION, HEAD, MLP, DecoderShape, weight_counts
 from tinsmith_jax.rank_classes import class_of, rank_classes
+from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 
 FLOAT: Final = 4  # bytes of what adapters, gradients and moments are kept in
 ITEM: Final = {"float32": 4, "bfloat16": 2}  # of base weights and activations
-TILE: Final = 64  # tokens, also of a page: layers.TILE, without jax
-TOGETHER: Final = 8  # adapters in a micro-batch: buckets.MAX_ADAPTERS
 _BY_INPUTS: Final = frozenset({"self_attn.o_proj", "mlp.down_proj"})
 """The modules whose inputs `tensor` divides; of the others it divides the outputs."""
 
@@ -189,7 +188,7 @@ class Costs:
         on_cpu, fsdp = self.computing.on_cpu, self.computing.fsdp
         own = self.weights(self.max_lora_rank) - (self._head_weights() if on_cpu and not head else 0)
         if self.computing.native:
-            adapters, own = TOGETHER, self._head_weights()
+            adapters, own = MAX_ADAPTERS, self._head_weights()
         return int((_STACKED[on_cpu] if fsdp == 1 else _STACKED_BY_FSDP) * adapters * own)
 
     def _head_weights(self) -> int:

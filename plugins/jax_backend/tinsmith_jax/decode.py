@@ -20,120 +20,160 @@ times the query heads per J), D = head dim, R = adapters, X = decode steps or ta
 i, r, o = in, rank, out of a LoRA.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from tinsmith_jax import expert_sampling, native_head, native_sampling
+from tinsmith_jax import adapters, expert_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.kernels import paged, row_products
-from tinsmith_jax.layers import TILE, Tiles, rms_norm, rope, rope_angles
-from tinsmith_jax.mesh import ONE, Axes, gathered
+from tinsmith_jax.layers import rms_norm, rope, rope_angles
+from tinsmith_jax.mesh import Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
-from tinsmith_jax.native_sampling import Rows
-from tinsmith_jax.sampling_adapters import BASE_MODEL, AdapterRows
-from tinsmith_jax.sampling_head import RowParams, draw, prompt_scores, top_logprobs
+from tinsmith_jax.sampling_adapters import AdapterRows
+from tinsmith_jax.sampling_head import draw, prompt_scores, top_logprobs
+from tinsmith_jax.sampling_values import (
+    BASE_MODEL,
+    PAGE,
+    Cache,
+    Dispatch,
+    RowParams,
+    SamplingShape,
+    SlotState,
+    Steps,
+    TokenTiles,
+    Weights,
+    expert_dtype,
+    experts_of_token,
+)
 from tinsmith_jax.trunk import embed, qk_norm, split_qkv
 
-PAGE = TILE
-"""Positions of a page of the cache: a full tile of a prompt fills one."""
-STOP_TABLE = 8
-"""Stop tokens per slot that the device checks. The host checks all of them; the table only avoids wasted steps."""
 _MATRICES = {"qkv": 0, "o": 1, "gate_up": 0, "down": 1}
 """The matrices of a layer, with the axis along which `fsdp` divides each."""
 
-# Any: nested dictionaries of arrays (described in weights.py and adapters.py), and jax or NumPy arrays below.
+# Any: nested dictionaries of arrays (described in weights.py and adapters.py).
 Tree = Any
+DrawNext = Callable[[Cache, SlotState], tuple[Cache, tuple[jax.Array, ...], jax.Array | None]]
+"""Returns the cache; the tokens, their logprobs, the alternatives and theirs; and which experts have computed them."""
 
 
-class Cache(NamedTuple):
-    """Keys (rotated) and values. Page 0 stands for pages that are not there: what is written to it is never read."""
+class Arithmetic(Protocol):
+    """What a program of sampling is made of, for one model, one shape and one mesh."""
 
-    k_LPJDC: jax.Array
-    v_LPJCD: jax.Array
+    @property
+    def config(self) -> ModelConfig: ...
 
+    @property
+    def shape(self) -> SamplingShape: ...
 
-class TokenTiles(NamedTuple):
-    """Runs of consecutive tokens, each of one sequence. The last tiles may be padding."""
+    @property
+    def axes(self) -> Axes: ...
 
-    tokens_NT: Any  # -1 past the end of a prompt
-    start_N: Any  # position of a tile's first token, in padding -1
-    table_NG: Any  # the pages of its sequence; a tile of a prompt fills one, and those of one prompt come in order
-    adapter_N: Any  # row of its adapter, or BASE_MODEL
+    # what lies on the device
 
+    def resident(self, pairs: Tree) -> Tree:
+        """Return the shapes of all that is kept of adapters, given those of their factors."""
 
-class SlotState(NamedTuple):
-    """The state of each row. All arrays are [B] except the tables. Rows in use come first."""
+    def resident_specs(self, specs: Tree) -> Tree:
+        """Return likewise how it is divided."""
 
-    token_B: Any  # the latest token, not yet in the cache
-    position_B: Any  # its position
-    left_B: Any  # tokens still to draw; 0 = idle
-    stop_BX: Any  # STOP_TABLE stop tokens, padded with -1
-    table_BG: Any  # the pages of its sequence
-    adapter_B: Any  # row of its adapter, or BASE_MODEL
+    def empty(self, shapes: tuple[Cache, Tree], places: Any) -> tuple[Cache, Tree]:
+        """Make a cache and rows of adapters in which nothing lies. `places`: on a mesh, where."""
 
+    def give_back(self, cache: Cache, resident: Tree, pages: Sequence[int], rows: Sequence[int]) -> None:
+        """Return the memory of pages and rows to the system, if the shape `grows`."""
 
-class Switches(NamedTuple):
-    """Run-time switches for what the slots of this dispatch need. They do not trigger a compilation."""
+    def write_adapter(self, resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array) -> Tree:
+        """Put an adapter into a row of all shards'."""
 
-    num_steps: Any
-    any_truncated: Any
-    any_top: Any
+    # inside programs
 
+    def read(self, weights: Weights, cache: Cache, tiles: TokenTiles) -> tuple[Cache, jax.Array, jax.Array | None]:
+        """Write the tiles' keys and values. Return the normed hidden states [N, T, H], and the experts [N T, L, C]."""
 
-class Steps(NamedTuple):
-    """The tokens drawn by a dispatch of at most X steps. Steps past `num_steps` are meaningless."""
+    def prompt_logits(self, weights: Weights, hidden_TH: jax.Array, row: jax.Array) -> jax.Array:
+        """Return the logits [T, V] of one tile of a prompt, with the adapter of a row or BASE_MODEL."""
 
-    num_steps: jax.Array
-    tokens_XB: jax.Array  # -1 where the slot was idle
-    logprobs_XB: jax.Array
-    top_ids_XBK: jax.Array
-    top_logprobs_XBK: jax.Array
-    experts_XBLC: jax.Array | None  # that computed the token before the drawn one; None if nobody asks
+    def drawing(self, weights: Weights, given: Dispatch) -> DrawNext:
+        """Return what computes a step: the next token of each row."""
 
 
-def pages_of(num_tokens: int) -> int:
-    return -(-num_tokens // PAGE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InJax:
+    """By JAX, on any device or mesh."""
+
+    config: ModelConfig
+    shape: SamplingShape
+    axes: Axes
+
+    def resident(self, pairs: Tree) -> Tree:
+        return pairs
+
+    def resident_specs(self, specs: Tree) -> Tree:
+        return specs
+
+    def empty(self, shapes: tuple[Cache, Tree], places: Any) -> tuple[Cache, Tree]:
+        """Make all arrays in one program: one for each shape is slow to compile."""
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes), out_shardings=places
+        )
+        made: tuple[Cache, Tree] = zeros()
+        return made
+
+    def give_back(self, cache: Cache, resident: Tree, pages: Sequence[int], rows: Sequence[int]) -> None:
+        """Keep the memory: these arrays do not grow."""
+
+    def write_adapter(self, resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array) -> Tree:
+        """Pad its rank with zeros, and fold its scale into B."""
+        row = self.axes.own_row(row, resident["head"][0].shape[0])  # past the end on other shards: nothing is set
+        layers = {
+            name: adapters.put_row(resident["layers"][name], pair, row, scale)
+            for name, pair in adapter["layers"].items()
+        }
+        return {"layers": layers, "head": adapters.put_row(resident["head"], adapter["head"], row, scale)}
+
+    def read(self, weights: Weights, cache: Cache, tiles: TokenTiles) -> tuple[Cache, jax.Array, jax.Array | None]:
+        lora = AdapterRows.of_tiles(weights.resident, tiles.adapter_N, tiles.tokens_NT.shape[1], self.axes)
+        return _layers(self, weights.base, lora, cache, tiles, jnp.sum(tiles.start_N >= 0))
+
+    def prompt_logits(self, weights: Weights, hidden_TH: jax.Array, row: jax.Array) -> jax.Array:
+        lora = AdapterRows.of_tiles(weights.resident, row[None], len(hidden_TH), self.axes)
+        return _logits(self.axes.whole(weights.base["head"], 1), lora, hidden_TH[None], self.axes)[0]
+
+    def drawing(self, weights: Weights, given: Dispatch) -> DrawNext:
+        state, params, switches = given
+        num_used = jnp.sum(state.left_B > 0)
+        row_B = jnp.where(state.left_B > 0, state.adapter_B, BASE_MODEL)
+        lora = AdapterRows.of_rows(weights.resident, row_B, self.axes)
+        base, axes = gathered(weights.base, self.axes) if self.shape.gathers_once else (weights.base, self.axes)
+        how, head_VH = replace(self, axes=axes), axes.whole(base["head"], 1)
+
+        def draw_rows(logits_BV: jax.Array, params: RowParams, position_B: jax.Array) -> tuple[jax.Array, ...]:
+            token_B, logprob_B, logp_BV = draw(logits_BV, params, position_B, any_truncated=switches.any_truncated)
+            return token_B, logprob_B, *top_logprobs(logp_BV, num_top=self.shape.max_top, wanted=switches.any_top)
+
+        def draw_next(cache: Cache, now: SlotState) -> tuple[Cache, tuple[jax.Array, ...], jax.Array | None]:
+            # A row that has ended is computed on. Its result is dropped, and it writes where nothing is read before its
+            # sequence's page is written by another.
+            tiles = TokenTiles(now.token_B[:, None], now.position_B, now.table_BG, now.adapter_B)
+            cache, hidden_BTH, experts_BLC = _layers(how, base, lora, cache, tiles, num_used)
+            logits_BV = _logits(head_VH, lora, hidden_BTH, axes)[:, 0]
+            drawn: tuple[jax.Array, ...] = _each(draw_rows, num_used, (logits_BV, params, now.position_B + 1), axes)
+            return cache, drawn, experts_BLC
+
+        return draw_next
 
 
-def cache_shapes(config: ModelConfig, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return [L, P, J, D, C] of keys and [L, P, J, C, D] of values."""
-    pages = (config.num_layers, num_pages, config.num_kv_heads)
-    return (*pages, config.head_dim, PAGE), (*pages, PAGE, config.head_dim)
-
-
-def page_bytes(config: ModelConfig) -> int:
-    """Return what a page takes in float32."""
-    return sum(4 * math.prod(shape) for shape in cache_shapes(config, 1))
-
-
-def experts_of_token(config: ModelConfig) -> tuple[int, int]:
-    """Return L and C: how many experts compute a token in how many layers."""
-    assert config.experts is not None, "only models with experts return them"
-    return config.num_layers, config.experts.top_k
-
-
-def expert_dtype(config: ModelConfig) -> Any:
-    """Return the smallest dtype that holds an expert's number."""
-    assert config.experts is not None, "only models with experts return them"
-    return np.min_scalar_type(config.experts.num_experts - 1)
+# Programs -------------------------------------------------------------------------------------------------------------
 
 
 def prefill(
-    config: ModelConfig,
-    base: Tree,
-    resident: Tree,
-    cache: Cache,
-    tiles: TokenTiles,
-    *,
-    returns_experts: bool = False,
-    axes: Axes = ONE,
+    how: Arithmetic, weights: Weights, cache: Cache, tiles: TokenTiles
 ) -> tuple[Cache, tuple[jax.Array, ...], jax.Array | None]:
     """Read tiles of 64 prompt tokens into the cache. Several tiles of one prompt may be passed, in order.
 
@@ -141,30 +181,17 @@ def prefill(
     [N T, L, C]. Positions past a prompt's end hold garbage until decoding overwrites them; no query reads them before
     that.
     """
-    if axes.kernels.native:
-        place_T = jnp.arange(tiles.tokens_NT.shape[1])
-        position_NT = jnp.where(tiles.tokens_NT >= 0, tiles.start_N[:, None] + place_T, -1)
-        rows = Rows(jnp.maximum(tiles.tokens_NT, 0), position_NT, tiles.table_NG, tiles.adapter_N)
-        written, hidden_NH = native_sampling.hidden_states(
-            config, base, resident, cache, rows, rounds=axes.kernels.rounds
-        )
-        return Cache(*written), tuple(hidden_NH.reshape(*tiles.tokens_NT.shape, -1)), None
-    lora = AdapterRows.of_tiles(resident, tiles.adapter_N, tiles.tokens_NT.shape[1], axes)
-    count = jnp.sum(tiles.start_N >= 0)
-    cache, hidden_NTH, experts = _layers(config, base, lora, cache, tiles, count, axes, returns_experts=returns_experts)
-    return cache, tuple(hidden_NTH), None if experts is None else axes.complete(experts)
+    cache, hidden_NTH, experts = how.read(weights, cache, tiles)
+    return cache, tuple(hidden_NTH), None if experts is None else how.axes.complete(experts)
 
 
 def score_prompt(
-    base: Tree,
-    resident: Tree,
+    how: Arithmetic,
+    weights: Weights,
     hidden_TH: jax.Array,
     place: jax.Array,
     targets_TK: jax.Array,
     want_top: jax.Array,
-    *,
-    num_top: int,
-    axes: Axes = ONE,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Score one tile of a prompt; see `prompt_scores`. Logits are computed for this tile only.
 
@@ -172,41 +199,19 @@ def score_prompt(
     result is everyone's.
     """
     shard, row = place
-    if axes.kernels.native:
-        own = Tiles(row[None], resident["scale"][row][None])
-        logits_TV = native_head.logits(base["head"], resident["head"], hidden_TH, own, rounds=axes.kernels.rounds)
-    else:
-        lora = AdapterRows.of_tiles(resident, row[None], len(hidden_TH), axes)
-        logits_TV = _logits(axes.whole(base["head"], 1), lora, hidden_TH[None], axes)[0]
-    scores = prompt_scores(logits_TV, targets_TK, num_top=num_top, want_top=want_top)
-    found: tuple[jax.Array, jax.Array, jax.Array] = axes.of_owner(scores, own=axes.own_row(shard, 1) == 0)
+    logits_TV = how.prompt_logits(weights, hidden_TH, row)
+    scores = prompt_scores(logits_TV, targets_TK, num_top=how.shape.max_top, want_top=want_top)
+    found: tuple[jax.Array, jax.Array, jax.Array] = how.axes.of_owner(scores, own=how.axes.own_row(shard, 1) == 0)
     return found
 
 
-def decode(  # noqa: PLR0913 - a compiled program's arguments
-    config: ModelConfig,
-    base: Tree,
-    resident: Tree,
-    cache: Cache,
-    state: SlotState,
-    params: RowParams,
-    switches: Switches,
-    *,
-    max_steps: int,
-    num_top: int,
-    gathers_once: bool = False,
-    returns_experts: bool = False,
-    axes: Axes = ONE,
-) -> tuple[Cache, Steps]:
-    """Decode up to `switches.num_steps` (at most `max_steps`) tokens in every row that has tokens left.
+def decode(how: Arithmetic, weights: Weights, cache: Cache, given: Dispatch) -> tuple[Cache, Steps]:
+    """Decode up to `num_steps` (at most the shape's `max_steps`) tokens in every row that has tokens left.
 
-    The steps are those of all shards' rows. With `gathers_once`, the weights are gathered before the first of them.
+    The steps are those of all shards' rows. If the shape gathers once, weights are gathered before the first of them.
     """
-    num_rows = state.token_B.shape[0]
-    num_used = jnp.sum(state.left_B > 0)
-    lora = AdapterRows.of_rows(resident, jnp.where(state.left_B > 0, state.adapter_B, BASE_MODEL), axes)
-    base, of_base = gathered(base, axes) if gathers_once else (base, axes)
-    head_VH = of_base.whole(base["head"], 1)
+    axes, wanted_steps = how.axes, given.switches.num_steps
+    draw_next = how.drawing(weights, given)
 
     def any_left(state: SlotState) -> jax.Array:
         anywhere: jax.Array = axes.anywhere(jnp.any(state.left_B > 0))
@@ -214,40 +219,13 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
 
     def go_on(carry: tuple[Cache, SlotState, jax.Array, Steps]) -> jax.Array:
         _, _, more, steps = carry
-        wanted: jax.Array = steps.num_steps < switches.num_steps
+        wanted: jax.Array = steps.num_steps < wanted_steps
         return wanted & more
-
-    def draw_rows(logits_BV: jax.Array, params: RowParams, position_B: jax.Array) -> tuple[jax.Array, ...]:
-        token_B, logprob_B, logp_BV = draw(logits_BV, params, position_B, any_truncated=switches.any_truncated)
-        return token_B, logprob_B, *top_logprobs(logp_BV, num_top=num_top, wanted=switches.any_top)
-
-    def draw_next(cache: Cache, now: SlotState) -> tuple[Cache, tuple[jax.Array, ...], jax.Array | None]:
-        """Return the tokens, their logprobs, the alternatives and theirs, and which experts have computed them."""
-        # A row that has ended is computed on. Its result is dropped, and it writes where nothing is read before its
-        # sequence's page is written by another.
-        tiles = TokenTiles(now.token_B[:, None], now.position_B, now.table_BG, now.adapter_B)
-        cache, hidden_BTH, experts_BLC = _layers(
-            config, base, lora, cache, tiles, num_used, of_base, returns_experts=returns_experts
-        )
-        logits_BV = _logits(head_VH, lora, hidden_BTH, axes)[:, 0]
-        given = (logits_BV, params, now.position_B + 1)
-        return cache, _each(draw_rows, num_used, given, axes), experts_BLC
-
-    def draw_next_natively(cache: Cache, now: SlotState) -> tuple[Cache, tuple[jax.Array, ...], None]:
-        position_B = jnp.where(jnp.arange(num_rows) < num_used, now.position_B, -1)
-        rows = Rows(now.token_B, position_B, now.table_BG, now.adapter_B)
-        written, logits_BV = native_sampling.logits(config, base, resident, cache, rows, rounds=axes.kernels.rounds)
-        token_B, logprob_B, logp_BV = native_sampling.draw(
-            logits_BV, params, now.position_B + 1, num_used, any_truncated=switches.any_truncated
-        )
-        top = top_logprobs(logp_BV, num_top=num_top, wanted=switches.any_top)
-        return Cache(*written), (token_B, logprob_B, *top), None
 
     def step(carry: tuple[Cache, SlotState, jax.Array, Steps]) -> tuple[Cache, SlotState, jax.Array, Steps]:
         cache, now, _, steps = carry
         active_B = now.left_B > 0
-        compute = draw_next_natively if axes.kernels.native else draw_next
-        cache, (token_B, logprob_B, top_ids_BK, top_logprobs_BK), experts_BLC = compute(cache, now)
+        cache, (token_B, logprob_B, top_ids_BK, top_logprobs_BK), experts_BLC = draw_next(cache, now)
         stopped_B = jnp.any(token_B[:, None] == now.stop_BX, axis=-1)
         here = steps.num_steps
         drawn = Steps(
@@ -265,16 +243,22 @@ def decode(  # noqa: PLR0913 - a compiled program's arguments
         )
         return cache, after, any_left(after), drawn
 
-    nothing = Steps(
-        jnp.int32(0),
-        jnp.full((max_steps, num_rows), -1, jnp.int32),
-        jnp.zeros((max_steps, num_rows), jnp.float32),
-        jnp.zeros((max_steps, num_rows, num_top), jnp.int32),
-        jnp.zeros((max_steps, num_rows, num_top), jnp.float32),
-        jnp.zeros((max_steps, num_rows, *experts_of_token(config)), expert_dtype(config)) if returns_experts else None,
-    )
-    cache, _, _, steps = lax.while_loop(go_on, step, (cache, state, any_left(state), nothing))
+    nothing = _no_steps(how, num_rows=given.state.token_B.shape[0])
+    cache, _, _, steps = lax.while_loop(go_on, step, (cache, given.state, any_left(given.state), nothing))
     return cache, Steps(steps.num_steps, *jax.tree.map(lambda part: axes.complete(part, 1), steps[1:]))
+
+
+def _no_steps(how: Arithmetic, num_rows: int) -> Steps:
+    shape, config = how.shape, how.config
+    each = (shape.max_steps, num_rows)
+    return Steps(
+        jnp.int32(0),
+        jnp.full(each, -1, jnp.int32),
+        jnp.zeros(each, jnp.float32),
+        jnp.zeros((*each, shape.max_top), jnp.int32),
+        jnp.zeros((*each, shape.max_top), jnp.float32),
+        jnp.zeros((*each, *experts_of_token(config)), expert_dtype(config)) if shape.returns_experts else None,
+    )
 
 
 def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
@@ -287,51 +271,19 @@ def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
     return copied
 
 
-def write_adapter(resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array, *, axes: Axes = ONE) -> Tree:
-    """Put an adapter into a row of all shards', padding its rank with zeros, and its scale folded into B.
-
-    The kernels in C++ are told its scale and rank class instead. They multiply by the scale where training does, and of
-    the layers, they read nothing past the rank.
-    """
-    native = "rank" in resident
-    folded = 1.0 if native else scale
-    row = axes.own_row(row, resident["head"][0].shape[0])  # past the end on other shards, where nothing is set
-
-    def put(
-        rows: tuple[jax.Array, jax.Array], pair: tuple[jax.Array, jax.Array], *, pads: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        (rows_A, rows_B), (A, B) = rows, pair
-        missing = rows_A.shape[-1] - A.shape[-1] if pads else 0
-        A = jnp.pad(A, [(0, 0)] * (A.ndim - 1) + [(0, missing)]).astype(rows_A.dtype)
-        B = jnp.pad(B * folded, [(0, 0)] * (B.ndim - 2) + [(0, missing), (0, 0)]).astype(rows_B.dtype)
-        rank = A.shape[-1]
-        return rows_A.at[..., row, :, :rank].set(A), rows_B.at[..., row, :rank, :].set(B)
-
-    layers = {name: put(resident["layers"][name], pair, pads=not native) for name, pair in adapter["layers"].items()}
-    written: Tree = {"layers": layers, "head": put(resident["head"], adapter["head"], pads=True)}
-    if native:
-        written["rank"] = resident["rank"].at[row].set(adapter["head"][0].shape[-1])
-        written["scale"] = resident["scale"].at[row].set(scale)
-    return written
+# Layers ---------------------------------------------------------------------------------------------------------------
 
 
 def _layers(
-    config: ModelConfig,
-    base: Tree,
-    lora: AdapterRows,
-    cache: Cache,
-    tiles: TokenTiles,
-    count: jax.Array,
-    axes: Axes,
-    *,
-    returns_experts: bool,
+    how: InJax, base: Tree, lora: AdapterRows, cache: Cache, tiles: TokenTiles, count: jax.Array
 ) -> tuple[Cache, jax.Array, jax.Array | None]:
     """Run the layer stack over the first `count` tiles and write their keys and values.
 
     Returns the cache, the normed hidden states [N, T, H], and the chosen experts [N T, L, C] or None.
     """
+    axes = how.axes
     x_NTH = embed(base["embed"], tiles.tokens_NT, axes)
-    config = config.divided(axes.tensor)
+    config = how.config.divided(axes.tensor)
     T = tiles.tokens_NT.shape[1]
     cos_sin = rope_angles(tiles.start_N[:, None] + jnp.arange(T), config.rope.inv_freq, config.rope.factor)
     layers, experts = take_apart(base["layers"], axes)
@@ -372,7 +324,8 @@ def _layers(
         h_NTH = norm(x_NTH, weights["post_norm"])
         if experts is not None:
             mlp_NTH, chosen = _expert_mlp(h_NTH, index, weights, experts, config, lora, axes)
-            return (x_NTH + mlp_NTH, cache), chosen.astype(expert_dtype(config)) if returns_experts else None
+            returned = chosen.astype(expert_dtype(config)) if how.shape.returns_experts else None
+            return (x_NTH + mlp_NTH, cache), returned
         gate_NTo, up_NTo = jnp.split(dense(h_NTH, "gate_up"), 2, axis=-1)
         d_gate_NTo, d_up_NTo = deltas(h_NTH, "gate", "up")
         gate_NTo, up_NTo = gate_NTo + d_gate_NTo, up_NTo + d_up_NTo

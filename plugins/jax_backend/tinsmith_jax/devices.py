@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from tinsmith import LossSpec, Progress, Turns
-from tinsmith_jax import runtime
+from tinsmith_jax import native, runtime
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import Buckets
 from tinsmith_jax.compilation import Program, Programs
@@ -62,7 +62,8 @@ class Devices:
         budget = runtime.divided(config, model, memory, trains=True, samples=setup.samples)
         limits = runtime.decide(config, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
-        base = load_base(setup.model_directory, model, limits.dtype, progress, layout, widens=limits.kernels.native)
+        widens = limits.kernels.native and native.widens(model)
+        base = load_base(setup.model_directory, model, limits.dtype, progress, layout, widens=widens)
         shapes = jax.tree.map(partial(_shape_of, on_mesh=layout is not None), base)
         losses = LossTable(setup.losses)
         self.train_programs = TrainPrograms(

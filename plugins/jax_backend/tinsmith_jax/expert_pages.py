@@ -6,9 +6,8 @@ So a prompt that finds a prefix in the cache has that prefix's experts, too.
 import numpy as np
 
 from tinsmith import Array
-from tinsmith_jax.decode import PAGE, expert_dtype, experts_of_token
 from tinsmith_jax.model_config import ModelConfig
-from tinsmith_jax.sampling_values import ExpertsOfPages, SamplingShape
+from tinsmith_jax.sampling_values import PAGE, ExpertsOfPages, SamplingShape, expert_dtype, experts_of_token
 from tinsmith_jax.slots import Prompt
 
 

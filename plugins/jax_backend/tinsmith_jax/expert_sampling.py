@@ -11,9 +11,10 @@ from jax import lax
 
 from tinsmith_jax import experts
 from tinsmith_jax.experts import ExpertWeights, ResidentLora, Routing, activated
-from tinsmith_jax.layers import Tiles
 from tinsmith_jax.mesh import Axes
-from tinsmith_jax.sampling_adapters import BASE_MODEL, AdapterRows
+from tinsmith_jax.sampling_adapters import AdapterRows
+from tinsmith_jax.sampling_values import BASE_MODEL
+from tinsmith_jax.tiles import Tiles
 
 # Any below: jax arrays and pytrees of them.
 

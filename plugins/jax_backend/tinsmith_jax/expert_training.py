@@ -14,8 +14,8 @@ from jax import lax
 from tinsmith_jax import experts
 from tinsmith_jax.experts import Block, Blocks, ExpertLora, ExpertWeights, Routing, in_tiles, product_T, rows
 from tinsmith_jax.kernels import tile_products
-from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.mesh import ONE, Axes
+from tinsmith_jax.tiles import TILE, Tiles
 
 # Any below: jax arrays and pytrees of them.
 

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from tinsmith_jax.kernels import tile_products
-from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.tiles import TILE, Tiles
 
 # Any below: jax arrays and pytrees of them.
 

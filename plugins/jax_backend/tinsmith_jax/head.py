@@ -8,15 +8,16 @@ Legend: C = rows of a chunk, c = its tiles, T = tokens, K = targets per token, H
 rank, k = adapters in the call.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from tinsmith_jax import native_head
-from tinsmith_jax.layers import TILE, Tiles, products_of
+from tinsmith_jax.layers import products_of
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, Axes
+from tinsmith_jax.tiles import TILE, Tiles
 
 # Any below: jax arrays and pytrees of them.
 _CPU_LOGITS = 1 << 22  # of one chunk; 16 MiB stay near the caches
@@ -30,10 +31,44 @@ class Scores(NamedTuple):
     sums: Any = None  # with gradients: the head's (A, B) sums, including this call's
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     hidden_CH: Any
     tiles: Tiles
     batch: LossBatch
+
+
+class Arithmetic(Protocol):
+    """How a chunk is computed. `head_VH` is whole, or a shard of the vocabulary's rows."""
+
+    @property
+    def axes(self) -> Axes: ...
+
+    def logprobs(self, head_VH: Any, adapters: Any, chunk: Chunk) -> tuple[Any, Any]:
+        """Return the logprobs of the targets [C, K], and what `gradients` needs besides."""
+
+    def gradients(
+        self, head_VH: Any, adapters: Any, sums: Any, chunk: Chunk, saved: Any, d_logp_CK: Any
+    ) -> tuple[Any, Any]:
+        """Return the derivatives by the hidden states [C, H], and the sums plus the gradients of the adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class InJax:
+    """By JAX, on any device or mesh."""
+
+    axes: Axes = ONE
+
+    def logprobs(self, head_VH: Any, adapters: Any, chunk: Chunk) -> tuple[Any, Any]:
+        logits_CV, z = _logits(head_VH, adapters, chunk, self.axes)
+        logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK, self.axes)
+        return logp_CK, (z, p_CV)
+
+    def gradients(
+        self, head_VH: Any, adapters: Any, sums: Any, chunk: Chunk, saved: Any, d_logp_CK: Any
+    ) -> tuple[Any, Any]:
+        z, p_CV = saved
+        d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK, self.axes).astype(chunk.hidden_CH.dtype)
+        return _backward(head_VH, adapters, sums, chunk, z, d_logits, self.axes)
 
 
 def chunk_rows(vocab_size: int, platform: str, num_tokens: int) -> int:
@@ -51,17 +86,13 @@ def score(
     losses: LossTable,
     rows: int,
     *,
-    axes: Axes = ONE,
+    how: Arithmetic,
 ) -> Scores:
     """Compute logprobs and losses."""
-    head_VH = axes.whole(head_VH, 1)
+    head_VH = how.axes.whole(head_VH, 1)
 
-    def step(carry: None, chunk: _Chunk) -> tuple[None, tuple[Any, Any]]:
-        if axes.kernels.native:
-            _, logp_CK = native_head.forward(_native_rows(head_VH, adapters, chunk), rounds=axes.kernels.rounds)
-        else:
-            logits_CV, _ = _logits(head_VH, adapters, chunk, axes)
-            logp_CK, _ = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
+    def step(carry: None, chunk: Chunk) -> tuple[None, tuple[Any, Any]]:
+        logp_CK, _ = how.logprobs(head_VH, adapters, chunk)
         return carry, (logp_CK, losses.per_token(logp_CK, chunk.batch)[0])
 
     _, (logp, loss) = jax.lax.scan(step, None, _chunks(hidden_TH, tiles, batch, rows))
@@ -78,31 +109,22 @@ def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
     losses: LossTable,
     rows: int,
     *,
-    axes: Axes = ONE,
+    how: Arithmetic,
 ) -> Scores:
     """Compute logprobs, losses, and the gradients of the summed loss."""
+    axes = how.axes
     head_VH = axes.whole(head_VH, 1)
     if axes.joins_streams:
         hidden_TH, tiles, by_row = axes.every_stream((hidden_TH, tiles, _swapped(batch)))
         batch = _swapped(by_row)
 
-    def native_step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
-        given = _native_rows(head_VH, adapters, chunk)
-        logits, logp_CK = native_head.forward(given, rounds=axes.kernels.rounds)
+    def step(sums: Any, chunk: Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
+        logp_CK, saved = how.logprobs(head_VH, adapters, chunk)
         loss_CK, d_logp_CK = losses.per_token(logp_CK, chunk.batch)
-        d_hidden, sums = native_head.backward(given, logits, d_logp_CK, sums, rounds=axes.kernels.rounds)
+        d_hidden, sums = how.gradients(head_VH, adapters, sums, chunk, saved, d_logp_CK)
         return sums, (logp_CK, loss_CK, d_hidden)
 
-    def step(sums: Any, chunk: _Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
-        logits_CV, z = _logits(head_VH, adapters, chunk, axes)
-        logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK, axes)
-        loss_CK, d_logp_CK = losses.per_token(logp_CK, chunk.batch)
-        d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK, axes).astype(chunk.hidden_CH.dtype)
-        d_hidden, sums = _backward(head_VH, adapters, sums, chunk, z, d_logits, axes)
-        return sums, (logp_CK, loss_CK, d_hidden)
-
-    one = native_step if axes.kernels.native else step
-    sums, per_row = jax.lax.scan(one, sums, _chunks(hidden_TH, tiles, batch, rows))
+    sums, per_row = jax.lax.scan(step, sums, _chunks(hidden_TH, tiles, batch, rows))
     logp, loss, d_hidden = (axes.own_stream(_unchunk(x)) for x in per_row)
     return Scores(logp, loss, d_hidden, sums)
 
@@ -112,34 +134,24 @@ def _swapped(batch: LossBatch) -> LossBatch:
     return batch._replace(inputs_ITK=jnp.swapaxes(batch.inputs_ITK, 0, 1), config_CT=batch.config_CT.T)
 
 
-def _chunks(hidden_TH: Any, tiles: Tiles, batch: LossBatch, rows: int) -> _Chunk:
+def _chunks(hidden_TH: Any, tiles: Tiles, batch: LossBatch, rows: int) -> Chunk:
     def cut(x: Any, axis: int, size: int) -> Any:
         split = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(split, axis, 0)
 
     axes = LossBatch(targets_TK=0, kind_T=0, inputs_ITK=1, config_CT=1)
-    return _Chunk(
+    return Chunk(
         cut(hidden_TH, 0, rows),
         Tiles(*(cut(x, 0, rows // TILE) for x in tiles)),
         LossBatch(*(cut(x, axis, rows) for x, axis in zip(batch, axes, strict=True))),
     )
 
 
-def _native_rows(head_VH: Any, adapters: Any, chunk: _Chunk) -> native_head.Rows:
-    count_n = token_counts(chunk.batch.kind_T)
-    return native_head.rows(head_VH, adapters, chunk.hidden_CH, chunk.tiles, count_n, chunk.batch.targets_TK)
-
-
-def token_counts(kind_T: Any) -> Any:
-    """Return how many tokens each tile has. All of them have a loss."""
-    return (kind_T >= 0).reshape(-1, TILE).sum(axis=1, dtype=jnp.int32)
-
-
 def _unchunk(x: Any) -> Any:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _logits(head_VH: Any, adapters: Any, chunk: _Chunk, axes: Axes) -> tuple[Any, Any]:
+def _logits(head_VH: Any, adapters: Any, chunk: Chunk, axes: Axes) -> tuple[Any, Any]:
     """Return float32 logits [C, V] and the scaled low-rank activations [c, TILE, r]."""
     A, B = adapters
     hidden, which = chunk.hidden_CH, chunk.tiles.adapter_n
@@ -182,7 +194,7 @@ def _d_logits(p_CV: Any, d_logp_CK: Any, targets_CK: Any, axes: Axes) -> Any:
 
 
 def _backward(
-    head_VH: Any, adapters: Any, sums: Any, chunk: _Chunk, z: Any, d_logits_CV: Any, axes: Axes
+    head_VH: Any, adapters: Any, sums: Any, chunk: Chunk, z: Any, d_logits_CV: Any, axes: Axes
 ) -> tuple[Any, Any]:
     (A, B), (sums_A, sums_B) = adapters, sums
     which, dtype, k, products = chunk.tiles.adapter_n, d_logits_CV.dtype, A.shape[0], products_of(axes.kernels)

@@ -20,21 +20,13 @@ from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.mesh import ONE, Axes
+from tinsmith_jax.tiles import TILE, Tiles
 
 # Any below: jax arrays and pytrees of them.
-TILE = 64
-
 _KEPT: Final = "kept"
 
 Divided = Literal["outputs", "inputs"]
 """What of a module is divided over the mesh's axis `tensor`."""
-
-
-class Tiles(NamedTuple):
-    """For each tile of TILE tokens: its adapter, and that adapter's alpha / rank."""
-
-    adapter_n: Any  # int32 row in the adapter stack
-    scale_n: Any  # float32
 
 
 class Lora(NamedTuple):
@@ -75,6 +67,13 @@ def rope_angles(positions: Any, inv_freq: tuple[float, ...], factor: float) -> t
     """Return cos and sin, float32, of shape positions.shape + [head_dim / 2]."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(inv_freq, jnp.float32)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def places_in_stream(positions_T: Any, inv_freq: tuple[float, ...], factor: float) -> tuple[tuple[Any, Any], Any]:
+    """Return the angles of a packed stream's tokens, and the first tile of each tile's sequence."""
+    n = positions_T.shape[0] // TILE
+    first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
+    return rope_angles(positions_T, inv_freq, factor), first_n
 
 
 def rope(x: Any, cos: Any, sin: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tinsmith import LossSpec
+from tinsmith_jax.tiles import TILE
 
 # Any below: jax or NumPy arrays.
 
@@ -20,6 +21,10 @@ class LossBatch(NamedTuple):
     kind_T: Any  # int32, index into LossTable.names
     inputs_ITK: Any  # float32
     config_CT: Any  # float32
+
+    def tokens_of_tiles(self) -> Any:
+        """Return how many tokens each tile has. All of them have a loss."""
+        return (self.kind_T >= 0).reshape(-1, TILE).sum(axis=1, dtype=jnp.int32)
 
 
 class LossTable:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinsmith import Array, Datum, ForwardBackward
-from tinsmith_jax.buckets import MAX_ADAPTERS, SMALLEST, Bucket, Buckets
-from tinsmith_jax.layers import TILE, Tiles
+from tinsmith_jax.buckets import SMALLEST, Bucket, Buckets
 from tinsmith_jax.loss_table import LossBatch, LossTable
+from tinsmith_jax.tiles import MAX_ADAPTERS, TILE, Tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

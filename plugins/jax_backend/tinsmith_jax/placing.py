@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from tinsmith import Demand, Placement, find_compiler
 from tinsmith.huggingface import DecoderShape, decoder_shape
+from tinsmith_jax import native
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer
 from tinsmith_jax.costs import Computing
-from tinsmith_jax.kernels import library
 from tinsmith_jax.model_config import ARCHITECTURES
 
 _ELSEWHERE: Final = ("scheduler", "ray")  # launchers that choose the devices themselves
@@ -33,7 +33,7 @@ def trainer_demand(config: JaxConfig, model: Mapping[str, Any] | None, placement
     least, budget = _budget(config, model, computing, placement, trains=True, samples=placement.samples)
     return Demand(
         num_devices=num_devices,
-        on_host=on_cpu and config.mesh is None and library.on_cpus(os.environ),
+        on_host=on_cpu and config.mesh is None and native.on_cpus(os.environ),
         least_bytes=least,
         fixed=_fixed(budget, f"a micro-batch of {budget.micro_tokens} tokens"),
         per_model={"weights, gradients, moments, a snapshot": budget.model},
@@ -55,7 +55,7 @@ def sampler_demand(
     least, budget = _budget(whole, model, computing, placement, trains=False, samples=True)
     return Demand(
         num_devices=num_devices,
-        on_host=on_cpu and config.mesh is None and library.on_cpus(os.environ),
+        on_host=on_cpu and config.mesh is None and native.on_cpus(os.environ),
         least_bytes=least,
         fixed=_fixed(budget, "a dispatch"),
         per_model={"weights": budget.costs.weights(config.max_lora_rank)},
@@ -98,8 +98,7 @@ def _budget(
 
 def _suits_kernels(config: JaxConfig, shape: DecoderShape) -> bool:
     """Return whether the kernels in C++ can be compiled, and compute this model."""
-    suits = config.mesh is None and shape.experts is None and config.kernels != "reference" and not config.recompute
-    return suits and find_compiler() is not None
+    return native.suits(config, shape) and not config.recompute and find_compiler() is not None
 
 
 def _fixed(budget: Budget, program: str) -> dict[str, int]:

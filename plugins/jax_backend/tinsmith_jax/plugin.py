@@ -11,11 +11,10 @@ from tinsmith import (
     SamplerSpec,
     SamplingBackend,
     TrainingBackend,
-    find_compiler,
     hookimpl,
 )
+from tinsmith_jax import native
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
-from tinsmith_jax.kernels import library
 from tinsmith_jax.placing import sampler_demand, tell_jax, trainer_demand
 
 
@@ -51,8 +50,7 @@ def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> Samplin
 
 def _before_jax(context: BackendContext) -> None:
     tell_jax(context.placement, os.environ)
-    if library.begins_early(os.environ) and (compiler := find_compiler()) is not None:
-        library.begin(context.cache_dir / "native", compiler)
+    native.begin(context.cache_dir, os.environ)
 
 
 @hookimpl

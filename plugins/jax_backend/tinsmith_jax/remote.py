@@ -20,13 +20,12 @@ from tinsmith import (
     LoraConfig,
     ModelState,
     Progress,
-    Snapshot,
     Turns,
 )
 from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith.workers import MakeLauncher, StateFiles, WorkerGroup
 from tinsmith_jax import adapters
-from tinsmith_jax.adapters import Adapter
+from tinsmith_jax.adapters import Adapter, DeviceSnapshot
 from tinsmith_jax.buckets import Bucket, Pass
 from tinsmith_jax.devices import Devices, Facts, Setup
 from tinsmith_jax.mesh import check_shape
@@ -121,12 +120,11 @@ class Held:
     number: int
 
 
-class RemoteSnapshot(Snapshot):
-    """A snapshot that stays on the workers' devices."""
+class RemoteSnapshot(DeviceSnapshot):
+    """A snapshot on the workers' devices."""
 
     def __init__(self, snapshot_id: str, lora: LoraConfig, held: Held, training: "RemoteTraining") -> None:
-        super().__init__(snapshot_id, lora)
-        self.arrays = held
+        super().__init__(snapshot_id, lora, held)
         self._training = training
 
     @property

@@ -16,10 +16,10 @@ from jaxlib import _jax  # no public setting says where gloo listens
 
 from tinsmith import ConfigError
 from tinsmith.workers import count_gpus, lacks_gpus
+from tinsmith_jax import native
 from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.costs import Computing
-from tinsmith_jax.kernels import native
 from tinsmith_jax.kernels.choice import Kernels, choose
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.program_cache import verify_programs
@@ -32,7 +32,6 @@ _REMEDY: Final = (
     "or newer); JAX_PLATFORMS=cpu computes on the CPU"
 )
 _TPU_REMEDY: Final = "install JAX for TPUs with the extra tinsmith-jax[tpu]; JAX_PLATFORMS=cpu computes on the CPU"
-_BFLOAT16_COLUMNS: Final = 32  # of which kernels/cpu wants a multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,7 @@ def prepare(cache_dir: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if computing_platform() == "cpu":
-        native.load(cache_dir / "native")
+        native.load(cache_dir)
         # XLA keeps autotuning results, which only GPUs have, in a directory beside the programs. Its path is part of
         # every program's cache key: if the directory moved, no program would be found again.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
@@ -205,9 +204,4 @@ def _computing(config: JaxConfig, model: ModelConfig, platform: str, *, alone: b
 
 
 def _suits_native(config: JaxConfig, model: ModelConfig, dtype: str, platform: str) -> bool:
-    suits = platform == "cpu" and config.mesh is None and model.experts is None and config.kernels != "reference"
-    if dtype == "bfloat16":
-        columns = (model.hidden_size, model.intermediate_size, model.q_size, model.kv_size)
-        even = model.vocab_size % 2 == 0 and not any(size % _BFLOAT16_COLUMNS for size in columns)
-        suits = suits and even and not config.recompute  # for which XLA trains, and rounds more
-    return suits and native.loaded()
+    return platform == "cpu" and native.suits(config, model, dtype) and native.loaded()

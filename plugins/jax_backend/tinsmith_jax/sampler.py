@@ -33,18 +33,16 @@ from tinsmith import (
 )
 from tinsmith.workers import WorkerDiedError
 from tinsmith_jax import adapters
-from tinsmith_jax.decode import STOP_TABLE
 from tinsmith_jax.expert_pages import ExpertPages
-from tinsmith_jax.layers import TILE
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.pages import Pages, Rows
 from tinsmith_jax.rank_classes import class_of
 from tinsmith_jax.remote import RemoteSampling, RemoteSnapshot
-from tinsmith_jax.sampling_adapters import BASE_MODEL
 from tinsmith_jax.sampling_device import SamplingDevice
-from tinsmith_jax.sampling_values import Drawn, PageCopy, PromptTile, SlotInput
+from tinsmith_jax.sampling_values import BASE_MODEL, STOP_TABLE, Drawn, PageCopy, PromptTile, SlotInput
 from tinsmith_jax.slots import Line, LoadedSnapshot, Prompt, Request, Slot
 from tinsmith_jax.suspects import Suspects
+from tinsmith_jax.tiles import TILE
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,7 @@ from jax import lax
 from tinsmith_jax.kernels import row_products
 from tinsmith_jax.kernels.row_products import RowAdapters
 from tinsmith_jax.mesh import Axes
-
-BASE_MODEL = -1
-"""In the place of an adapter's row."""
+from tinsmith_jax.sampling_values import BASE_MODEL
 
 # Any: nested dictionaries of arrays (described in adapters.py).
 Tree = Any

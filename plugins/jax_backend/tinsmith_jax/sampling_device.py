@@ -11,18 +11,29 @@ import jax
 import numpy as np
 
 from tinsmith import FloatArray, IntArray, Turns
-from tinsmith_jax import adapters, decode
+from tinsmith_jax import adapters
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.kernels import paged
-from tinsmith_jax.layers import TILE
-from tinsmith_jax.memory import give_back, out_of_memory_named, take_with_use
+from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.mesh import Layout, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
-from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, decode_arguments, no_tiles
-from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, dispatch_of, no_tiles
+from tinsmith_jax.sampling_values import (
+    Drawn,
+    ExpertsOfPages,
+    PageCopy,
+    PromptTile,
+    SamplingShape,
+    SlotInput,
+    TokenTiles,
+    Weights,
+    page_bytes,
+    pages_of,
+)
+from tinsmith_jax.tiles import TILE
 from tinsmith_jax.weights import Base
 
 # Any below: compiled programs, which jax does not type.
@@ -42,9 +53,6 @@ class SamplingDevice:
     def reset(self) -> None:
         """Start again with nothing read, because a failure may have lost the donated arrays."""
         self._cache, self._resident = self._sampling.empty()
-        if self.shape.grows:
-            for array in jax.tree.leaves((self._cache, self._adapters())):
-                take_with_use(array)
         self._hidden: dict[tuple[int, int], jax.Array] = {}  # of the tiles read last, by shard and page
 
     def is_intact(self) -> bool:
@@ -76,7 +84,7 @@ class SamplingDevice:
         program = self._program("prefill", num_places)
         packed = _pack(of_shards, num_places, shape)
         with self._turns.turn():
-            read = program(self._base, self._resident, self._cache, packed)
+            read = program(self._weights, self._cache, packed)
             self._cache, hidden, experts = jax.block_until_ready(read)
         self._hidden = {
             (tile.shard, tile.pages[-1]): hidden[place] for shard in of_shards for place, tile in enumerate(shard)
@@ -103,9 +111,7 @@ class SamplingDevice:
             padded = np.full((TILE, TARGET_COLUMNS), -1, np.int32)
             padded[: len(part), : part.shape[1]] = part
             with self._turns.turn():
-                scored = jax.block_until_ready(
-                    program(self._base, self._resident, hidden_TH, place, padded, np.bool_(want_top))
-                )
+                scored = jax.block_until_ready(program(self._weights, hidden_TH, place, padded, np.bool_(want_top)))
             parts.append(np.asarray(scored[0])[: len(part), : part.shape[1]])
             top = scored[1:] if top is None else top
         assert top is not None, "there is at least one column: the next token"
@@ -126,10 +132,10 @@ class SamplingDevice:
 
     def decode(self, slots: SlotInput, num_steps: int) -> Drawn:
         """Draw up to `num_steps` tokens for each row that has some left."""
-        arguments = decode_arguments(slots, min(num_steps, self.shape.max_steps))
+        dispatch = dispatch_of(slots, min(num_steps, self.shape.max_steps))
         program = self._program("decode")
         with self._turns.turn():
-            drawn = program(self._base, self._resident, self._cache, *arguments)
+            drawn = program(self._weights, self._cache, dispatch)
             self._cache, steps = jax.block_until_ready(drawn)
             made = int(steps.num_steps)
         return Drawn(
@@ -146,16 +152,14 @@ class SamplingDevice:
         Only where they take memory again once something is put there; see SamplingShape.grows.
         """
         with self._turns.turn():
-            for array in self._cache:
-                give_back(array, array.ndim - 4, pages)
-            for array in jax.tree.leaves(self._adapters()):
-                give_back(array, array.ndim - 3, rows)
+            self._sampling.how.give_back(self._cache, self._resident, pages, rows)
 
     def all_programs(self) -> list[Program]:
         return self._sampling.all()
 
-    def _adapters(self) -> adapters.Adapter:
-        return {name: self._resident[name] for name in ("layers", "head")}
+    @property
+    def _weights(self) -> Weights:
+        return Weights(self._base, self._resident)
 
     def _program(self, kind: Kind, size: int = 0) -> Any:
         return self._programs.get(self._sampling.named(kind, size))
@@ -189,7 +193,7 @@ def sampling_device(
 
 
 def _kept_pages(limits: Limits, model: ModelConfig) -> int:
-    return max(decode.pages_of(limits.max_context_tokens), _KEPT_BYTES // decode.page_bytes(model))
+    return max(pages_of(limits.max_context_tokens), _KEPT_BYTES // page_bytes(model))
 
 
 def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num_shards: int) -> SamplingShape:
@@ -215,7 +219,7 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     )
 
 
-def _pack(of_shards: Sequence[Sequence[PromptTile]], num_places: int, shape: SamplingShape) -> decode.TokenTiles:
+def _pack(of_shards: Sequence[Sequence[PromptTile]], num_places: int, shape: SamplingShape) -> TokenTiles:
     """Lay out the shards' tiles one after the other, each followed by its padding."""
     packed = no_tiles(shape, num_places)
     for shard, tiles in enumerate(of_shards):

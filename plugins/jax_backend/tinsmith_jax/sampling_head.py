@@ -5,25 +5,14 @@ Pure functions of float32 logits. A row never depends on other rows, so a sequen
 Suffixes: B = slots (rows), V = vocabulary, N = prompt rows of one call, K = targets or alternatives per row.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Any below: jax or NumPy arrays.
+from tinsmith_jax.sampling_values import RowParams
+
 CDF_BLOCK = 512
 """Tokens per block of the two-level search; the rounding error of a running sum grows with its length."""
-
-
-class RowParams(NamedTuple):
-    """The sampling parameters of each row. All arrays are [B] except `seed_words_B2`, the seed's two 32-bit halves."""
-
-    seed_words_B2: Any  # uint32, high word first
-    sample_index_B: Any  # uint32: the sample's index among the request's num_samples
-    temperature_B: Any  # 0 = greedy
-    top_k_B: Any  # int32; values below 1 = off
-    top_p_B: Any  # 1 = off
 
 
 def draw(

@@ -1,7 +1,7 @@
 """The sampling half of the jax backend on its own, for models that another backend trains."""
 
 from tinsmith import BackendContext, Capabilities, StopRules, Turns
-from tinsmith_jax import runtime
+from tinsmith_jax import native, runtime
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxSamplerConfig, as_trainer
 from tinsmith_jax.memory import usable_bytes
@@ -25,7 +25,12 @@ class JaxSampler(Sampler):
         limits = runtime.decide(whole, model, budget=budget)
         layout = None if config.mesh is None else make_layout(config.mesh, model, exact=limits.exact)
         base = load_base(
-            context.model_directory, model, limits.dtype, context.progress, layout, widens=limits.kernels.native
+            context.model_directory,
+            model,
+            limits.dtype,
+            context.progress,
+            layout,
+            widens=limits.kernels.native and native.widens(model),
         )
         self._programs = Programs(context.progress)
         device = sampling_device(

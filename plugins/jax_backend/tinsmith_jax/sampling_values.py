@@ -1,19 +1,60 @@
-"""What the sampler asks of its device, and what comes back: NumPy arrays in plain values."""
+"""What the sampler asks of its device, what comes back, and what compiled programs take and give. No jax.
 
-from collections.abc import Mapping
+Suffixes: B = rows of decoding, N = tiles, T = tokens of a tile, L = layers, P = pages, C = positions of a page,
+G = pages of a sequence, J = heads of keys and values, D = head dim, X = decode steps or table entries, K = alternatives
+per token.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tinsmith import Array, FloatArray, IntArray, TokenArray
-from tinsmith_jax.decode import STOP_TABLE, pages_of
 from tinsmith_jax.kernels.choice import Kernels
-from tinsmith_jax.sampling_adapters import BASE_MODEL
+from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.tiles import TILE
+
+PAGE: Final = TILE
+"""Positions of a page of the cache: a full tile of a prompt fills one."""
+STOP_TABLE: Final = 8
+"""Stop tokens per slot that the device checks. The host checks all of them; the table only avoids wasted steps."""
+BASE_MODEL: Final = -1
+"""In the place of an adapter's row."""
 
 WordArray = npt.NDArray[np.uint32]
 ExpertsOfPages = Mapping[tuple[int, int], Array]
 """The experts [TILE, L, C] that computed what some pages hold, by shard and page."""
+
+
+def pages_of(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE)
+
+
+def cache_shapes(config: ModelConfig, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return [L, P, J, D, C] of keys and [L, P, J, C, D] of values."""
+    pages = (config.num_layers, num_pages, config.num_kv_heads)
+    return (*pages, config.head_dim, PAGE), (*pages, PAGE, config.head_dim)
+
+
+def page_bytes(config: ModelConfig) -> int:
+    """Return what a page takes in float32."""
+    return sum(4 * math.prod(shape) for shape in cache_shapes(config, 1))
+
+
+def experts_of_token(config: ModelConfig) -> tuple[int, int]:
+    """Return L and C: how many experts compute a token in how many layers."""
+    assert config.experts is not None, "only models with experts return them"
+    return config.num_layers, config.experts.top_k
+
+
+def expert_dtype(config: ModelConfig) -> Any:  # Any: a NumPy dtype
+    """Return the smallest dtype that holds an expert's number."""
+    assert config.experts is not None, "only models with experts return them"
+    return np.min_scalar_type(config.experts.num_experts - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,3 +191,106 @@ class Drawn:
     top_ids_XBK: IntArray | None
     top_logprobs_XBK: FloatArray | None
     experts_XBLC: Array | None
+
+
+# Of compiled programs: jax or NumPy arrays, and pytrees of them -------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """What programs multiply with."""
+
+    base: Any  # weights.py describes it
+    resident: Any  # the rows of adapters; adapters.py describes one
+
+
+class Cache(NamedTuple):
+    """Keys (rotated) and values. Page 0 stands for pages that are not there: what is written to it is never read."""
+
+    k_LPJDC: Any
+    v_LPJCD: Any
+
+
+class TokenTiles(NamedTuple):
+    """Runs of consecutive tokens, each of one sequence. The last tiles may be padding."""
+
+    tokens_NT: Any  # -1 past the end of a prompt
+    start_N: Any  # position of a tile's first token, in padding -1
+    table_NG: Any  # the pages of its sequence; a tile of a prompt fills one, and those of one prompt come in order
+    adapter_N: Any  # row of its adapter, or BASE_MODEL
+
+
+class SlotState(NamedTuple):
+    """The state of each row. All arrays are [B] except the tables. Rows in use come first."""
+
+    token_B: Any  # the latest token, not yet in the cache
+    position_B: Any  # its position
+    left_B: Any  # tokens still to draw; 0 = idle
+    stop_BX: Any  # STOP_TABLE stop tokens, padded with -1
+    table_BG: Any  # the pages of its sequence
+    adapter_B: Any  # row of its adapter, or BASE_MODEL
+
+
+class RowParams(NamedTuple):
+    """The sampling parameters of each row. All arrays are [B] except `seed_words_B2`, the seed's two 32-bit halves."""
+
+    seed_words_B2: Any  # uint32, high word first
+    sample_index_B: Any  # uint32: the sample's index among the request's num_samples
+    temperature_B: Any  # 0 = greedy
+    top_k_B: Any  # int32; values below 1 = off
+    top_p_B: Any  # 1 = off
+
+
+class Switches(NamedTuple):
+    """Run-time switches for what the slots of a dispatch need. They do not trigger a compilation."""
+
+    num_steps: Any
+    any_truncated: Any
+    any_top: Any
+
+
+class Dispatch(NamedTuple):
+    """What a decoding dispatch is given."""
+
+    state: SlotState
+    params: RowParams
+    switches: Switches
+
+
+class Steps(NamedTuple):
+    """The tokens drawn by a dispatch of at most X steps. Steps past `num_steps` are meaningless."""
+
+    num_steps: Any
+    tokens_XB: Any  # -1 where the slot was idle
+    logprobs_XB: Any
+    top_ids_XBK: Any
+    top_logprobs_XBK: Any
+    experts_XBLC: Any | None  # that computed the token before the drawn one; None if nobody asks
+
+
+# The seam between the sampler and its device --------------------------------------------------------------------------
+
+
+class SamplerDevice(Protocol):
+    """What the sampler's thread asks of a device, of this process or of workers: sampling_device.py documents it."""
+
+    shape: SamplingShape
+
+    def reset(self) -> None: ...
+
+    def is_intact(self) -> bool: ...
+
+    def put_adapter(self, adapter: Any) -> Any: ...  # Any: adapters.Adapter, and what the device calls it by
+
+    def write_adapter(self, row: int, adapter: Any, scale: float) -> None: ...  # Any: what put_adapter returned
+
+    def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None: ...
+
+    def score(
+        self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
+    ) -> tuple[FloatArray, IntArray, FloatArray]: ...
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None: ...
+
+    def decode(self, slots: SlotInput, num_steps: int) -> Drawn: ...
+
+    def give_back(self, pages: Sequence[int], rows: Sequence[int]) -> None: ...

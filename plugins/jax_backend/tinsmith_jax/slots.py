@@ -23,8 +23,8 @@ from tinsmith import (
     TopLogprobs,
 )
 from tinsmith_jax.adapters import Adapter
-from tinsmith_jax.decode import PAGE
 from tinsmith_jax.pages import Pages, PrefixKey
+from tinsmith_jax.sampling_values import PAGE
 
 UNUSED_LOGPROB = -99999.0
 """The API's logprob for empty cells of top-k matrices; their token is 0."""

@@ -5,28 +5,62 @@ adapters outside the micro-batch are never touched. Nothing is donated, because 
 and unused rows share one array of zeros.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith_jax import adapters, head, native_optimizer, optimizer
+from tinsmith_jax import adapters, head, native, optimizer
+from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.buckets import Bucket, Buckets
 from tinsmith_jax.compilation import Program, compile_program
-from tinsmith_jax.layers import TILE, Tiles
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs, state_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
+from tinsmith_jax.tiles import TILE, Tiles
 from tinsmith_jax.trunk import LAYER_MODULES, packed_forward
 from tinsmith_jax.weights import Base
 
 # Any below: jax arrays, pytrees of them and of their shapes.
+
+
+class Arithmetic(Protocol):
+    """The functions that programs of training are made of."""
+
+    @property
+    def stack(self) -> Callable[[Sequence[Adapter]], Adapter]:
+        """Joins adapters, or sums of gradients, as `forward` and the head take them."""
+
+    @property
+    def unstack(self) -> Callable[[Adapter, Iterable[Any]], tuple[Adapter, ...]]:
+        """Undoes it, given all rows as integers or as scalars that are known when the program runs."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """`trunk.packed_forward` from its argument `base` on."""
+
+    @property
+    def chunks(self) -> head.Arithmetic:
+        """How the head's chunks are computed."""
+
+    @property
+    def step(self) -> Callable[[optimizer.State, Adapter, optimizer.Hyper], tuple[optimizer.State, Any]]:
+        """`optimizer.adamw`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InJax:
+    stack: Callable[[Sequence[Adapter]], Adapter] = adapters.stack
+    unstack: Callable[[Adapter, Iterable[Any]], tuple[Adapter, ...]] = adapters.unstack
+    forward: Callable[..., Any]
+    chunks: head.Arithmetic
+    step: Callable[[optimizer.State, Adapter, optimizer.Hyper], tuple[optimizer.State, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +80,17 @@ class TrainPrograms:
         return replace(axes, kernels=self.limits.kernels)
 
     @property
+    def how(self) -> Arithmetic:
+        kernels = self.limits.kernels
+        if kernels.native:
+            return native.training_arithmetic(self.config, rounds=kernels.rounds)
+        return _InJax(
+            forward=partial(packed_forward, self.config, recompute=self.limits.recompute, axes=self.axes),
+            chunks=head.InJax(self.axes),
+            step=partial(optimizer.adamw, axes=self.axes),
+        )
+
+    @property
     def buckets(self) -> Buckets:
         return Buckets(
             max_tokens=self.limits.max_batch_tokens,
@@ -60,17 +105,17 @@ class TrainPrograms:
         The load of the experts is [L, n, E] as in trunk.py. None: the model has no experts.
         If it replays routing, it and `gradients` take the experts of the tokens [L, T, C] as the last argument.
         """
+        how = self.how
 
         def run(
             base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any, replayed: Any = None
         ) -> Any:
-            stack = self._stacked(weights)
-            hidden, load = packed_forward(
-                base, self.config, tokens, positions, stack, tiles,
-                count_n=head.token_counts(batch.kind_T), replayed_LTC=replayed, axes=self.axes,
-            )  # fmt: skip
+            stack = how.stack(weights)
+            hidden, load = how.forward(
+                base, tokens, positions, stack, tiles, count_n=batch.tokens_of_tiles(), replayed_LTC=replayed
+            )
             scores = head.score(
-                base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), axes=self.axes
+                base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), how=how.chunks
             )
             return self._complete(scores, load)
 
@@ -86,6 +131,7 @@ class TrainPrograms:
         On a CPU, the numbers of its rows are arguments as well, bound to the program: of slices that differ in an
         argument, XLA compiles one, but of those that differ in a constant, every one.
         """
+        how = self.how
 
         def run(  # noqa: PLR0913 - what a compiled program works on
             rows: Any,
@@ -98,24 +144,23 @@ class TrainPrograms:
             batch: Any,
             replayed: Any = None,
         ) -> Any:
-            stack, totals = self._stacked(weights), self._stacked(sums)
+            stack, totals = how.stack(weights), how.stack(sums)
 
             def trunk(layer_sums: Any) -> Any:
-                return packed_forward(
-                    base, self.config, tokens, positions, stack, tiles,
-                    sums=layer_sums, count_n=head.token_counts(batch.kind_T), replayed_LTC=replayed,
-                    recompute=self.limits.recompute, axes=self.axes,
+                return how.forward(
+                    base, tokens, positions, stack, tiles,
+                    count_n=batch.tokens_of_tiles(), sums=layer_sums, replayed_LTC=replayed,
                 )  # fmt: skip
 
             start = self.axes.fold_start(totals, stack)
             hidden, pull_back, load = jax.vjp(trunk, start["layers"], has_aux=True)
             scores = head.score_with_gradients(
                 base["head"], stack["head"], start["head"], hidden, tiles, batch, self.losses, self._rows(bucket),
-                axes=self.axes,
+                how=how.chunks,
             )  # fmt: skip
             (layer_sums,) = pull_back(scores.d_hidden_TH)
             new = self.axes.folded(totals, {"layers": layer_sums, "head": scores.sums})
-            return *self._complete(scores, load), adapters.unstack(new, rows)
+            return *self._complete(scores, load), how.unstack(new, rows)
 
         def shapes() -> tuple[Any, ...]:
             sums = (self._state(bucket.padded_rank),) * bucket.num_adapters
@@ -142,8 +187,7 @@ class TrainPrograms:
             specs = self.state_specs(padded_rank)
             return optimizer.State(self.adapter_specs, specs, specs), Spec()
 
-        run = native_optimizer.adamw if self.axes.kernels.native else partial(optimizer.adamw, axes=self.axes)
-        return self._program(("step", padded_rank), run, shapes, out)
+        return self._program(("step", padded_rank), self.how.step, shapes, out)
 
     @property
     def finds_not_finite(self) -> bool:
@@ -191,9 +235,6 @@ class TrainPrograms:
     @property
     def _scored_specs(self) -> tuple[Any, Any, Any]:
         return Spec(), Spec(), None if self.config.experts is None else Spec()
-
-    def _stacked(self, each: Any) -> Any:
-        return adapters.stack(each, layers_apart=self.axes.kernels.native)
 
     def _rows(self, bucket: Bucket) -> int:
         return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)

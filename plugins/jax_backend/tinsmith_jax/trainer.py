@@ -28,13 +28,13 @@ from tinsmith import (
     step_result,
 )
 from tinsmith_jax.admission import Budget
-from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket, Buckets, Pass
-from tinsmith_jax.layers import TILE
+from tinsmith_jax.buckets import Bucket, Buckets, Pass
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.packing import MicroBatch, Piece, pack, plan, room_beside
 from tinsmith_jax.rank_classes import class_of
 from tinsmith_jax.remote import RemoteTraining
 from tinsmith_jax.runtime import Limits
+from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 from tinsmith_jax.training_device import Scored, TrainingDevice, TrainingPass
 
 _log = logging.getLogger(__name__)

@@ -14,22 +14,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tinsmith_jax import native_training
+from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
-from tinsmith_jax.layers import TILE, Lora, Tiles, by_tile, kept, lora_delta, only_kept, rms_norm, rope, rope_angles
+from tinsmith_jax.layers import Lora, by_tile, kept, lora_delta, only_kept, places_in_stream, rms_norm, rope
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.tiles import Tiles
 from tinsmith_jax.weights import Base
 
 # Any below: jax arrays and pytrees of them.
-LAYER_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+LAYER_MODULES = tuple(HF_MODULES)
 
 
 def packed_forward(  # noqa: PLR0913 - what a compiled program works on
-    base: Base,
     config: ModelConfig,
+    base: Base,
     tokens_T: Any,
     positions_T: Any,
     adapters: Any,
@@ -49,25 +50,11 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,
     and unused tiles (position 0), do not attend to other tokens and no other token attends to them. `sums` is the
     "layers" part of a stack of gradients to which reverse differentiation adds. `count_n` is the number of tokens in
-    each tile; only the kernels for CPUs leave out what pads. `replayed_LTC` are the
-    experts of the tokens for `experts.route`. `recompute` trades memory for a second forward pass. Without it, what
-    takes little time to compute again is not kept either: on a CPU, writing it to memory and reading it takes longer.
+    each tile. `replayed_LTC` are the experts of the tokens for `experts.route`. `recompute` trades memory for a second
+    forward pass. Without it, what takes little time to compute again is not kept either: on a CPU, writing it to memory
+    and reading it takes longer.
     """
-    n = tokens_T.shape[0] // TILE
-    first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
-    angles = rope_angles(positions_T, config.rope.inv_freq, config.rope.factor)
-    if axes.kernels.native:
-        x_TH = native_training.layers(
-            embed(base["embed"], tokens_T, axes),
-            base["layers"],
-            native_training.How(config, axes.kernels.rounds),
-            adapters["layers"],
-            tiles,
-            angles,
-            (count_n, first_n),
-            sums,
-        )
-        return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps), None
+    angles, first_n = places_in_stream(positions_T, config.rope.inv_freq, config.rope.factor)
     config = config.divided(axes.tensor)
     layers, experts = take_apart(base["layers"], axes)
     if replayed_LTC is not None:
@@ -83,7 +70,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
         return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes), None
 
     body = layer
-    if recompute:
+    if recompute and sums is not None:
         body = jax.checkpoint(layer, prevent_cse=False)
     elif experts is None and axes.kernels.attention == "tile_by_tile":
         body = jax.checkpoint(layer, prevent_cse=False, policy=only_kept)

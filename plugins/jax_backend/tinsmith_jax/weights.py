@@ -51,9 +51,6 @@ _NORMS: Mapping[str, str] = {"input_norm": "input_layernorm", "post_norm": "post
 _QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
-_VECTOR = 16  # columns, of which the kernels in C++ want a multiple to widen them
-
-
 def load_base(
     directory: Path,
     config: ModelConfig,
@@ -74,7 +71,7 @@ def load_base(
     Raise ConfigError for missing files or tensors, or wrong shapes.
     """
     with WeightFiles(directory, framework="numpy", int8=config.int8) as files:
-        of_matrices = "bfloat16" if widens and _suit_widening(files, config) else dtype
+        of_matrices = "bfloat16" if widens and files.matrix_types() == {"BF16"} else dtype
 
         def read(name: str, shape: tuple[int, ...], index: Index) -> Array:
             whole = all(part == slice(0, size) for part, size in zip(index, shape, strict=True))
@@ -82,11 +79,6 @@ def load_base(
             return tensor.astype(np.dtype(dtype if len(shape) == 1 else of_matrices), copy=False)
 
         return _Loader(read, config, layout).load(progress)
-
-
-def _suit_widening(files: WeightFiles, config: ModelConfig) -> bool:
-    columns = (config.q_size, config.kv_size, config.hidden_size, config.intermediate_size)
-    return not any(size % _VECTOR for size in columns) and files.matrix_types() == {"BF16"}
 
 
 class _Loader:

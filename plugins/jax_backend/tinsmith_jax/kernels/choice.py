@@ -20,7 +20,7 @@ class Kernels:
     equal_blocks: bool = True
     """Compute norms of heads in blocks of one size, which XLA:CPU needs to round them alike."""
     native: bool = False
-    """Run the layers by the kernels in C++ (native.py)."""
+    """Run the layers by the kernels in C++ (native/)."""
     rounds: bool = False
     """These round to bfloat16 what the model's matrices multiply."""
     triton: bool = False

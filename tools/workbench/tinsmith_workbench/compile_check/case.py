@@ -13,7 +13,7 @@ from tinsmith.huggingface import HEAD
 from tinsmith_jax import adapters, runtime
 from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.admission import budget_of, computing_of
-from tinsmith_jax.buckets import MAX_ADAPTERS, Bucket
+from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTable
@@ -24,6 +24,7 @@ from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.sampling_programs import SamplingPrograms
 from tinsmith_jax.sampling_values import SamplingShape
+from tinsmith_jax.tiles import MAX_ADAPTERS
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_jax.trunk import LAYER_MODULES
 from tinsmith_jax.weights import Base

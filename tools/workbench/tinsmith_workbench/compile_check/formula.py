@@ -59,10 +59,10 @@ from tinsmith_jax.adapters import HF_MODULES, shapes
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.head import chunk_rows
 from tinsmith_jax.kernels.splash import BLOCK
-from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import FSDP, Axes, Spec, state_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
+from tinsmith_jax.tiles import TILE
 from tinsmith_workbench.compile_check.hlo import Trips
 
 Plan = Counter[tuple[str, str]]

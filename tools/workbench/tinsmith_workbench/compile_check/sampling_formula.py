@@ -42,11 +42,10 @@ import jax.numpy as jnp
 
 from tinsmith.huggingface import HEAD
 from tinsmith_jax.adapters import HF_MODULES
-from tinsmith_jax.decode import PAGE, pages_of
-from tinsmith_jax.layers import TILE
 from tinsmith_jax.mesh import Axes
 from tinsmith_jax.model_config import ModelConfig
-from tinsmith_jax.sampling_values import SamplingShape
+from tinsmith_jax.sampling_values import PAGE, SamplingShape, pages_of
+from tinsmith_jax.tiles import TILE
 from tinsmith_workbench.compile_check.formula import Plan, share_of_module, shares_of_matrices, streams_name
 from tinsmith_workbench.compile_check.hlo import Trips
 

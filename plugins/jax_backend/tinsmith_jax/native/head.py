@@ -4,14 +4,16 @@ Legend: C = rows of a chunk, n = its tiles, K = targets per row, H = hidden, V =
 adapters in the call.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith_jax.kernels import native
-from tinsmith_jax.layers import TILE, Tiles
+from tinsmith_jax.mesh import ONE, Axes
+from tinsmith_jax.native import loading
+from tinsmith_jax.tiles import TILE, Tiles
 
 # Any below: jax arrays and pytrees of them.
 
@@ -37,7 +39,30 @@ class Logits(NamedTuple):
     totals_C: Any  # logs of the sums of e^logit
 
 
-def rows(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, count_n: Any, targets_CK: Any) -> Rows:
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The kernels' `head.Arithmetic`, of one device."""
+
+    rounds: bool
+
+    @property
+    def axes(self) -> Axes:
+        return ONE
+
+    def logprobs(self, head_VH: Any, adapters: Any, chunk: Any) -> tuple[Any, tuple[Rows, Logits]]:
+        targets_CK, count_n = chunk.batch.targets_TK, chunk.batch.tokens_of_tiles()
+        given = _rows(head_VH, adapters, chunk.hidden_CH, chunk.tiles, count_n, targets_CK)
+        logits, logp_CK = forward(given, rounds=self.rounds)
+        return logp_CK, (given, logits)
+
+    def gradients(
+        self, head_VH: Any, adapters: Any, sums: Any, chunk: Any, saved: tuple[Rows, Logits], d_logp_CK: Any
+    ) -> tuple[Any, Any]:
+        del head_VH, adapters, chunk
+        return backward(*saved, d_logp_CK, sums, rounds=self.rounds)
+
+
+def _rows(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, count_n: Any, targets_CK: Any) -> Rows:
     A, B = adapters
     return Rows(hidden_CH, head_VH, A, B, tiles.adapter_n, tiles.scale_n, count_n, targets_CK)
 
@@ -46,7 +71,7 @@ def logits(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, *, rounds:
     """Return the logits [C, V] of whole tiles. One whose adapter is below 0 has none."""
     n = len(tiles.adapter_n)
     count_n, target_CK = np.full(n, TILE, np.int32), np.zeros((n * TILE, 1), np.int32)
-    return forward(rows(head_VH, adapters, hidden_CH, tiles, count_n, target_CK), rounds=rounds)[0].logits_CV
+    return forward(_rows(head_VH, adapters, hidden_CH, tiles, count_n, target_CK), rounds=rounds)[0].logits_CV
 
 
 def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Any]:
@@ -56,7 +81,7 @@ def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Any]:
     """
     C, V, r = len(given.hidden_CH), len(given.head_VH), given.A.shape[-1]
     shapes = (C, V), (C, r), (C,), given.targets_CK.shape
-    call = jax.ffi.ffi_call(native.HEAD_FORWARD, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    call = jax.ffi.ffi_call(loading.HEAD_FORWARD, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
     *logits, logp_CK = call(*given, rounds=rounds)
     return Logits(*logits), logp_CK
 
@@ -67,7 +92,7 @@ def backward(given: Rows, logits: Logits, d_logp_CK: Any, sums: Any, *, rounds: 
     results = (given.hidden_CH, logits.logits_CV, *sums)
     last = len(arguments) - 3
     call = jax.ffi.ffi_call(
-        native.HEAD_BACKWARD,
+        loading.HEAD_BACKWARD,
         [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in results],
         input_output_aliases={last: 1, last + 1: 2, last + 2: 3},  # the logits are not needed any more
     )

@@ -1,4 +1,4 @@
-"""The kernels for CPUs in C++ (cpu/), as XLA's programs call them.
+"""The kernels in C++ (cpp/), as XLA's programs call them.
 
 They belong to the process: once `load` has found or compiled them, programs may be compiled that call them.
 """
@@ -12,7 +12,7 @@ from typing import Final
 import jax
 
 from tinsmith import compiler_names, find_compiler
-from tinsmith_jax.kernels import library
+from tinsmith_jax.native import library
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 // The output head in training, over rows of a packed stream: logits, logprobs of targets, and gradients.
 //
-// native_head.py documents the arguments; head.py computes the same for what these do not support, and explains the
+// native/head.py documents the arguments; head.py computes the same for what these do not support, and explains the
 // order. As in training.cc, a tile's numbers depend on itself alone, and gradients are added tile by tile in order.
 //
 // C = rows, n = tiles, K = targets of a row, H = hidden, V = vocabulary, k = adapters, r = rank.

@@ -1,4 +1,4 @@
-"""The library of the kernels in C++ (cpu/): compiled once with the machine's compiler, and kept. No jax here.
+"""The library of the kernels in C++ (cpp/): compiled once with the machine's compiler, and kept. No jax here.
 
 Compiling takes longer than importing jax, so it begins before.
 
@@ -26,7 +26,7 @@ from tinsmith import Scratch, child_environment, run_tethered
 
 logger = logging.getLogger(__name__)
 
-SOURCES: Final = Path(__file__).with_name("cpu")
+SOURCES: Final = Path(__file__).with_name("cpp")
 _FLAGS: Final = (
     "-std=c++17",
     "-O2",

@@ -1,7 +1,7 @@
 // The layers of a dense model over a packed stream of sequences, forwards and backwards, with the gradients of
 // adapters.
 //
-// native_training.py documents the arguments; trunk.py computes the same for what these do not support. A stream
+// native/training.py documents the arguments; trunk.py computes the same for what these do not support. A stream
 // consists of tiles of 64 tokens, each of one sequence and one adapter. A tile's numbers depend on its own sequence
 // alone, and gradients are added tile by tile in order, as by tile_products.py: neither the other tenants in the stream
 // nor how a tenant's data were split into streams, nor the number of threads, changes a bit.
