@@ -264,9 +264,9 @@ async def test_a_sequence_has_the_bits_that_it_has_alone(
 async def sample_at_once(backend: JaxBackend, ops: list[Sample]) -> list[SampleOutput]:
     """Let the sampler see none of the requests before all are there."""
     sampler = backend._sampler
-    with sampler._wake:
+    with sampler._inbox._wake:
         running = [asyncio.ensure_future(sample(backend, op)) for op in ops]
-        while len(sampler._arrived) < len(ops):  # noqa: ASYNC110 - the sampler's thread waits for the lock
+        while len(sampler._inbox._arrived) < len(ops):  # noqa: ASYNC110 - the sampler's thread waits for the lock
             await asyncio.sleep(0)
     return list(await asyncio.gather(*running))
 

@@ -29,7 +29,7 @@ async def backend(tiny_backend: JaxBackend) -> AsyncIterator[JaxBackend]:
 
 def forget_all(backend: JaxBackend) -> None:
     """Only while nothing is sampled."""
-    backend._sampler._pages, backend._sampler._rows = backend._sampler._nothing_held()
+    backend._sampler._rounds.slots.forget_unused()
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ async def test_more_prefixes_than_there_are_pages(backend: JaxBackend) -> None:
         for n in range(24)
     ]
     outputs = await sample_all(backend, ops)
-    (pages,) = backend._sampler._pages
+    (pages,) = backend._sampler._rounds.slots.pages
     assert pages.num_used == 0
     assert pages.num_known < 24 * 3
     for op, output in list(zip(ops, outputs, strict=True))[::6]:
@@ -157,7 +157,7 @@ async def test_more_prefixes_than_there_are_pages(backend: JaxBackend) -> None:
 
 
 async def test_a_dropped_snapshot_leaves_nothing(backend: JaxBackend) -> None:
-    (pages,) = backend._sampler._pages
+    (pages,) = backend._sampler._rounds.slots.pages
     await sample(backend, make_sample(prompt(150), "a"))
     await sample(backend, make_sample(prompt(150), None))
     assert pages.num_known == 4

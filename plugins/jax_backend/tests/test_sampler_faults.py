@@ -300,7 +300,7 @@ async def test_suspects_do_not_wait_behind_a_load_that_does_not_end(
     suspects = {"one", "other"}
 
     def planted(tiles: list[PromptTile]) -> Any:
-        if not failures and suspects <= {each.op.sampling_session_id for each in sampler._involved}:
+        if not failures and suspects <= {each.op.sampling_session_id for each in sampler._rounds._suspects.involved}:
             failures.append(1)
             msg = "out of memory"
             raise RuntimeError(msg)

@@ -122,7 +122,7 @@ async def test_cancelling_frees_the_slots_of_running_and_waiting_samples(backend
         isinstance(result, asyncio.CancelledError) for result in await asyncio.gather(*hogs, return_exceptions=True)
     )
     await until_busy(backend, busy=False)
-    assert len(backend._sampler._line) == 0
+    assert len(backend._sampler._rounds._line) == 0
     assert_same_sequences(await sample(backend, make_sample(prompt(9), max_tokens=5)), expected)
 
 
@@ -164,7 +164,7 @@ async def test_one_session_does_not_shut_others_out(backend: JaxBackend, monkeyp
     hog = asyncio.ensure_future(run("hog", 40))
     await until_busy(backend)
     mouse = asyncio.ensure_future(run("mouse", 1))
-    while not backend._sampler._arrived:  # noqa: ASYNC110 - the sampler's thread is held, and takes it afterwards
+    while not backend._sampler._inbox._arrived:  # noqa: ASYNC110 - the sampler's thread is held, and takes it afterwards
         await asyncio.sleep(0)
     both.set()
     await asyncio.gather(mouse, hog)

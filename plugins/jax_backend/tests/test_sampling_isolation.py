@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("shipped_compilation
 
 def forget_all(backend: JaxBackend) -> None:
     """Only while nothing is sampled."""
-    backend._sampler._pages, backend._sampler._rows = backend._sampler._nothing_held()
+    backend._sampler._rounds.slots.forget_unused()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

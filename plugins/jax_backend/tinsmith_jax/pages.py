@@ -8,10 +8,15 @@ reading them again would give the same bits. What was drawn was computed in anot
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-from tinsmith import TokenArray
+import numpy as np
+
+from tinsmith import Array, TokenArray
+from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.sampling_values import PAGE, ExpertsOfPages, SamplingShape, expert_dtype, experts_of_token
 
 
 class PrefixKey(NamedTuple):
@@ -182,3 +187,23 @@ class Rows:
         given = sorted(self._free & self._touched)
         self._touched.difference_update(given)
         return given
+
+
+class ExpertPages:
+    """Which experts computed the tokens that pages hold of prompts: a prompt that finds a prefix has its experts, too.
+
+    S = shards, P = pages of a shard, T = tokens of a page, L = layers, C = experts of a token in a layer.
+    """
+
+    def __init__(self, shape: SamplingShape, config: ModelConfig) -> None:
+        pages = (shape.num_shards, shape.pages_per_shard, PAGE)
+        self._experts_SPTLC = np.zeros((*pages, *experts_of_token(config)), expert_dtype(config))
+
+    def write(self, experts: ExpertsOfPages) -> None:
+        for place, experts_TLC in experts.items():
+            self._experts_SPTLC[place] = experts_TLC
+
+    def of(self, shard: int, pages: Sequence[int], num_tokens: int) -> Array:
+        """Return a copy of the experts of the first tokens that a shard's pages hold, [tokens, L, C]."""
+        experts_TLC = self._experts_SPTLC[shard, pages]
+        return experts_TLC.reshape(-1, *experts_TLC.shape[2:])[:num_tokens]

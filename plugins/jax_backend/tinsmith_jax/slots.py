@@ -1,190 +1,17 @@
-"""The sampler's bookkeeping: requests, their sequences, the slots they occupy, and the queue in front of the slots.
+"""Which sequences are drawn at a time, and what of the device each of them holds: pages, and the row of its adapter.
 
-Plain host objects without device state. Only the sampler's thread touches them once a request is in the queue.
+Host objects, which only the sampler's thread touches. Slots are divided over the shards of a mesh.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from tinsmith import (
-    Array,
-    FloatArray,
-    IntArray,
-    Sample,
-    SampledSequence,
-    SampleOutput,
-    StopReason,
-    StopRules,
-    StopWatch,
-    TokenArray,
-    TopLogprobs,
-)
-from tinsmith_jax.adapters import Adapter
-from tinsmith_jax.pages import Pages, PrefixKey
-from tinsmith_jax.sampling_values import PAGE
-
-UNUSED_LOGPROB = -99999.0
-"""The API's logprob for empty cells of top-k matrices; their token is 0."""
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadedSnapshot:
-    """A snapshot's device arrays. Requests hold references, so a dropped snapshot is freed after its last request."""
-
-    snapshot_id: str
-    serial: int  # unique in this process: identifies an adapter without keeping it alive
-    arrays: Adapter
-    scale: float
-
-
-class Draw:
-    """One of a request's sequences."""
-
-    def __init__(self, request: "Request", index: int, watch: StopWatch) -> None:
-        self.request = request
-        self.index = index
-        self.start_again(watch)
-
-    def start_again(self, watch: StopWatch) -> None:
-        """Begin with nothing drawn."""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_ids: list[IntArray] = []
-        self.top_logprobs: list[FloatArray] = []
-        self.experts: list[Array] = []  # [L, C], of the prompt's last token and of all drawn ones but the last
-        self.experts_of_prompt: Array | None = None  # of the tokens before
-        self.stop_reason: StopReason | None = None
-        self._watch = watch
-
-    @property
-    def position(self) -> int:
-        """Return where the latest token lies, which is not in the cache yet."""
-        return len(self.request.op.prompt_P) - 1 + len(self.tokens)
-
-    def push(self, token: int, logprob: float) -> None:
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.stop_reason = self._watch.push(token)
-
-    def result(self) -> SampledSequence:
-        assert self.stop_reason is not None, "a sequence has a result once it has ended"
-        top = None
-        if self.request.op.topk_sample_logprobs:
-            ids, values = np.stack(self.top_ids).astype(np.int32), np.stack(self.top_logprobs).astype(np.float32)
-            top = TopLogprobs(token_ids=ids, logprobs=values)
-        experts = None
-        if self.experts_of_prompt is not None:
-            experts = np.concatenate((self.experts_of_prompt, np.stack(self.experts))).astype(np.uint16)
-        return SampledSequence(
-            tokens=np.array(self.tokens, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            stop_reason=self.stop_reason,
-            top_logprobs=top,
-            routed_experts=experts,
-        )
-
-
-class PromptScores:
-    """The requested scores of a prompt, filled in tile by tile.
-
-    The hidden state at position i scores the token at i + 1, so `num_rows` is one less than the prompt's length.
-    """
-
-    def __init__(self, op: Sample) -> None:
-        P = len(op.prompt_P)
-        self._num_rows = P - 1
-        last_n = P if op.prompt_logprobs_last_n is None else op.prompt_logprobs_last_n
-        self._first_row = max(0, P - last_n - 1)
-        self._wants_logprobs, self._num_top = op.prompt_logprobs, op.topk_prompt_logprobs
-        next_token = op.prompt_P[1:].astype(np.int64)[:, None]
-        extra = op.target_prompt_logprobs
-        self.targets = next_token if extra is None else np.concatenate([next_token, extra], axis=1)
-        self._scored = np.zeros(self.targets.shape, np.float32)
-        self._wants_targets = extra is not None
-        self._top_ids = np.zeros((P, self._num_top), np.int32)
-        self._top_logprobs = np.full((P, self._num_top), UNUSED_LOGPROB, np.float32)
-
-    def wants(self, first: int, last: int) -> bool:
-        """Return whether any of the rows from `first` up to but excluding `last` needs logits."""
-        rows = slice(first, min(last, self._num_rows))
-        windowed = (self._wants_logprobs or self._num_top > 0) and rows.stop > max(rows.start, self._first_row)
-        return windowed or bool((self.targets[rows, 1:] >= 0).any())
-
-    @property
-    def wants_top(self) -> bool:
-        return self._num_top > 0
-
-    def fill(self, first: int, scored: FloatArray, top_ids: IntArray, top_logprobs: FloatArray) -> None:
-        """Store the scores of the rows from `first` on, ignoring rows past the prompt or outside the window."""
-        rows = slice(first, min(first + len(scored), self._num_rows))
-        self._scored[rows] = scored[: rows.stop - rows.start]
-        window = slice(max(first, self._first_row), rows.stop)
-        if self._num_top and window.stop > window.start:
-            source = slice(window.start - first, window.stop - first)
-            self._top_ids[window.start + 1 : window.stop + 1] = top_ids[source, : self._num_top]
-            self._top_logprobs[window.start + 1 : window.stop + 1] = top_logprobs[source, : self._num_top]
-
-    def logprobs(self) -> FloatArray | None:
-        if not self._wants_logprobs:
-            return None
-        result = np.full(self._num_rows + 1, np.nan, np.float32)
-        result[self._first_row + 1 :] = self._scored[self._first_row :, 0]
-        return result
-
-    def top(self) -> TopLogprobs | None:
-        return TopLogprobs(token_ids=self._top_ids, logprobs=self._top_logprobs) if self._num_top else None
-
-    def target_logprobs(self) -> FloatArray | None:
-        return self._scored[:, 1:].copy() if self._wants_targets else None
-
-
-class Request:
-    """A sample operation in progress. Another thread may set `cancelled`; it is read between dispatches."""
-
-    def __init__(self, op: Sample, snapshot: LoadedSnapshot | None, rules: StopRules) -> None:
-        self.op = op
-        self.snapshot = snapshot
-        self.cancelled = False
-        self.stop_tokens = rules.stop_tokens(op.params)
-        self.draws = [Draw(self, index, rules.watch(op.params)) for index in range(op.num_samples)]
-        self.scores = PromptScores(op)
-        self.scored_tokens = 0  # of the prompt, which is scored once even if several shards read it
-        self.cached_tokens = 0  # of the prompt, that the first sequence found in the cache
-
-    @property
-    def serial(self) -> int:
-        """Return the serial of the adapter, 0 for the base model."""
-        return 0 if self.snapshot is None else self.snapshot.serial
-
-    @property
-    def num_prefill(self) -> int:
-        """The number of prompt tokens to cache before decoding. The last prompt token is decoding's first input."""
-        return len(self.op.prompt_P) - 1
-
-    @property
-    def num_kept(self) -> int:
-        """The most tokens of a sequence that are in the cache. The last one that is drawn is not."""
-        return len(self.op.prompt_P) + self.op.params.max_tokens - 1
-
-    def scores_tile(self, first: int, last: int) -> bool:
-        """Return whether these positions of the prompt are still to be scored."""
-        return last > self.scored_tokens and self.scores.wants(first, last)
-
-    @property
-    def finished(self) -> bool:
-        return all(draw.stop_reason is not None for draw in self.draws)
-
-    def result(self) -> SampleOutput:
-        return SampleOutput(
-            sequences=tuple(draw.result() for draw in self.draws),
-            prompt_logprobs=self.scores.logprobs(),
-            top_prompt_logprobs=self.scores.top(),
-            target_prompt_logprobs=self.scores.target_logprobs(),
-            prompt_cache_hit_tokens=self.cached_tokens,
-        )
+from tinsmith import TokenArray
+from tinsmith_jax.pages import Pages, PrefixKey, Rows
+from tinsmith_jax.requests import Draw, Line, Request
+from tinsmith_jax.sampling_values import BASE_MODEL, PAGE, STOP_TABLE, Drawn, SamplerDevice, SlotInput
+from tinsmith_jax.suspects import Suspects
 
 
 class Prompt:
@@ -241,7 +68,7 @@ class Prompt:
             pages.release(page)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
     """The place of a sequence among those that are sampled at a time."""
 
@@ -252,9 +79,19 @@ class Slot:
     own: list[int] | None = None  # pages after the prompt's full ones; None until it has begun
 
     @property
+    def request(self) -> Request:
+        assert self.draw is not None, "the slot is occupied"
+        return self.draw.request
+
+    @property
     def ready(self) -> bool:
         """Return whether the slot can decode."""
         return self.draw is not None and self.draw.stop_reason is None and self.own is not None
+
+    def take(self, drawn: Drawn, row: int) -> None:
+        """Take over what a dispatch has drawn in a row."""
+        assert self.draw is not None, "a running slot is occupied"
+        self.draw.take(drawn, row)
 
     @property
     def table(self) -> list[int]:
@@ -263,7 +100,7 @@ class Slot:
         return [*self.prompt.pages, *self.own]
 
     def reserve(self, num_tokens: int, pages: Pages) -> None:
-        """Have pages for the sequence's next tokens, as far as it can need them."""
+        """Allocate pages for the next `num_tokens`, at most to the sequence's end."""
         assert self.draw is not None, "the slot is occupied"
         assert self.prompt is not None, "the slot is occupied"
         assert self.own is not None, "the sequence has begun"
@@ -271,49 +108,146 @@ class Slot:
         while (len(self.prompt.pages) + len(self.own)) * PAGE < end:
             self.own.append(pages.take())
 
+    def describe(self, given: SlotInput, row: int) -> None:
+        """Fill in a row: where the sequence is, and its sampling parameters."""
+        draw, prompt, table = self.draw, self.prompt, self.table
+        assert draw is not None, "a running slot is occupied"
+        assert prompt is not None, "a running slot is occupied"
+        op, params = draw.request.op, draw.request.op.params
+        given.tokens[row] = draw.tokens[-1] if draw.tokens else op.prompt_P[-1]
+        given.positions[row] = draw.position
+        given.left[row] = params.max_tokens - len(draw.tokens)
+        stop = sorted(draw.request.stop_tokens)[:STOP_TABLE]
+        given.stop_tokens[row, : len(stop)] = stop
+        given.tables[row, : len(table)] = table
+        given.adapters[row] = prompt.adapter
+        given.seed_words[row] = (params.seed >> 32, params.seed & 0xFFFFFFFF)
+        given.sample_index[row] = draw.index
+        given.temperature[row] = params.temperature
+        given.top_k[row] = params.top_k
+        given.top_p[row] = params.top_p
+        given.any_top = given.any_top or op.topk_sample_logprobs > 0
 
-@dataclass(slots=True)
-class Line:
-    """Sequences waiting for a slot: sessions with the fewest slots first, and in order within a sampling session."""
 
-    _queues: OrderedDict[str, deque[Draw]] = field(default_factory=OrderedDict)
+class Slots:
+    """Gives sequences their slots, and takes these back with all that they hold."""
 
-    def add(self, request: Request) -> None:
-        self._queues.setdefault(request.op.sampling_session_id, deque()).extend(request.draws)
+    def __init__(self, device: SamplerDevice, suspects: Suspects) -> None:
+        self._device, self._suspects = device, suspects
+        shape = self._shape = device.shape
+        self._slots = [Slot(index=index, shard=shape.shard_of(index)) for index in range(shape.num_slots)]
+        self.clear()
 
-    def first(self, slots: list[Slot]) -> Draw | None:
-        """Return the next sequence, given the current occupants of the slots; None if the queue is empty."""
-        if not self._queues:
-            return None
-        held = [slot.draw.request.op.sampling_session_id for slot in slots if slot.draw is not None]
-        session = min(self._queues, key=held.count)  # among equals, the one that has waited longest
-        return self._queues[session][0]
+    def clear(self) -> None:
+        """Empty all slots, and hold nothing: the device's state is new, or lost."""
+        shape, shards = self._shape, range(self._shape.num_shards)
+        for slot in self._slots:
+            slot.draw, slot.prompt, slot.own = None, None, None
+        self._prompts: dict[tuple[Request, int], Prompt] = {}  # by shard, in the order in which they are read
+        self.pages = [Pages(shape.pages_per_shard, kept=shape.kept_pages) for _ in shards]
+        self._rows = [Rows(shape.whole_per_shard, grows=shape.grows) for _ in shards]
 
-    def remove(self, first: Draw) -> None:
-        """Remove what `first` has returned."""
-        session = first.request.op.sampling_session_id
-        queue = self._queues.pop(session)
-        draw = queue.popleft()
-        assert draw is first
-        if queue:
-            self._queues[session] = queue  # at the end, as it has just been served
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
 
-    def put_back(self, draw: Draw) -> None:
-        """Add a sequence that had a slot, before all others."""
-        session = draw.request.op.sampling_session_id
-        self._queues.setdefault(session, deque()).appendleft(draw)
-        self._queues.move_to_end(session, last=False)
+    @property
+    def draws(self) -> list[Draw]:
+        """The sequences that have a slot."""
+        return [slot.draw for slot in self._slots if slot.draw is not None]
 
-    def remove_cancelled(self) -> None:
-        for session, queue in list(self._queues.items()):
-            kept = deque(draw for draw in queue if not draw.request.cancelled)
-            if kept:
-                self._queues[session] = kept
-            else:
-                del self._queues[session]
+    @property
+    def prompts(self) -> Iterable[Prompt]:
+        """The prompts of these, in the order in which they are read."""
+        return self._prompts.values()
 
-    def __iter__(self) -> Iterator[Draw]:
-        return (draw for queue in self._queues.values() for draw in queue)
+    def of(self, request: Request) -> list[Slot]:
+        return [slot for slot in self._slots if slot.draw is not None and slot.draw.request is request]
 
-    def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+    def fill(self, line: Line) -> None:
+        """Assign free slots to waiting sequences, in order, as long as the next one has room."""
+        free = [slot for slot in self._slots if slot.draw is None]
+        while free and (draw := line.first(self.draws)) is not None:
+            self._suspects.involved = (draw.request,)
+            shards = {shard for shard in {slot.shard for slot in free} if self._has_room(shard, draw.request)}
+            suitable = [slot for slot in free if slot.shard in shards]
+            if not suitable:
+                break
+            line.remove(draw)
+            slot = self._choose(suitable, draw.request)
+            free.remove(slot)
+            slot.draw = draw
+            slot.prompt = self._prompt(draw.request, slot.shard)
+            slot.prompt.num_users += 1
+
+    def leave(self, slot: Slot) -> None:
+        """Empty a slot. The last one that uses a prompt gives it up."""
+        prompt, slot.draw, slot.prompt = slot.prompt, None, None
+        self.give_up_own(slot)
+        if prompt is None:
+            return
+        prompt.num_users -= 1
+        if not prompt.num_users:
+            del self._prompts[prompt.request, prompt.shard]
+            prompt.release(self.pages[slot.shard])
+            if prompt.request.snapshot is not None:
+                self._rows[slot.shard].release(prompt.request.serial)
+
+    def give_up_own(self, slot: Slot) -> None:
+        for page in slot.own or ():
+            self.pages[slot.shard].release(page)
+        slot.own = None
+
+    def in_rows(self, running: Sequence[Slot]) -> dict[int, Slot]:
+        """Give each slot a row of a dispatch, the first ones of its shard."""
+        next_row = [shard * self._shape.slots_per_shard for shard in range(self._shape.num_shards)]
+        rows = {}
+        for slot in running:
+            rows[next_row[slot.shard]] = slot
+            next_row[slot.shard] += 1
+        return rows
+
+    def forget(self, serial: int) -> None:
+        """Let nobody find what was read with an adapter that is gone."""
+        for pages, rows in zip(self.pages, self._rows, strict=True):
+            pages.forget(serial)
+            rows.forget(serial)
+
+    def forget_unused(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Forget prefixes and adapters that nobody uses. Return each shard's pages and rows in which they may lie."""
+        return [pages.give_back() for pages in self.pages], [rows.give_back() for rows in self._rows]
+
+    def _has_room(self, shard: int, request: Request) -> bool:
+        """Return whether a shard has pages for one more sequence of a request, whatever it draws, and its adapter."""
+        running = [slot.draw.request for slot in self._slots if slot.shard == shard and slot.draw is not None]
+        pages = sum(self._shape.pages_at_most(each.num_kept) for each in (*running, request))
+        has_row = request.snapshot is None or self._rows[shard].has_room(request.serial)
+        return has_row and pages < self._shape.pages_per_shard
+
+    def _choose(self, free: list[Slot], request: Request) -> Slot:
+        """Prefer the shard on which the request's prompt is read already, then empty shards, then the first."""
+        num_free = Counter(slot.shard for slot in free)
+        return max(free, key=lambda slot: ((request, slot.shard) in self._prompts, num_free[slot.shard]))
+
+    def _prompt(self, request: Request, shard: int) -> Prompt:
+        known = self._prompts.get((request, shard))
+        if known is None:
+            known = Prompt(request, shard, self._adapter_row(request, shard))
+            self._prompts[request, shard] = known
+        return known
+
+    def _adapter_row(self, request: Request, shard: int) -> int:
+        """Return a row of the shard with the request's adapter, written first if it is in none."""
+        snapshot, rows = request.snapshot, self._rows[shard]
+        if snapshot is None:
+            return BASE_MODEL
+        row = rows.find(snapshot.serial)
+        if row is None:
+            row = rows.take()
+            try:
+                row_on_all = shard * self._shape.adapters_per_shard + row
+                self._device.write_adapter(row_on_all, snapshot.arrays, snapshot.scale)
+            except BaseException:
+                rows.put_back(row)
+                raise
+            rows.name(row, snapshot.serial)
+        return row

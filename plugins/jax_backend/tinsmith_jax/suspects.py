@@ -1,18 +1,19 @@
-"""Whose fault a failed step is: those who were in it are tried one by one at the place of the failure.
+"""Who is in the present step, and whose fault a failed one is: those who were in it are tried one by one, at its place.
 
 Whoever must draw its tokens anew shares steps up to there: they had gone well. A step is a dispatch, or what the host
 prepares for it, of one request or of several at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from tinsmith_jax.slots import Draw, Request
+from tinsmith_jax.requests import Draw, Request
 
 
 class Suspects:
     """The sequences that were in steps that failed, with the numbers of tokens that they had."""
 
     def __init__(self) -> None:
+        self.involved: Sequence[Request] = ()  # in the present step
         self._places: dict[Draw, set[int]] = {}
 
     def add(self, draws: Iterable[Draw]) -> None:
