@@ -14,7 +14,7 @@ from jax_harness import add_model, assert_same_bits, assert_same_state, local, m
 
 from tinsmith import ForwardBackwardOutput, LoraConfig, ModelState
 from tinsmith_jax.backend import JaxBackend
-from tinsmith_jax.training_device import TrainingPass
+from tinsmith_jax.packing import TrainingPass
 
 MODELS = ("m", "n", "o")
 

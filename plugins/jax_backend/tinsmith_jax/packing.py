@@ -9,11 +9,12 @@ of tokens: L = layers, C = experts of a token.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tinsmith import Array, Datum, ForwardBackward
-from tinsmith_jax.buckets import SMALLEST, Bucket, Buckets
+from tinsmith import AdamParams, Array, Datum, ForwardBackward, LoraConfig, ModelState, Snapshot
+from tinsmith_jax.buckets import SMALLEST, Bucket, Buckets, Pass
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.tiles import MAX_ADAPTERS, TILE, Tiles
 
@@ -127,6 +128,55 @@ class Stream:
     @property
     def replays(self) -> bool:
         return self.experts_LTC is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPass:
+    """A micro-batch as the device takes it. `models` are its rows.
+
+    Of models `apart`, each tile has a row: its gradient comes alone, and is added to the model's afterwards.
+    """
+
+    bucket: Bucket
+    models: Sequence[str]
+    stream: Stream
+    apart: Collection[str] = ()
+
+
+class Scored(NamedTuple):
+    """The results of a micro-batch, T and n = T / TILE over all its streams, or of one of its sequences."""
+
+    logp_TK: Array
+    loss_TK: Array
+    load_LnE: Array | None  # tokens of each tile that every expert has computed; None: there are no experts
+
+
+class TrainerDevice(Protocol):
+    """What the trainer asks of a device, of this process or of workers: training_device.py documents it."""
+
+    def create(self, model_id: str, lora: LoraConfig) -> None: ...
+
+    def unload(self, model_id: str) -> None: ...
+
+    def publish(self, model_id: str, snapshot_id: str) -> Snapshot: ...
+
+    def capture(self, model_id: str) -> ModelState: ...
+
+    def restore(self, model_id: str, state: ModelState) -> None: ...
+
+    def prepare(self, kind: Pass, buckets: Sequence[Bucket], *, replays: bool = False) -> Bucket: ...
+
+    def score(self, one: TrainingPass) -> Scored: ...
+
+    def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]: ...
+
+    def begin(self, models: Sequence[str]) -> None: ...
+
+    def roll_back(self) -> None: ...
+
+    def step(self, steps: Sequence[tuple[str, AdamParams]]) -> list[float]: ...
+
+    def drop_gradient(self, model_id: str) -> None: ...
 
 
 def plan(pieces: Iterable[Piece], buckets: Buckets, call_tokens: int, room: int | None = None) -> Iterator[MicroBatch]:

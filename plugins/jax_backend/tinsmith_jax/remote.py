@@ -31,9 +31,10 @@ from tinsmith_jax.devices import Devices, Facts, Setup
 from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.mesh_worker import SIMULATED, HeldAdapters, MeshWorker, Refused, owner_of
 from tinsmith_jax.model_config import ModelConfig, read_config
+from tinsmith_jax.packing import Scored, TrainingPass
 from tinsmith_jax.sampling_device import SamplingDevice
 from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput
-from tinsmith_jax.training_device import Scored, TrainingDevice, TrainingPass
+from tinsmith_jax.training_device import TrainingDevice
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -30,12 +30,10 @@ from tinsmith import (
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import Bucket, Buckets, Pass
 from tinsmith_jax.loss_table import LossTable
-from tinsmith_jax.packing import MicroBatch, Piece, pack, plan, room_beside
+from tinsmith_jax.packing import MicroBatch, Piece, Scored, TrainerDevice, TrainingPass, pack, plan, room_beside
 from tinsmith_jax.rank_classes import class_of
-from tinsmith_jax.remote import RemoteTraining
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
-from tinsmith_jax.training_device import Scored, TrainingDevice, TrainingPass
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class Trainer(TrainingBackend):
 
     def __init__(
         self,
-        device: TrainingDevice | RemoteTraining,
+        device: TrainerDevice,
         limits: Limits,
         buckets: Buckets,
         losses: LossTable,

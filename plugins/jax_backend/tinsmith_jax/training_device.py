@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -23,21 +23,13 @@ from tinsmith_jax.buckets import Bucket, Pass
 from tinsmith_jax.compilation import Compiled, Program, Programs
 from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.mesh import Spec, fetch, put
-from tinsmith_jax.packing import Stream
+from tinsmith_jax.packing import Scored, Stream, TrainingPass
 from tinsmith_jax.rank_classes import class_of, rank_classes
 from tinsmith_jax.train_step import TrainPrograms, stream_specs
 from tinsmith_jax.weights import Base
 
 _ALL: Final[frozenset[Kind]] = frozenset({"weights", "adam_m", "adam_v", "gradients"})
 _GRADIENTS: Final[frozenset[Kind]] = frozenset({"gradients"})
-
-
-class Scored(NamedTuple):
-    """The results of a micro-batch, T and n = T / TILE over all its streams, or of one of its sequences."""
-
-    logp_TK: Array
-    loss_TK: Array
-    load_LnE: Array | None  # tokens of each tile that every expert has computed; None: there are no experts
 
 
 def _on_host(logp_TK: Any, loss_TK: Any, load_LnE: Any) -> Scored:
@@ -68,19 +60,6 @@ class Loaded:
 
 def _nothing(model_id: str, kinds: Collection[Kind]) -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPass:
-    """A micro-batch as the device takes it. `models` are its rows.
-
-    Of models `apart`, each tile has a row: its gradient comes alone, and is added to the model's afterwards.
-    """
-
-    bucket: Bucket
-    models: Sequence[str]
-    stream: Stream
-    apart: Collection[str] = ()
 
 
 @dataclass(slots=True)
