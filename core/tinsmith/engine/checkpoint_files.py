@@ -77,7 +77,7 @@ class CheckpointReader:
             return await self._read(find)
         path = record.path
         if checkpoint.kind != "training":
-            msg = f"{path!r} is a {checkpoint.kind} checkpoint; training loads what save_state wrote (.../weights/...)"
+            msg = f"{path!r} is a {checkpoint.kind} checkpoint; load one of save_state (.../weights/...)"
             raise UserError(msg)
         if checkpoint.base_model != self._base_model:
             msg = f"{path!r} is a checkpoint of base model {checkpoint.base_model!r}, not of {self._base_model!r}"

@@ -44,5 +44,5 @@ class Places:
             give_up_before=now - timedelta(seconds=wait_s) if steady_s >= wait_s else _NEVER,
             failure=f"no place for a model of {self._lease.base_model!r} became free within {wait_s:.0f} s "
             f"(quotas.place_wait_s); it holds {max_models} models{of_them}: end sessions that you no longer need, try "
-            f"again later, or have the operator raise the backend's {settings}",
+            f"again later, or ask the operator to raise the backend's {settings}",
         )

@@ -148,7 +148,7 @@ class _LiveHistory(History):
         )
 
     async def unreadable(self, point: RecoveryPointRecord, error: TinsmithError) -> None:
-        _log.error("recovery point %s is damaged; trying the one before", point.directory, exc_info=error)
+        _log.error("recovery point %s is damaged; trying the previous one", point.directory, exc_info=error)
         await with_retries(self._store.drop_recovery_point, self._lease, self.run.model_id, point.seq_id)
 
     async def replayed(self, record: OperationRecord) -> None:

@@ -102,7 +102,7 @@ class Snapshots:
             msg = (
                 "this base model's sampler takes only LoRA adapters, but all weights of this model are trained (LoRA "
                 "rank 0); save with a name instead: the checkpoint is a Hugging Face directory, which can be served "
-                "as a base model of its own"
+                "as a base model"
             )
             return UnsupportedError(msg)
         return None

@@ -93,7 +93,7 @@ class Plugins:
             msg = f"several backends are installed: {names}; name one as `backend: {{plugin: ...}}`"
         else:
             builtin = ", ".join(self.backends.unambiguous())
-            msg = f"no backend is installed besides the built-in {builtin}; install one{self._broken_hint()}"
+            msg = f"no backend is installed except the built-in {builtin}; install one{self._broken_hint()}"
         raise PluginError(msg)
 
     def routes(self, settings: Settings, context: RoutesContext) -> list[APIRouter]:

@@ -50,7 +50,7 @@ class LostEngine:
             if is_overdue and not self._child.is_stopped:  # a stopped one may hold a lock that keeps all from writing
                 await self._write()
         except ServerError as error:
-            _log.debug("whether an engine gives signs of life cannot be told: %s", error)
+            _log.debug("cannot tell whether the engines are alive: %s", error)
             self._learnt_nothing()
             return
         now_s, before_s = self._clock(), self._looked_at_s

@@ -63,7 +63,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     "CreateModelRequest": {
         "session_id": _honoured(),
         "model_seq_id": _honoured(),
-        "base_model": _honoured("one that is configured, else refused"),
+        "base_model": _honoured("a configured one; others are refused"),
         "user_metadata": _honoured("stored, any JSON values; returned as strings"),
         "lora_config": _honoured("required; full fine-tuning is rank 0"),
         "optimizer_config": _honoured("`adamw`; other families are refused"),
@@ -109,7 +109,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "model_id": _honoured(),
         "seq_id": _honoured(),
         "data": _honoured(),
-        "loss_fn": _honoured("one that the backend offers; `gspo`, `stable_reinforce` and `custom` are refused"),
+        "loss_fn": _honoured("a loss of the backend; `gspo`, `stable_reinforce` and `custom` are refused"),
         "loss_fn_config": _honoured("unknown keys are refused"),
         "forward_only": _honoured(),
         "loss_fn_config_v2": _honoured("preferred; text values are refused"),
@@ -117,7 +117,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     "proto LossConfigValue": {"number": _honoured(), "text": _refused("no offered loss takes text")},
     "proto Datum": {
         "model_input": _honoured("text chunks are concatenated"),
-        "loss_fn_inputs": _honoured("those of the loss; `weights` of `cross_entropy` default to 1.0"),
+        "loss_fn_inputs": _honoured("the inputs of the loss; `weights` of `cross_entropy` default to 1.0"),
         "model_input_spans": _SPAN,
         "loss_fn_input_spans": _SPAN,
     },
@@ -131,7 +131,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     "proto DmelChunk": {"dmel": _IMAGE},
     "proto Tensor": {
         "dense": _honoured(),
-        "sparse_csr": _honoured("made dense: what is not listed is 0"),
+        "sparse_csr": _honoured("made dense; missing cells are 0"),
         "dtype": _honoured("int32 and bfloat16 are widened"),
         "shape": _honoured("one dimension if absent"),
     },
@@ -214,8 +214,8 @@ FIELDS: dict[str, dict[str, Status]] = {
         "sampling_session_id": _honoured("required"),
         "seq_id": _honoured("required, 64 bits"),
         "prompt_logprobs": _honoured(),
-        "topk_prompt_logprobs": _honoured("what the sampler returns and the trainer takes as targets"),
-        "topk_sample_logprobs": _honoured("what the sampler returns and the trainer takes as targets"),
+        "topk_prompt_logprobs": _honoured("as many as the sampler returns and the trainer takes as targets"),
+        "topk_sample_logprobs": _honoured("as many as the sampler returns and the trainer takes as targets"),
         "target_prompt_logprobs": _honoured(
             "if the sampler offers it; answered in the layout of the request, dense or sparse"
         ),
@@ -255,7 +255,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     "SamplingSessionFuturesTarget": {
         "type": _honoured(),
         "sampling_session_id": _honoured(),
-        "cloned_sampler_id": _honoured("every clone has completions and a cursor of its own"),
+        "cloned_sampler_id": _honoured("every clone has its own completions and cursor"),
     },
     # Beside the work
     "TelemetrySendRequest": dict.fromkeys(

@@ -181,4 +181,4 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _damaged(at: int) -> DecodeError:
-    return DecodeError(f"what comes at byte {at} is cut off or unknown")
+    return DecodeError(f"the field at byte {at} is cut off or unknown")

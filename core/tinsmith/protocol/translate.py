@@ -76,7 +76,7 @@ def check_load(request: wire.LoadWeightsRequest) -> None:
         msg = "weights_access_token is not offered; load your own or a published checkpoint without one"
         raise UnsupportedError(msg)
     if TinkerPath.parse(request.path).kind != "training":
-        msg = f"path {request.path!r} is not a training checkpoint; pass what save_state returned (tinker://.../weights/...)"
+        msg = f"path {request.path!r} is not a training checkpoint; pass one from save_state (tinker://.../weights/...)"
         raise UserError(msg)
 
 

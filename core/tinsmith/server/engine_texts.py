@@ -11,8 +11,8 @@ from tinsmith.store import EngineRecord, EngineState
 
 _ENDED = frozenset({EngineState.RESTARTING, EngineState.FAILED})
 _WAITING = (
-    "requests wait until it is ready; SDK 0.38 says nothing more for the first 15 minutes, but GET /readyz of this "
-    "server tells what the engine does"
+    "requests wait until it is ready; SDK 0.38 reports nothing more for the first 15 minutes, but GET /readyz of "
+    "this server shows the engine's state"
 )
 
 

@@ -11,7 +11,7 @@ from tinsmith.store import RequestStore
 
 _LOOK_S: Final = 5.0  # how often, if nobody asks
 _PATIENCE_S: Final = 1.0  # an orchestrator does not wait longer for an answer
-_FULL: Final = "the disk of the request store is full: sessions live on, and nothing is recorded until there is space"
+_FULL: Final = "the disk of the request store is full: sessions stay alive, but nothing is recorded until space is free"
 
 _log = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ class PluginSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
-    plugin: str = Field(description="name of the offer to use; `tinsmith plugins` lists what is installed")
+    plugin: str = Field(description="name of the offer to use; `tinsmith plugins` lists the installed ones")
 
     @model_validator(mode="after")
     def _hide_secrets(self) -> "PluginSection":

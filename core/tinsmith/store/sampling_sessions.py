@@ -30,6 +30,6 @@ class SamplingSessions(ABC):
 def taken(sampling_session_id: str, content: str) -> ConflictError:
     """Return the error for using the id of a sampling session again, for other content."""
     return ConflictError(
-        f"sampling session {sampling_session_id!r} exists already, for {content!r}; every one needs a "
-        "sampling_session_seq_id of its own"
+        f"sampling session {sampling_session_id!r} exists already, for {content!r}; each needs its own "
+        f"sampling_session_seq_id"
     )

@@ -96,7 +96,7 @@ class FrontDoor:
 
     def _take(self, arrived: Joined) -> None:
         for before in [each for each in self._joined if each.index is not None and each.index == arrived.index]:
-            logger.warning("worker %d of %s takes the place of that of %s", arrived.index, arrived.host, before.host)
+            logger.warning("worker %d of %s replaces the one of %s", arrived.index, arrived.host, before.host)
             self._joined.remove(before)
             before.channel.close()
         self._joined.append(arrived)

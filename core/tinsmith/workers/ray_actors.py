@@ -19,7 +19,7 @@ from tinsmith.workers.launching import ALLOCATOR, COORDINATOR, Launch, worker_en
 _CPU_EACH: Final = 1.0
 _AUTH_MODE: Final = "RAY_AUTH_MODE"
 _NO_TOKENS: Final = (
-    f"the Ray cluster asks for no token, so whoever reaches it can run code: set {_AUTH_MODE}=token and the same "
+    f"the Ray cluster asks for no token, so anyone who reaches it can run code: set {_AUTH_MODE}=token and the same "
     "RAY_AUTH_TOKEN for `ray start` on each machine and for the server"
 )
 _NO_CLUSTER: Final = (

@@ -232,7 +232,7 @@ def _single_file(fresh: Path, stem: str) -> None:
     """PEFT reads adapters from one file."""
     shards = sorted(fresh.glob(f"{stem}-*.safetensors"))
     if len(shards) > 1:
-        msg = "an adapter lies in one file; raise --shard-mb"
+        msg = "an adapter is a single file; raise --shard-mb"
         raise UserError(msg)
     shards[0].rename(fresh / f"{stem}.safetensors")
     (fresh / f"{stem}.safetensors.index.json").unlink()

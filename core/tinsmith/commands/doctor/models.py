@@ -28,7 +28,7 @@ def check_gpus(machine: Machine) -> Finding:
         return Finding("GPUs", "ok", "none: CUDA would see no NVIDIA GPU")
     if machine.device_bytes is not None:
         return Finding("GPUs", "ok", f"{number} of {gigabytes(machine.device_bytes)}, by nvidia-smi")
-    remedy = "see what nvidia-smi says; parts of divided GPUs (MIG) have memory that it does not tell"
+    remedy = "run nvidia-smi; it does not report the memory of divided GPUs (MIG)"
     return Finding("GPUs", "note", f"{number}, of unknown memory: nvidia-smi does not tell", remedy)
 
 
