@@ -270,7 +270,7 @@ def test_devices_elsewhere_are_given_whole_and_not_more() -> None:
     assert placed(ELSEWHERE, a_model({"count": 0, "least": 30}, {})) == [("", 92), ("0,1", 92)]
     both = a_model({"count": 0, "least": 30}, {"count": 0}, turns=True)
     assert placed(ELSEWHERE, both) == [("", 90), ("", 90)], "each keeps 2 GiB in its sleep"
-    with pytest.raises(ConfigError, match=r"a device elsewhere has 92\.0 GiB to give, and backend learns of 'm' needs"):
+    with pytest.raises(ConfigError, match=r"a device elsewhere for backend learns of 'm' has 92\.0 GiB to give"):
         placed(ELSEWHERE, a_model({"count": 0, "memory": "93GiB"}))
 
 
@@ -344,7 +344,7 @@ def test_what_computes_on_the_cpu_divides_the_machines_memory() -> None:
 
 def test_a_machine_with_too_little_memory_is_told_so_with_figures() -> None:
     told = (
-        r"this machine, or its container, has 25\.0 GiB of memory, and 23\.0 GiB of it to give, and what is to run on "
+        r"this machine, or its container, has 25\.0 GiB of memory and 23\.0 GiB to give, and what is to run on "
         r"it needs at least 30\.0 GiB: backend learns of 'm' 20\.0 GiB and sampler draws of 'm' 10\.0 GiB; give it"
     )
     with pytest.raises(ConfigError, match=told):
@@ -503,7 +503,7 @@ def test_a_plan_for_a_cpu_tells_of_the_machines_memory(
     ]
     code, out = plan(monkeypatch, capsys, *typed, "--models.0.backend.least", "30")
     assert code == 2
-    assert "has 1.0 GiB of memory, and 0.9 GiB of it to give" in " ".join(out.split())
+    assert "has 1.0 GiB of memory and 0.9 GiB to give" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,11 @@ class Part:
     def name(self) -> str:
         return f"{self.role} {self.spec.name} of {self.model!r}"
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The devices that the configuration names."""
+        return self.wanted.devices if isinstance(self.wanted.devices, tuple) else ()
+
     def demand(self, placement: Placement) -> Demand:
         """Ask the plugin. Raise PartError with the part's name."""
         assert self.spec.demand is not None
