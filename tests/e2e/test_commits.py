@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tinker
 from sqlalchemy import Connection
-from sqlmodel import Session
 
 from tinsmith import operations as ops
 from tinsmith.sql_store.databases.database import Database
@@ -42,13 +41,13 @@ def commits(toy_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[
     run_group = Writer._run_group
     data_dir = str(toy_server.settings.server.data_dir)
 
-    def noting(writer: Writer[Any], calls: list[Call], topics: list[str], session: Session) -> Any:
-        if data_dir not in str(session.get_bind().engine.url):  # of another server in this process
-            return run_group(writer, calls, topics, session)
-        level = DURABILITY[session.connection().exec_driver_sql("PRAGMA synchronous").scalar_one()]
+    def noting(writer: Writer[Any], calls: list[Call], topics: list[str], connection: Connection) -> Any:
+        if data_dir not in str(connection.engine.url):  # of another server in this process
+            return run_group(writer, calls, topics, connection)
+        level = DURABILITY[connection.exec_driver_sql("PRAGMA synchronous").scalar_one()]
         if names := [call.function.__name__ for call in calls if call.function.__name__ in OF_OPERATIONS]:
             seen.append([f"{level} {name}" for name in names])
-        return run_group(writer, calls, topics, session)
+        return run_group(writer, calls, topics, connection)
 
     monkeypatch.setattr(Writer, "_run_group", noting)
     return seen

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from mortal_engine import MortalEngine, a_backend
 from plain_protocol import KILLED, MAX_KILLS, POISON, Entry, PlainModel, refusal_of
-from sqlalchemy import text
-from sqlmodel import Session
+from sqlalchemy import Connection, text
 
 from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
@@ -363,14 +362,12 @@ class ProtocolOnPostgres(Protocol):
         self.databases.break_connections()
 
 
-def _count_pending(session: Session) -> list[tuple[str, str, int, int]]:
+def _count_pending(connection: Connection) -> list[tuple[str, str, int, int]]:
     query = (
         "SELECT tenant, kind, count(*), sum(length(payload)) FROM operations JOIN payloads ON operation_id = id "
         "WHERE state IN ('queued', 'running') GROUP BY tenant, kind"
     )
-    return [
-        (tenant, kind, number, int(size)) for tenant, kind, number, size in session.connection().execute(text(query))
-    ]
+    return [(tenant, kind, number, int(size)) for tenant, kind, number, size in connection.execute(text(query))]
 
 
 def compare(record: OperationRecord, answer: ops.Result) -> None:

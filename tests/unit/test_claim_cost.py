@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
-from sqlmodel import Session
 
-from tinsmith.sql_store.subjects import claiming, gaps, pending_work, submitting, waiting
+from tinsmith.sql_store.subjects import claiming, gaps, models, pending_work, submitting, waiting
 from tinsmith.sql_store.subjects.pending_work import PendingChanges
 from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, RunRow, Table
+from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, Table
 from tinsmith.store import MANY_AHEAD, ClaimRoom, Lease, PendingCounts
 from tinsmith.testing.store_records import LORA, a_sample, an_operation
 
@@ -94,64 +93,65 @@ def _operation(tenant: str, name: str, seq_id: int, *, ordered: bool = True, ear
     }
 
 
-def claim(session: Session) -> None:
+def claim(connection: Connection) -> None:
     """Do what a store does for `claim_shares`."""
     everyone = {(ordered, tenant) for ordered in (True, False) for tenant in ("hog", "mouse")}
-    assert set(claiming.queues(session, BASE)) == everyone
-    claimed = claiming.claim(Transaction(session, NOW), LEASE, claiming.by_shares(ROOM, ROOM))
+    assert set(claiming.queues(connection, BASE)) == everyone
+    claimed = claiming.claim(Transaction(connection, NOW), LEASE, claiming.by_shares(ROOM, ROOM))
     assert len(claimed.records) == 2 * ROOM.operations  # the mouse has 5 of each sort, the hog uses what is left
 
 
-def look_for_suspects(session: Session) -> None:
-    assert not claiming.any_alone(session, BASE)
-    assert claiming.claim_suspects(Transaction(session, NOW), LEASE, 1) == []
+def look_for_suspects(connection: Connection) -> None:
+    assert not claiming.any_alone(connection, BASE)
+    assert claiming.claim_suspects(Transaction(connection, NOW), LEASE, 1) == []
 
 
-def look_for_gaps(session: Session) -> None:
-    assert gaps.waiting_since(session, BASE, NOW - timedelta(hours=1)) == []
+def look_for_gaps(connection: Connection) -> None:
+    assert gaps.waiting_since(connection, BASE, NOW - timedelta(hours=1)) == []
 
 
-def fail_some_of_a_gap(session: Session) -> None:
+def fail_some_of_a_gap(connection: Connection) -> None:
     late = NOW + timedelta(hours=1)
-    assert gaps.waiting_since(session, BASE, late) == ["hog:stuck"]
-    assert gaps.fail_some(Transaction(session, NOW), "hog:stuck", late) == (500, True)
+    assert gaps.waiting_since(connection, BASE, late) == ["hog:stuck"]
+    assert gaps.fail_some(Transaction(connection, NOW), "hog:stuck", late) == (500, True)
 
 
-def fail_a_gap_of_exactly_one_part(session: Session) -> None:
+def fail_a_gap_of_exactly_one_part(connection: Connection) -> None:
     """Nothing early is left, so nobody would find the model again."""
     late = NOW + timedelta(hours=1)
-    assert gaps.fail_some(Transaction(session, NOW), "hog:stuck", late) == (500, False)
-    assert gaps.waiting_since(session, BASE, late) == []
-    run = session.get_one(RunRow, "hog:stuck")
+    assert gaps.fail_some(Transaction(connection, NOW), "hog:stuck", late) == (500, False)
+    assert gaps.waiting_since(connection, BASE, late) == []
+    run = models.find(connection, "hog:stuck")
+    assert run is not None
     assert (run.arrived_seq_id, run.next_seq_id) == (501, 502)
 
 
-def submit(session: Session) -> None:
+def submit(connection: Connection) -> None:
     for tenant, seq_id in (("hog", 100_001), ("mouse", 6)):
-        submitting.submit(Transaction(session, NOW), a_sample(seq_id, f"{tenant}:sampling", tenant=tenant))
-    submitting.submit(Transaction(session, NOW), an_operation("mouse:ready", 6, tenant="mouse"))
+        submitting.submit(Transaction(connection, NOW), a_sample(seq_id, f"{tenant}:sampling", tenant=tenant))
+    submitting.submit(Transaction(connection, NOW), an_operation("mouse:ready", 6, tenant="mouse"))
 
 
-def count_pending(session: Session) -> None:
+def count_pending(connection: Connection) -> None:
     """Before each submit, a server may ask how much its tenant has waiting."""
     changes = PendingChanges()
     changes.arrived("hog", "sample", 7)
-    changes.write(session)
-    assert pending_work.pending(session, "hog") == PendingCounts(by_kind={"sample": 1}, num_bytes=7)
+    changes.write(connection)
+    assert pending_work.pending(connection, "hog") == PendingCounts(by_kind={"sample": 1}, num_bytes=7)
 
 
-def ask_why_it_waits(session: Session) -> None:
+def ask_why_it_waits(connection: Connection) -> None:
     last = text("SELECT max(request_id) FROM operations WHERE subject_id = 'mouse:sampling' AND seq_id = 5")
-    assert waiting.waiting(session, session.connection().execute(last).scalar_one()).num_ahead == 4
+    assert waiting.waiting(connection, connection.execute(last).scalar_one()).num_ahead == 4
 
 
-def ask_why_a_hog_waits(session: Session) -> None:
+def ask_why_a_hog_waits(connection: Connection) -> None:
     last = text("SELECT request_id FROM operations WHERE subject_id = 'hog:sampling' ORDER BY seq_id DESC LIMIT 1")
-    assert waiting.waiting(session, session.connection().execute(last).scalar_one()).num_ahead == MANY_AHEAD
+    assert waiting.waiting(connection, connection.execute(last).scalar_one()).num_ahead == MANY_AHEAD
 
 
-def tx(session: Session) -> Transaction:
-    return Transaction(session, NOW)
+def tx(connection: Connection) -> Transaction:
+    return Transaction(connection, NOW)
 
 
 WORK = [claim, look_for_suspects, look_for_gaps, submit, count_pending, ask_why_it_waits]
@@ -187,15 +187,17 @@ def create_tables(engine: Engine, *, last_index_first: bool) -> None:
             connection.exec_driver_sql(sql)
 
 
-def in_sqlite(work: Callable[[Session], object], *, waiting: int, missing: int, last_index_first: bool = False) -> Seen:
+def in_sqlite(
+    work: Callable[[Connection], object], *, waiting: int, missing: int, last_index_first: bool = False
+) -> Seen:
     engine = create_engine("sqlite://")
     create_tables(engine, last_index_first=last_index_first)
-    with engine.connect() as connection, Session(connection) as session:
+    with engine.connect() as connection:
         fill(connection, waiting=waiting, missing=missing)
         driver: Any = connection.connection.driver_connection
         with seen(connection) as found:
             driver.set_progress_handler(lambda: setattr(found, "steps", found.steps + 1), 1)
-            work(session)
+            work(connection)
             driver.set_progress_handler(None, 1)
         for statement, parameters in found.statements:
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
@@ -205,16 +207,16 @@ def in_sqlite(work: Callable[[Session], object], *, waiting: int, missing: int, 
     return found
 
 
-STATEMENTS: list[tuple[Callable[[Session], object], int]] = [
-    (lambda session: submitting.submit(tx(session), an_operation("mouse:ready", 6, tenant="mouse")), 6),
-    (lambda session: submitting.submit(tx(session), a_sample(6, "mouse:sampling", tenant="mouse")), 4),
-    (lambda session: claiming.claim(tx(session), LEASE, claiming.by_shares(ROOM, ROOM)), 6),
-    (lambda session: claiming.claim(tx(session), OTHER_LEASE, claiming.by_shares(ROOM, ROOM)), 2),
+STATEMENTS: list[tuple[Callable[[Connection], object], int]] = [
+    (lambda connection: submitting.submit(tx(connection), an_operation("mouse:ready", 6, tenant="mouse")), 6),
+    (lambda connection: submitting.submit(tx(connection), a_sample(6, "mouse:sampling", tenant="mouse")), 4),
+    (lambda connection: claiming.claim(tx(connection), LEASE, claiming.by_shares(ROOM, ROOM)), 6),
+    (lambda connection: claiming.claim(tx(connection), OTHER_LEASE, claiming.by_shares(ROOM, ROOM)), 2),
 ]
 
 
 @pytest.mark.parametrize(("work", "number"), STATEMENTS, ids=["optim_step", "sample", "claim", "claim of nothing"])
-def test_hot_transactions_take_few_statements(work: Callable[[Session], object], number: int) -> None:
+def test_hot_transactions_take_few_statements(work: Callable[[Connection], object], number: int) -> None:
     """Python takes longer for a statement than SQLite does."""
     assert len(in_sqlite(work, waiting=5, missing=0).statements) == number
 
@@ -222,7 +224,7 @@ def test_hot_transactions_take_few_statements(work: Callable[[Session], object],
 @pytest.mark.parametrize("last_index_first", [False, True])
 @pytest.mark.parametrize("work", WORK)
 def test_sqlite_takes_as_many_steps_whatever_waits_and_is_missing(
-    work: Callable[[Session], None], *, last_index_first: bool
+    work: Callable[[Connection], None], *, last_index_first: bool
 ) -> None:
     few = in_sqlite(work, waiting=40, missing=1, last_index_first=last_index_first)
     many = in_sqlite(work, waiting=1500, missing=1, last_index_first=last_index_first)
@@ -232,7 +234,7 @@ def test_sqlite_takes_as_many_steps_whatever_waits_and_is_missing(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("work", WORK)
-def test_sqlite_takes_as_many_steps_with_a_hundred_thousand_waiting(work: Callable[[Session], None]) -> None:
+def test_sqlite_takes_as_many_steps_with_a_hundred_thousand_waiting(work: Callable[[Connection], None]) -> None:
     steps = [in_sqlite(work, waiting=waiting, missing=missing).steps for waiting, missing in ((40, 1), (1000, 1000))]
     assert steps == [in_sqlite(work, waiting=50_000, missing=50_000).steps] * 2
 
@@ -262,9 +264,9 @@ def postgres_engine(postgres_url: str) -> Iterator[Engine]:
 
 
 def test_a_model_continues_with_the_last_part_of_a_gap_on_postgres(postgres_engine: Engine) -> None:
-    with postgres_engine.begin() as connection, Session(connection) as session:
+    with postgres_engine.begin() as connection:
         fill(connection, waiting=1, missing=500)
-        fail_a_gap_of_exactly_one_part(session)
+        fail_a_gap_of_exactly_one_part(connection)
 
 
 def rows_visited(plan: dict[str, Any], table: str) -> int:
@@ -279,15 +281,15 @@ def rows_visited(plan: dict[str, Any], table: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("work", WORK)
 def test_postgres_visits_as_many_rows_whatever_waits_and_is_missing(
-    postgres_engine: Engine, work: Callable[[Session], None]
+    postgres_engine: Engine, work: Callable[[Connection], None]
 ) -> None:
     with postgres_engine.begin() as connection:
         fill(connection, waiting=1500, missing=1500)
         connection.execute(text("SELECT setval('operations_id_seq', (SELECT max(id) FROM operations))"))
         connection.execute(text("ANALYZE"))
     with postgres_engine.connect() as connection:
-        with seen(connection) as found, Session(connection) as session:
-            work(session)
+        with seen(connection) as found:
+            work(connection)
         connection.rollback()
         visited = 0
         for statement, parameters in found.statements:

@@ -19,10 +19,10 @@ from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.subjects import lost_models
+from tinsmith.sql_store.subjects import runs
 from tinsmith.sql_store.subjects.model_places import Applicant, Taken, next_ones
+from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.sql_store.tables import RunRow
 from tinsmith.store import (
     EngineRecord,
     EngineState,
@@ -186,13 +186,13 @@ async def test_models_that_find_no_place_fail_one_by_one(
 ) -> None:
     """Each may have thousands of operations, and other writes wait for a transaction."""
     transactions: list[Transaction] = []
-    mark_lost = lost_models.mark_lost
+    mark_lost = runs.mark_lost
 
-    def note(tx: Transaction, run: RunRow, reason: str, failure: ops.Failed) -> None:
+    def note(tx: Transaction, run: Run, reason: str, failure: ops.Failed) -> None:
         transactions.append(tx)
         mark_lost(tx, run, reason, failure)
 
-    monkeypatch.setattr(lost_models, "mark_lost", note)
+    monkeypatch.setattr(runs, "mark_lost", note)
     client = await a_client(store, "greedy", "s1")
     asked = [await client.create_model(number) for number in range(PLACES + 1)]
     async with engine_on(store, tmp_path, place_wait_s=1e-6):

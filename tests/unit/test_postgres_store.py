@@ -15,9 +15,8 @@ import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import OperationalError
-from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.sql_store.choose import dialect_of
@@ -28,10 +27,10 @@ from tinsmith.sql_store.databases.postgres import PostgresDatabase
 from tinsmith.sql_store.diagnosis import diagnose
 from tinsmith.sql_store.migrate import known_revisions
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.tables import SessionRow, Table, to_row
+from tinsmith.sql_store.tables import SESSIONS, Table, to_values
 from tinsmith.store import OperationState, RunState, RunStateChanged, StoreContext
 from tinsmith.testing.postgres import Postgres
-from tinsmith.testing.store_records import a_model, a_sample, a_session, an_operation, claim, complete, done
+from tinsmith.testing.store_records import NOW, a_model, a_sample, a_session, an_operation, claim, complete, done
 
 pytestmark = pytest.mark.slow  # it starts PostgreSQL
 
@@ -114,15 +113,14 @@ async def test_a_commit_whose_answer_is_lost_happens_once(postgres_url: str, com
     database = a_writer(postgres_url)
     runs: list[str] = []
 
-    def insert(session: Session) -> str:
+    def insert(connection: Connection) -> str:
         runs.append(f"s{len(runs)}")
-        session.add(to_row(a_session(runs[-1]), SessionRow, idempotency_key=None))
-        session.flush()
+        connection.execute(SESSIONS.insert(), to_values(a_session(runs[-1])) | {"heard_since": NOW})
         return runs[-1]
 
-    def commit(session: Session) -> None:
+    def commit(connection: Connection) -> None:
         if committed or len(runs) > 1:
-            session.commit()
+            connection.commit()
         if len(runs) == 1:
             raise OperationalError("COMMIT", {}, psycopg.OperationalError("the connection is lost"))
 
@@ -142,14 +140,16 @@ async def test_deadlocks_are_tried_again(postgres_url: str) -> None:
     both_hold_one = asyncio.Barrier(2)
     loop = asyncio.get_running_loop()
 
-    def touching(order: list[str]) -> Callable[[Session], str]:
+    lock_session = text("SELECT FROM sessions WHERE session_id = :wanted FOR UPDATE")
+
+    def touching(order: list[str]) -> Callable[[Connection], str]:
         tries = 0
 
-        def work(session: Session) -> str:
+        def work(connection: Connection) -> str:
             nonlocal tries
             tries += 1
             for number, session_id in enumerate(order):
-                session.get_one(SessionRow, session_id, with_for_update=True)
+                connection.execute(lock_session, {"wanted": session_id}).one()
                 if tries == 1 and number == 0:
                     asyncio.run_coroutine_threadsafe(both_hold_one.wait(), loop).result(WAIT_S)
             return "done"
@@ -205,17 +205,17 @@ async def test_a_process_that_stops_within_a_transaction_does_not_hold_up_the_ot
     one, two = a_writer(postgres_url), a_writer(postgres_url)
     holds_the_lock, goes_on = threading.Event(), threading.Event()
     tries: list[str | None] = []
+    locked = text("SELECT display_name FROM sessions FOR UPDATE")
 
-    def stop(session: Session) -> None:
-        row = session.get_one(SessionRow, "s1", with_for_update=True)
-        tries.append(row.display_name)
+    def stop(connection: Connection) -> None:
+        tries.append(connection.execute(locked).scalar_one())
         holds_the_lock.set()
         goes_on.wait(WAIT_S)
-        row.display_name = "one"
-        session.flush()
+        connection.execute(SESSIONS.update().values(display_name="one"))
 
-    def name(session: Session) -> None:
-        session.get_one(SessionRow, "s1", with_for_update=True).display_name = "two"
+    def name(connection: Connection) -> None:
+        connection.execute(locked).one()
+        connection.execute(SESSIONS.update().values(display_name="two"))
 
     stopped = asyncio.create_task(one.run(stop))
     await asyncio.to_thread(holds_the_lock.wait, WAIT_S)
@@ -236,7 +236,7 @@ async def test_wake_ups_come_with_the_commit_and_in_parts(postgres_url: str) -> 
     await two.open()
     database = a_writer(postgres_url)
     with two.subscribe(topics[0]) as first, two.subscribe(topics[-1]) as last, one.subscribe(topics[0]) as own:
-        await database.run(lambda session: one.enlist(session, topics))
+        await database.run(lambda connection: one.enlist(connection, topics))
         async with asyncio.timeout(WAIT_S):
             await first.wait()
             await last.wait()

@@ -15,9 +15,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import URL
+from sqlalchemy import URL, Connection
 from sqlalchemy.exc import IntegrityError, OperationalError
-from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, ServerError, StoreError, UserError
 from tinsmith.sql_store import group_commit
@@ -29,9 +28,9 @@ from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.group_commit import Call, Grouping
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.subjects.request_ids import created_at, new_request_id
+from tinsmith.sql_store.subjects.log import created_at, new_request_id
 from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.sql_store.tables import SessionRow, to_row
+from tinsmith.sql_store.tables import SESSIONS, to_values
 from tinsmith.store import StoreContext
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.store_records import BASE, NOW, a_sample, a_session
@@ -63,17 +62,17 @@ async def test_what_a_failed_commit_leaves_open_is_undone(tmp_path: Path) -> Non
     """SQLite refuses the commit of a deferred violation, and keeps the transaction open."""
     writer = SqliteDialect(URL.create("sqlite", database=str(tmp_path / "x.db")), SqlStoreConfig()).writer(durable=True)
 
-    def run(*statements: str, session: Session) -> object:
-        return [session.connection().exec_driver_sql(each) for each in statements][-1]
+    def run(*statements: str, connection: Connection) -> object:
+        return [connection.exec_driver_sql(each) for each in statements][-1]
 
-    def count(session: Session) -> int:
-        return int(session.connection().exec_driver_sql("SELECT count(*) FROM child").scalar_one())
+    def count(connection: Connection) -> int:
+        return int(connection.exec_driver_sql("SELECT count(*) FROM child").scalar_one())
 
     tables = ("CREATE TABLE parent (id INTEGER PRIMARY KEY)", "CREATE TABLE child (of INTEGER REFERENCES parent)")
-    await writer.run(lambda session: run(*tables, session=session))
+    await writer.run(lambda connection: run(*tables, connection=connection))
     orphan = ("PRAGMA defer_foreign_keys = ON", "INSERT INTO child VALUES (1)")
     with pytest.raises(IntegrityError):
-        await writer.run(lambda session: run(*orphan, session=session))
+        await writer.run(lambda connection: run(*orphan, connection=connection))
     assert await writer.run(count) == 0
     await writer.close()
 
@@ -123,8 +122,8 @@ async def test_commits_are_as_durable_as_configured(tmp_path: Path, mode: str, d
         await database.close()
 
 
-def _pragma(session: Session, name: str) -> object:
-    return session.connection().exec_driver_sql(f"PRAGMA {name}").scalar_one()
+def _pragma(connection: Connection, name: str) -> object:
+    return connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
 
 
 async def test_writes_that_wait_share_a_commit(tmp_path: Path) -> None:
@@ -152,8 +151,7 @@ async def test_a_write_that_fails_is_undone_alone_and_the_others_happen_once(tmp
     await store.open()
 
     def insert(tx: Transaction) -> None:
-        tx.session.add(to_row(a_session(f"s{next(numbers)}"), SessionRow, idempotency_key=None))
-        tx.session.flush()
+        tx.connection.execute(SESSIONS.insert(), to_values(a_session(f"s{next(numbers)}")) | {"heard_since": NOW})
 
     def insert_and_fail(tx: Transaction) -> None:
         insert(tx)
@@ -269,7 +267,7 @@ async def test_others_are_woken_after_the_commit_without_this_event_loop(
 async def test_nobody_is_woken_by_what_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Sequence[str]] = []
 
-    def refuse(_session: Session) -> None:
+    def refuse(_connection: Connection) -> None:
         raise OperationalError("COMMIT", {}, sqlite3.OperationalError("disk I/O error"))
 
     def send(_wakeups: SocketWakeUps, topics: Sequence[str]) -> None:

@@ -77,10 +77,8 @@ class Setup:
             task.cancel()
             with suppress(asyncio.CancelledError, EngineFailedError):
                 await task
-            for writer in (
-                self.store.connections.relaxed,
-                self.store.connections.durable,
-            ):  # what it has handed over is committed
+            connections = self.store.connections
+            for writer in (connections.relaxed, connections.durable):  # what it has handed over is committed
                 await writer.write(lambda _: None)
 
     @property

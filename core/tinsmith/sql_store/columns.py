@@ -2,33 +2,46 @@
 
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from sqlalchemy import JSON, BigInteger, Dialect, String, TypeDecorator
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+
+NOW_IN: Final = {
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)",
+    "postgresql": "CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)",
+}
+"""The time by the database's clock, which all machines share, in microseconds: to the millisecond or better."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
 
+def to_microseconds(time: datetime) -> int:
+    """Return how a time is stored: as microseconds since 1970, exact and the same in every database."""
+    return (time - _EPOCH) // _MICROSECOND
+
+
+def from_microseconds(stored: int) -> datetime:
+    return _EPOCH + stored * _MICROSECOND
+
+
 class Microseconds(TypeDecorator[datetime]):
-    """An aware time, as microseconds since 1970: exact, and the same in every database."""
+    """An aware time."""
 
     impl = BigInteger
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> int | None:
         del dialect
-        return None if value is None else (value - _EPOCH) // _MICROSECOND
+        return None if value is None else to_microseconds(value)
 
     def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:  # Any: the driver's int
         del dialect
-        return None if value is None else _EPOCH + value * _MICROSECOND
+        return None if value is None else from_microseconds(value)
 
 
 class AsText(TypeDecorator[E], Generic[E]):
@@ -67,22 +80,3 @@ class AsJson(TypeDecorator[T], Generic[T]):
     def process_result_value(self, value: Any | None, dialect: Dialect) -> T | None:  # Any: JSON
         del dialect
         return None if value is None else msgspec.convert(value, self.python)
-
-
-class DatabaseNow(FunctionElement[datetime]):
-    """The time by the database's clock, which all machines share, to the millisecond or better."""
-
-    type = Microseconds()
-    inherit_cache = True
-
-
-@compiles(DatabaseNow, "sqlite")
-def _now_in_sqlite(element: DatabaseNow, compiler: object, **options: object) -> str:
-    del element, compiler, options
-    return "CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)"
-
-
-@compiles(DatabaseNow, "postgresql")
-def _now_in_postgresql(element: DatabaseNow, compiler: object, **options: object) -> str:
-    del element, compiler, options
-    return "CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)"

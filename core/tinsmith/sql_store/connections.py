@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
-from sqlmodel import Session
 
 from tinsmith.errors import StoreError
 from tinsmith.sql_store.choose import dialect_of
@@ -33,7 +32,9 @@ class Connections(Generic[W]):
     relaxed: Writer[W]
     reader: Reader
 
-    def __init__(self, config: SqlStoreConfig, context: StoreContext, begin: Callable[[Session, datetime], W]) -> None:
+    def __init__(
+        self, config: SqlStoreConfig, context: StoreContext, begin: Callable[[Connection, datetime], W]
+    ) -> None:
         """`begin` makes what the writes of a transaction work on. Does no I/O."""
         self._dialect = dialect_of(config, context)
         self._max_readers = config.max_readers

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, Self, TypeVar
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
-from sqlmodel import Session
 
 from tinsmith.errors import StoreError, StoreFullError
 from tinsmith.failpoints import durable_boundary
@@ -34,7 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Locks = Callable[..., Iterable[str]]
-"""Names what a write locks, given the session and the write's arguments."""
+"""Names what a write locks, given the connection and the write's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,13 @@ class Reader(Grouping):
     def __init__(self, databases: Sequence[Database]) -> None:
         super().__init__(databases, max_group=_MAX_READS)
 
-    async def read(self, function: Callable[Concatenate[Session, P], T], *args: P.args, **options: P.kwargs) -> T:
+    async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Run a synchronous function that only reads."""
         result: T = await self.ask(Call(function, args, options))
         return result
 
     async def _run(self, database: Database, calls: list[Call]) -> list[Any]:
-        return await database.run(lambda session: [_attempt(call, session, database) for call in calls])
+        return await database.run(lambda connection: [_attempt(call, connection, database) for call in calls])
 
 
 class Work(Protocol):
@@ -166,7 +166,7 @@ class Writer(Grouping, Generic[W]):
     A write that raises is undone alone; any may run twice.
     """
 
-    def __init__(self, database: Database, wakeups: WakeUps, begin: Callable[[Session, datetime], W]) -> None:
+    def __init__(self, database: Database, wakeups: WakeUps, begin: Callable[[Connection, datetime], W]) -> None:
         super().__init__([database], max_group=_MAX_WRITES)
         self._database = database
         self._wakeups = wakeups
@@ -184,7 +184,7 @@ class Writer(Grouping, Generic[W]):
 
     async def write_locking(
         self,
-        locks: Callable[Concatenate[Session, P], Iterable[str]],
+        locks: Callable[Concatenate[Connection, P], Iterable[str]],
         function: Callable[Concatenate[W, P], T],
         *args: P.args,
         **options: P.kwargs,
@@ -205,8 +205,8 @@ class Writer(Grouping, Generic[W]):
         """Other processes are woken from the database's thread, so they do not wait for this one's event loop."""
         topics: list[str] = []
 
-        def commit(session: Session) -> None:
-            _commit(session)
+        def commit(connection: Connection) -> None:
+            _commit(connection)
             self._wakeups.send(topics)
 
         try:
@@ -218,40 +218,37 @@ class Writer(Grouping, Generic[W]):
         self._wakeups.wake(topics)
         return results
 
-    def _run_group(self, calls: list[Call], topics: list[str], session: Session) -> list[Any]:
+    def _run_group(self, calls: list[Call], topics: list[str], connection: Connection) -> list[Any]:
         """Run all writes without savepoints. If one raises, run them again, each in a savepoint of its own.
 
         Set `topics` to those to tell.
         """
         now = datetime.now(UTC)
-        work = self._begin(session, now)
-        self._lock(calls, work, session)
+        work = self._begin(connection, now)
+        self._lock(calls, work, connection)
         try:
-            results = []
-            for call in calls:
-                results.append(call.function(work, *call.args, **call.options))
-                _forget_objects(session)
+            results = [call.function(work, *call.args, **call.options) for call in calls]
         except Exception as error:
             if len(calls) == 1 or self._database.spoils(error):
                 raise
-            session.rollback()
-            work = self._begin(session, now)
-            self._lock(calls, work, session)
-            results = [self._run_alone(call, work, session, now) for call in calls]
+            connection.rollback()
+            connection.begin()
+            work = self._begin(connection, now)
+            self._lock(calls, work, connection)
+            results = [self._run_alone(call, work, connection, now) for call in calls]
         topics[:] = work.finish()
-        self._wakeups.enlist(session, topics)
+        self._wakeups.enlist(connection, topics)
         return results
 
-    def _run_alone(self, call: Call, work: W, session: Session, now: datetime) -> Any:
+    def _run_alone(self, call: Call, work: W, connection: Connection, now: datetime) -> Any:
         """If another process has just taken a unique key, a second try finds it taken."""
         tries = _MAX_TRIES if self._database.locks_rows else 1
         while True:
             tries -= 1
-            own = self._begin(session, now)
+            own = self._begin(connection, now)
             try:
-                with session.begin_nested():
+                with connection.begin_nested():
                     result = call.function(own, *call.args, **call.options)
-                    _forget_objects(session)
             except Exception as error:
                 if self._database.spoils(error):
                     raise
@@ -261,32 +258,25 @@ class Writer(Grouping, Generic[W]):
                 work.add(own)
                 return result
 
-    def _lock(self, calls: list[Call], work: W, session: Session) -> None:
+    def _lock(self, calls: list[Call], work: W, connection: Connection) -> None:
         if self._database.locks_rows:
-            each = (call.locks(session, *call.args, **call.options) for call in calls if call.locks is not None)
+            each = (call.locks(connection, *call.args, **call.options) for call in calls if call.locks is not None)
             if names := {name for names in each for name in names}:
                 work.lock(names)
 
 
 @durable_boundary("store.commit")
-def _commit(session: Session) -> None:
-    session.commit()
+def _commit(connection: Connection) -> None:
+    connection.commit()
 
 
-def _attempt(call: Call, session: Session, database: Database) -> Any:
+def _attempt(call: Call, connection: Connection, database: Database) -> Any:
     try:
-        return call.function(session, *call.args, **call.options)
+        return call.function(connection, *call.args, **call.options)
     except Exception as error:
         if database.spoils(error):
             raise
         return Failure(error)  # for this caller alone
-
-
-def _forget_objects(session: Session) -> None:
-    """Leave no objects in the session: the next write may change their rows without it."""
-    if session.in_transaction():  # else it has none
-        session.flush()
-        session.expunge_all()
 
 
 def _refuse(calls: Sequence[Call]) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlmodel import Session
+from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -19,21 +19,16 @@ from tinsmith.sql_store.subjects import (
     checkpoints,
     claiming,
     completing,
-    counting,
     engine_states,
-    forgetting,
     gaps,
-    kept,
     leases,
     log,
     log_inspection,
-    lost_models,
     model_places,
     pending_work,
-    pruning,
-    rebuilding,
+    recovery,
     recovery_points,
-    requeueing,
+    retention,
     routed_experts,
     runs,
     sampling_sessions,
@@ -53,10 +48,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Async = Coroutine[Any, Any, T]
-Locks = Callable[Concatenate[Session, P], Iterable[str]]
+Locks = Callable[Concatenate[Connection, P], Iterable[str]]
 
 
-def _read(function: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate["SqlStore", P], Async[T]]:
+def _read(function: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate["SqlStore", P], Async[T]]:
     """Make the method that runs a function in a transaction that only reads."""
 
     async def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> T:
@@ -133,12 +128,12 @@ class SqlStore(RequestStore):
     create_session = _over(sessions.create_session)
     get_session = _read(sessions.get)
     list_sessions = _read(sessions.list_all)
-    count_live_sessions = _read(counting.live_sessions)
+    count_live_sessions = _read(sessions.count_live)
     update_session = _durable(sessions.update)
     end_session = _over(sessions.end_session)
     expire_sessions = _over(sessions.expire_sessions)
     expire_sessions_of = _over(sessions.expire_sessions_of)
-    forget_sessions = _over(forgetting.forget_sessions)
+    forget_sessions = _over(retention.forget_sessions)
 
     async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
         return await self._heartbeats.record(sessions.Heartbeat(session_id, at, None))
@@ -148,7 +143,7 @@ class SqlStore(RequestStore):
 
     # models
     create_run = _over(runs.create_run)
-    count_live_models = _read(counting.live_models)
+    count_live_models = _read(runs.count_live)
     get_run = _read(runs.get)
     list_runs = _read(runs.list_all)
     admit_models = _over(model_places.admit_models)
@@ -160,7 +155,7 @@ class SqlStore(RequestStore):
     # sampling sessions
     create_sampling_session = _durable(sampling_sessions.create, point="store.create_sampling_session")
     get_sampling_session = _over(sampling_sessions.get_sampling_session)
-    count_open_sampling_sessions = _read(counting.open_sampling_sessions)
+    count_open_sampling_sessions = _read(sampling_sessions.count_open)
     list_sampling_sessions = _read(sampling_sessions.list_of)
     list_sampling_session_ids = _read(sampling_sessions.ids_of)
 
@@ -169,7 +164,7 @@ class SqlStore(RequestStore):
     list_checkpoints = _read(checkpoints.list_all)
     newest_checkpoints = _read(checkpoints.newest)
     recorded_directories = _read(checkpoints.directories)
-    kept_checkpoints = _read(counting.kept_checkpoints)
+    kept_checkpoints = _read(checkpoints.kept)
     add_checkpoint = _over(checkpoints.add_checkpoint)
     update_checkpoint = _durable(checkpoints.update)
     delete_checkpoint = _over(checkpoints.delete_checkpoint)
@@ -182,10 +177,10 @@ class SqlStore(RequestStore):
     get_operation = _over(waiting.get_operation)
     wait_for = _over(waiting.wait_for)
     finished_samples = _over(waiting.finished_samples)
+    is_awaited = _read(waiting.is_awaited)
     waiting = _read(waiting.waiting)
     count_samples = _read(pending_work.samples)
     pending = _read(pending_work.pending)
-    is_awaited = _read(counting.is_awaited)
     cancel = _durable(cancelling.cancel)
 
     # the log, for engines
@@ -208,25 +203,25 @@ class SqlStore(RequestStore):
     running_since = _read(engine_states.running_since)
 
     # recovery
-    requeue = _over(requeueing.requeue_operations)
-    live_models = _read(rebuilding.live_models)
-    begin_rebuild = _relaxed(rebuilding.begin)
-    end_rebuild = _relaxed(rebuilding.end)
-    replayable = _read(rebuilding.replayable)
+    requeue = _over(recovery.requeue_operations)
+    live_models = _read(recovery.live_models)
+    begin_rebuild = _relaxed(recovery.begin_rebuild)
+    end_rebuild = _relaxed(recovery.end_rebuild)
+    replayable = _read(recovery.replayable)
     add_recovery_point = _durable(recovery_points.add, point="store.add_recovery_point")
     list_recovery_points = _read(recovery_points.list_of)
     drop_recovery_point = _durable(recovery_points.drop)
-    lose_run = _durable(lost_models.lose)
-    note_run = _durable(lost_models.note)
+    lose_run = _durable(runs.lose)
+    note_run = _durable(runs.note)
 
     # what tenants have used and keep
     hourly_usage = _read(usage.hourly)
     total_usage = _read(usage.total)
     stored_checkpoints = _read(usage.stored)
-    kept_bytes = _read(kept.kept)
+    kept_bytes = _read(usage.kept)
     find_routed_experts = _read(routed_experts.find)
 
     # upkeep
     secret = _over(shared_secrets.secret)
     expect_writes = _over(write_checks.expect_writes)
-    prune = _over(pruning.prune)
+    prune = _over(retention.prune)

@@ -1,14 +1,27 @@
-"""The tables' rows. They never leave this package: `to_record` and `to_row` convert from and to the store's records.
+"""The tables. SQLModel declares them; `to_record` and `to_values` convert rows to and from the store's records.
 
 Payloads and results have tables of their own, so that changing an operation's state does not rewrite its tensors.
 Fields are named as in the records.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Connection,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    text,
+)
+from sqlalchemy import Table as Table_
 from sqlmodel import Field, SQLModel, UniqueConstraint
 
 from tinsmith.backend import Capabilities
@@ -17,7 +30,6 @@ from tinsmith.sql_store.columns import AsJson, AsText, Microseconds
 from tinsmith.store import ConsistencyCounts, DeviceTurn, EngineFailure, EngineState, OperationState, RunState
 
 R = TypeVar("R")
-Row = TypeVar("Row", bound=SQLModel)
 
 _BigKey = BigInteger().with_variant(Integer(), "sqlite")  # SQLite generates only INTEGER keys
 
@@ -103,7 +115,7 @@ class RunRow(Table, table=True):
     state_reason: str | None = None
     next_seq_id: int = Field(sa_type=BigInteger)
     applied_seq_id: int = Field(sa_type=BigInteger)
-    arrived_seq_id: int = _number(-1)  # up to here none is missing; see `arriving.py`
+    arrived_seq_id: int = _number(-1)  # up to here none is missing; see `subjects/arriving.py`
     pruned_seq_id: int = _number(-1)  # the highest one that retention has removed
     unload_seq_id: int | None = Field(default=None, sa_type=BigInteger, nullable=True)  # once the session has ended
     rebuilds: int = 0  # rebuilds begun and not finished: how often an engine died in one
@@ -155,10 +167,7 @@ class CheckpointRow(Table, table=True):
     deleted_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True)  # kept for repeated requests
 
 
-QUEUED, RUNNING = text("operations.state = 'queued'"), text("operations.state = 'running'")
-EARLY = text("operations.state = 'queued' AND operations.early")
-ALONE = text("operations.state = 'queued' AND operations.alone")
-UNTOLD = text("NOT operations.cancel_told")
+RUNNING = text("operations.state = 'running'")
 _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
 _EARLY, _ALONE = text("state = 'queued' AND early"), text("state = 'queued' AND alone")
 
@@ -376,18 +385,26 @@ class WriteCheckRow(Table, table=True):
     content: bytes = Field(sa_type=LargeBinary)
 
 
-# Hot paths use the bare tables: a mapped object costs several times as much as its statement.
-OPERATIONS, PAYLOADS, RESULTS, ENGINES, RUNS = (
-    row.metadata.tables[str(row.__tablename__)] for row in (OperationRow, PayloadRow, ResultRow, EngineRow, RunRow)
+def _table(row: Any) -> Table_:  # Any: a class, which mypy takes for its metaclass
+    table: Table_ = row.metadata.tables[row.__tablename__]
+    return table
+
+
+# Nothing maps rows to objects: a mapped object costs several times as much as its statement.
+OPERATIONS, PAYLOADS, RESULTS, FINISHED_SAMPLES, SAMPLE_COUNTS, PENDING_WORK = map(
+    _table, (OperationRow, PayloadRow, ResultRow, FinishedSampleRow, SampleCountRow, PendingWorkRow)
 )
-SESSIONS, CHECKPOINTS, FINISHED_SAMPLES, SAMPLE_COUNTS, LEASES, USAGE = (
-    row.metadata.tables[str(row.__tablename__)]
-    for row in (SessionRow, CheckpointRow, FinishedSampleRow, SampleCountRow, LeaseRow, UsageRow)
+SESSIONS, RUNS, SAMPLING_SESSIONS, CHECKPOINTS, RECOVERY_POINTS = map(
+    _table, (SessionRow, RunRow, SamplingSessionRow, CheckpointRow, RecoveryPointRow)
 )
-PENDING_WORK = PendingWorkRow.metadata.tables[str(PendingWorkRow.__tablename__)]
-ROUTED_EXPERTS = RoutedExpertsRow.metadata.tables[str(RoutedExpertsRow.__tablename__)]
-RECOVERY_POINTS = RecoveryPointRow.metadata.tables[str(RecoveryPointRow.__tablename__)]
-SAMPLING_SESSIONS = SamplingSessionRow.metadata.tables[str(SamplingSessionRow.__tablename__)]
+ENGINES, LEASES, USAGE, ROUTED_EXPERTS, SECRETS, RETENTION, WRITE_CHECKS = map(
+    _table, (EngineRow, LeaseRow, UsageRow, RoutedExpertsRow, SecretRow, RetentionRow, WriteCheckRow)
+)
+
+
+def columns_of(record: type, table: Table_) -> tuple[Column[Any], ...]:
+    """Return the columns that a record has, in its order."""
+    return tuple(table.c[field.name] for field in fields(record))
 
 
 def to_record(row: object, record: type[R]) -> R:
@@ -395,7 +412,12 @@ def to_record(row: object, record: type[R]) -> R:
     return record(**{field.name: getattr(row, field.name) for field in fields(record)})  # type: ignore[arg-type]  # R is a dataclass
 
 
-def to_row(record: object, row: type[Row], **more: object) -> Row:
-    """Make a row from a record; `more` holds the columns that the record does not have."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
-    return row(**values, **more)
+def to_values(record: object) -> dict[str, Any]:  # Any: values of the columns
+    return {field.name: getattr(record, field.name) for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
+
+
+def put(connection: Connection, table: Table_, values: Mapping[str, Any]) -> None:  # Any: values of the columns
+    """Insert a row, or replace what the one with its key has in these columns."""
+    keys = [column == values[column.name] for column in table.primary_key]
+    if connection.execute(table.update().where(*keys).values(**values)).rowcount == 0:
+        connection.execute(table.insert(), values)

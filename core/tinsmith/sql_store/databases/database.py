@@ -1,7 +1,7 @@
 """Running work on a database connection, whichever database it is.
 
-Work is a synchronous function over a session, and runs in the connection's own thread: a hop to another thread for each
-statement would cost more than the statement itself.
+Work is a synchronous function over a connection, and runs in the connection's own thread: a hop to another thread for
+each statement would cost more than the statement itself.
 """
 
 import asyncio
@@ -11,14 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
 from sqlalchemy import Connection, Engine
-from sqlmodel import Session
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-def _commit(session: Session) -> None:
-    session.commit()  # of the session's own class, which Session.commit as a default would pass over
+def _commit(connection: Connection) -> None:
+    connection.commit()
 
 
 class Database(ABC):
@@ -31,7 +30,7 @@ class Database(ABC):
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=engine.dialect.name)
 
-    async def run(self, work: Callable[[Session], T], *, commit: Callable[[Session], None] = _commit) -> T:
+    async def run(self, work: Callable[[Connection], T], *, commit: Callable[[Connection], None] = _commit) -> T:
         """Run `work` in a transaction and commit it. If it raises, nothing has changed. It may run twice."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, commit)
 
@@ -57,7 +56,7 @@ class Database(ABC):
         del deleted
 
     @abstractmethod
-    def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
+    def _transact(self, work: Callable[[Connection], T], commit: Callable[[Connection], None]) -> T:
         """Do what `run` promises, in the connection's thread."""
 
     @abstractmethod

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import psycopg
-from sqlalchemy import text
-from sqlmodel import Session
+from sqlalchemy import Connection, text
 
 from tinsmith.errors import StoreError
 from tinsmith.sql_store.databases.wakeups import WakeUps
@@ -53,9 +52,9 @@ class NotifyWakeUps(WakeUps):
                 await self._task
             self._task = None
 
-    def enlist(self, session: Session, topics: list[str]) -> None:
+    def enlist(self, connection: Connection, topics: list[str]) -> None:
         for payload in _payloads(self._own, topics):
-            session.connection().execute(_NOTIFY, {"payload": payload})
+            connection.execute(_NOTIFY, {"payload": payload})
 
     def send(self, topics: Sequence[str]) -> None:
         del topics  # the commit has sent them

@@ -15,7 +15,6 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.pool import QueuePool
-from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, StoreError
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -190,16 +189,16 @@ class PostgresDatabase(Database):
     def spoils(self, error: Exception) -> bool:
         return isinstance(error, DBAPIError) and (_is_gone(error) or _sqlstate(error) in _CONFLICTS)
 
-    def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
+    def _transact(self, work: Callable[[Connection], T], commit: Callable[[Connection], None]) -> T:
         conflicts = 0
         while True:
             transaction: str | None = None
             try:
-                with Session(self._engine, expire_on_commit=False) as session:
-                    result = work(session)
+                with self._engine.connect() as connection:
+                    result = work(connection)
                     if self._writes:
-                        transaction = session.connection().scalar(_TRANSACTION)
-                    commit(session)
+                        transaction = connection.scalar(_TRANSACTION)
+                    commit(connection)
             except DBAPIError as error:
                 if _is_gone(error):
                     if transaction is not None and self._has_committed(transaction, error):

@@ -14,7 +14,6 @@ from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.pool import StaticPool
-from sqlmodel import Session
 
 from tinsmith.errors import ConfigError, StoreError
 from tinsmith.file_systems import NETWORK, file_system_of
@@ -107,38 +106,6 @@ class SqliteDialect(Dialect):
         )
 
 
-class _SessionOfConnection(Session):
-    """A session that begins and ends the transaction of a connection, which it was given and does not close.
-
-    Statements that map no objects go straight to the connection: the session's own account of its transactions takes as
-    long as a statement.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection, expire_on_commit=False)
-        self._connection = connection
-
-    def connection(self, *args: Any, **options: Any) -> Connection:  # Any: SQLAlchemy's own; there is one connection
-        del args, options
-        if not self._connection.in_transaction():
-            self._connection.begin()
-        return self._connection
-
-    def commit(self) -> None:
-        if self.in_transaction():  # objects were mapped
-            super().commit()
-        self._connection.commit()
-
-    def rollback(self) -> None:
-        super().rollback()
-        self._connection.rollback()
-
-    def close(self) -> None:
-        super().close()
-        self._connection.rollback()
-        self._connection.connection.rollback()  # SQLite keeps open what it refused to commit; SQLAlchemy does not know
-
-
 class SqliteDatabase(Database):
     """A connection. Connections of one process that write share their `turns`."""
 
@@ -156,11 +123,18 @@ class SqliteDatabase(Database):
         self._connection: Connection | None = None
         event.listen(self._engine, "begin", begin)
 
-    def _transact(self, work: Callable[[Session], T], commit: Callable[[Session], None]) -> T:
+    def _transact(self, work: Callable[[Connection], T], commit: Callable[[Connection], None]) -> T:
         turn = nullcontext() if self._turns is None else self._turns.turn()
-        with turn, _SessionOfConnection(self._connected()) as session:
-            result = work(session)
-            commit(session)
+        with turn:
+            connection = self._connected()
+            connection.begin()
+            try:
+                result = work(connection)
+                commit(connection)
+            except BaseException:
+                connection.rollback()
+                connection.connection.rollback()  # SQLite keeps open what it refused to commit
+                raise
             return result
 
     def _connected(self) -> Connection:

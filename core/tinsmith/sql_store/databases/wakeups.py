@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from sqlmodel import Session
+from sqlalchemy import Connection
 
 
 class WakeUps(ABC):
@@ -34,7 +34,7 @@ class WakeUps(ABC):
         """Return the topics that this process waits for."""
         return list(self._waiting)
 
-    def enlist(self, session: Session, topics: list[str]) -> None:
+    def enlist(self, connection: Connection, topics: list[str]) -> None:
         """Have the transaction itself tell the other processes when it commits, if the database can do that."""
 
     def wake(self, topics: Iterable[str]) -> None:

@@ -1,24 +1,26 @@
 """Cancelling samples, and telling their engine."""
 
-from sqlmodel import Session, col, select
+from sqlalchemy import Connection
 
 from tinsmith.operations import Failed
+from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import leases, log
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import UNTOLD, OperationRow
 from tinsmith.store import Lease, OperationRecord, OperationState
+
+_UNTOLD = f"{log.OPERATION} WHERE base_model = :base_model AND NOT operations.cancel_told ORDER BY id"
+_ALL_UNTOLD, _ANY_UNTOLD = Query(f"{_UNTOLD} FOR UPDATE", log.Operation), Query(f"{_UNTOLD} LIMIT 1", log.Operation)
+_TELL = Change("UPDATE operations SET cancel_told = :told WHERE id = :key")
 
 
 def cancel(tx: Transaction, request_id: str) -> OperationRecord:
-    row = log.find(tx.session, request_id, lock=True)
-    if row.ordered or row.state in log.FINISHED:
-        return log.get(tx.session, request_id)
-    row.cancel_told = row.state != OperationState.RUNNING
-    log.finish(tx, [row], Failed(message="cancelled by the client"), OperationState.CANCELLED)
-    if not row.cancel_told:
-        tx.wake.append(log.work_topic(row.base_model))
-    tx.session.flush()
-    return log.get(tx.session, request_id)
+    operation = log.find(tx.connection, request_id, lock=True)
+    if not operation.ordered and operation.state not in log.FINISHED:
+        log.finish(tx, operation, Failed(message="cancelled by the client"), OperationState.CANCELLED)
+        if operation.state == OperationState.RUNNING:
+            _TELL.run(tx.connection, key=operation.id, told=False)
+            tx.wake.append(log.work_topic(operation.base_model))
+    return log.get(tx.connection, request_id)
 
 
 async def cancelled(connections: Connections, lease: Lease) -> list[str]:
@@ -27,18 +29,13 @@ async def cancelled(connections: Connections, lease: Lease) -> list[str]:
     return await connections.relaxed.write(tell, lease)
 
 
-def any_untold(session: Session, base_model: str) -> bool:
+def any_untold(connection: Connection, base_model: str) -> bool:
     """Look without writing, so that an engine without cancelled operations costs no transaction."""
-    return session.exec(_untold(base_model).limit(1)).first() is not None
+    return _ANY_UNTOLD.first(connection, base_model=base_model) is not None
 
 
 def tell(tx: Transaction, lease: Lease) -> list[str]:
     leases.fence(tx, lease)
-    rows = tx.session.exec(_untold(lease.base_model).with_for_update()).all()
-    for row in rows:
-        row.cancel_told = True
-    return [row.request_id for row in rows]
-
-
-def _untold(base_model: str):  # type: ignore[no-untyped-def]  # sqlmodel's select has no public name
-    return select(OperationRow).where(OperationRow.base_model == base_model, UNTOLD).order_by(col(OperationRow.id))
+    untold = _ALL_UNTOLD.all(tx.connection, base_model=lease.base_model)
+    _TELL.run_each(tx.connection, [{"key": each.id, "told": True} for each in untold])
+    return [each.request_id for each in untold]

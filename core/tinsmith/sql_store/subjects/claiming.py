@@ -5,29 +5,30 @@ operations of each as may be claimed. Its cost depends neither on what else is w
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-import sqlalchemy
-from sqlalchemy import Boolean, Integer, String, bindparam
-from sqlmodel import Session
+from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store.prepared import Prepared
-from tinsmith.sql_store.subjects import leases, log
+from tinsmith.sql_store.statements import Change, Query
+from tinsmith.sql_store.subjects import leases, log, models
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import ALONE, OPERATIONS, PAYLOADS, QUEUED, RUNS
-from tinsmith.store import Claim, Claimable, ClaimRoom, Lease, OperationRecord, OperationState
+from tinsmith.store import Claim, Claimable, ClaimRoom, Lease, OperationRecord
 
 T = TypeVar("T")
 W = TypeVar("W")
 
-Locks = Callable[[Session, Lease, W], set[str]]
+Locks = Callable[[Connection, Lease, W], set[str]]
 
 _PART: Final = 500  # values of one IN list
 _QUEUES_AT_ONCE: Final = 50  # queues read by one statement
+
+
+class _Id(NamedTuple):
+    id: int
 
 
 class Queue(NamedTuple):
@@ -44,6 +45,7 @@ class Head(NamedTuple):
     tenant: str
     turn: int
     id: int
+    request_id: str
     subject_id: str
     num_bytes: int
 
@@ -52,82 +54,61 @@ class Head(NamedTuple):
         return Queue(self.ordered, self.tenant)
 
 
-_OURS = OPERATIONS.c.base_model == bindparam("base_model")
-_READY = (_OURS, OPERATIONS.c.early.is_(False), QUEUED)
-_HEAD = (
-    OPERATIONS.c.ordered,
-    OPERATIONS.c.tenant,
-    OPERATIONS.c.turn,
-    OPERATIONS.c.id,
-    OPERATIONS.c.subject_id,
-    OPERATIONS.c.num_bytes,
-)
+_READY = "base_model = :base_model AND early = FALSE AND operations.state = 'queued'"
+_HEAD = f"SELECT {', '.join(Head._fields)} FROM operations"
 
 
-def _tenants(*, ordered: bool) -> sqlalchemy.Select[Any]:  # Any: its columns
-    """Find the tenants that have something ready, with one look into the index for each."""
-    ready = sqlalchemy.select(OPERATIONS.c.tenant).where(*_READY, OPERATIONS.c.ordered.is_(ordered))
-    first = ready.order_by(OPERATIONS.c.tenant).limit(1)
-    found = sqlalchemy.select(first.scalar_subquery().label("tenant")).cte(f"found_{ordered}", recursive=True)
-    following = first.where(OPERATIONS.c.tenant > found.c.tenant).scalar_subquery()
-    found = found.union_all(sqlalchemy.select(following).where(found.c.tenant.is_not(None)))
-    return sqlalchemy.select(sqlalchemy.literal(ordered, Boolean), found.c.tenant).where(found.c.tenant.is_not(None))
-
-
-_QUEUES: Final[Mapping[bool | None, Prepared]] = {
-    True: Prepared(_tenants(ordered=True)),
-    False: Prepared(_tenants(ordered=False)),
-    None: Prepared(sqlalchemy.union_all(_tenants(ordered=True), _tenants(ordered=False))),
-}
-_ANY_ALONE = sqlalchemy.select(OPERATIONS.c.id).where(_OURS, ALONE).order_by(OPERATIONS.c.id).limit(1)
-_before = OPERATIONS.alias("before")
-_FIRST_OF_ITS_MODEL = ~sqlalchemy.exists().where(
-    OPERATIONS.c.ordered,
-    RUNS.c.model_id == OPERATIONS.c.subject_id,
-    _before.c.subject_id == OPERATIONS.c.subject_id,
-    _before.c.seq_id >= RUNS.c.next_seq_id,
-    _before.c.seq_id < OPERATIONS.c.seq_id,
-    _before.c.state == OperationState.QUEUED,
-)
-_SUSPECTS = (
-    sqlalchemy.select(*_HEAD)
-    .where(_OURS, ALONE, _FIRST_OF_ITS_MODEL)
-    .order_by(OPERATIONS.c.id)
-    .limit(bindparam("limit"))
-)
-_AMONG = OPERATIONS.c.id.in_(bindparam("ids", expanding=True))
-_LOCK_MODELS = (
-    sqlalchemy.select(RUNS.c.model_id)
-    .where(RUNS.c.model_id.in_(bindparam("models", expanding=True)))
-    .with_for_update(skip_locked=True)
-)
-_LOCK = sqlalchemy.select(OPERATIONS.c.id).where(_AMONG, QUEUED).with_for_update(skip_locked=True)
-_START = Prepared(
-    OPERATIONS.update()
-    .where(_AMONG)
-    .values(
-        state=OperationState.RUNNING,
-        started_at=bindparam("now"),
-        engine_id=bindparam("engine"),
-        attempts=OPERATIONS.c.attempts + 1,
+def _tenants(*, ordered: bool) -> tuple[str, str]:
+    """Find the tenants that have something ready, with one look into the index for each: a WITH item, and a SELECT."""
+    found = f"found_{ordered}".lower()
+    ready = f"SELECT tenant FROM operations WHERE {_READY} AND ordered = {str(ordered).upper()}"
+    item = (
+        f"{found}(tenant) AS (SELECT ({ready} ORDER BY tenant LIMIT 1) UNION ALL "
+        f"SELECT ({ready} AND tenant > {found}.tenant ORDER BY tenant LIMIT 1) FROM {found} WHERE tenant IS NOT NULL)"
     )
-)
-_CLAIMED = Prepared(
-    sqlalchemy.select(OPERATIONS.c.id.label("key"), *log.RECORD_COLUMNS, PAYLOADS.c.payload)
-    .join_from(OPERATIONS, PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id)
-    .where(_AMONG)
-)
-_ADVANCE = Prepared(RUNS.update().where(RUNS.c.model_id == bindparam("model")).values(next_seq_id=bindparam("next")))
+    return item, f"SELECT {str(ordered).upper()} AS ordered, tenant FROM {found} WHERE tenant IS NOT NULL"
 
 
-def queues(session: Session, base_model: str, *, ordered: bool | None = None) -> list[Queue]:
+def _queues(sorts: Sequence[bool]) -> Query[Queue]:
+    items, selects = zip(*(_tenants(ordered=each) for each in sorts), strict=True)
+    return Query(f"WITH RECURSIVE {', '.join(items)} {' UNION ALL '.join(selects)}", Queue)
+
+
+_QUEUES: Final[Mapping[bool | None, Query[Queue]]] = {
+    True: _queues([True]),
+    False: _queues([False]),
+    None: _queues([True, False]),
+}
+_SUSPECT = "base_model = :base_model AND operations.state = 'queued' AND operations.alone"
+_ANY_ALONE = Query(f"SELECT id FROM operations WHERE {_SUSPECT} ORDER BY id LIMIT 1", _Id)
+_SUSPECTS = Query(
+    f"{_HEAD} WHERE {_SUSPECT} AND NOT EXISTS (SELECT 1 FROM operations AS earlier, runs WHERE operations.ordered "
+    "AND runs.model_id = operations.subject_id AND earlier.subject_id = operations.subject_id "
+    "AND earlier.seq_id >= runs.next_seq_id AND earlier.seq_id < operations.seq_id AND earlier.state = 'queued') "
+    "ORDER BY id LIMIT :at_most",
+    Head,
+)
+_LOCK_MODELS = Query("SELECT model_id FROM runs WHERE model_id IN :models FOR UPDATE SKIP LOCKED", models.ModelId)
+_LOCK = Query("SELECT id FROM operations WHERE id IN :ids AND state = 'queued' FOR UPDATE SKIP LOCKED", _Id)
+_START = Change(
+    "UPDATE operations SET state = 'running', started_at = :now, engine_id = :engine, attempts = attempts + 1 "
+    "WHERE id IN :ids"
+)
+_CLAIMED = Query(
+    f"SELECT {log.RECORD}, payloads.payload FROM operations JOIN payloads ON payloads.operation_id = operations.id "
+    "WHERE operations.id IN :ids",
+    OperationRecord,
+)
+_ADVANCE = Change("UPDATE runs SET next_seq_id = :next WHERE model_id = :model")
+
+
+def queues(connection: Connection, base_model: str, *, ordered: bool | None = None) -> list[Queue]:
     """Return the queues from which something can be claimed: of models (`ordered`), of samples, or of both (None)."""
-    found = _QUEUES[ordered].all(session.connection(), {"base_model": base_model})
-    return [Queue(*row) for row in found]
+    return _QUEUES[ordered].all(connection, base_model=base_model)
 
 
-def any_alone(session: Session, base_model: str) -> bool:
-    return session.connection().execute(_ANY_ALONE, {"base_model": base_model}).first() is not None
+def any_alone(connection: Connection, base_model: str) -> bool:
+    return _ANY_ALONE.first(connection, base_model=base_model) is not None
 
 
 Limits = Mapping[Queue, int]
@@ -217,17 +198,17 @@ async def _write_claim(
     return await connections.relaxed.write_locking(locks, take, lease, what)
 
 
-def models_to_claim(session: Session, lease: Lease, choice: Choice) -> set[str]:
-    limits = choice.limits(queues(session, lease.base_model, ordered=choice.ordered))
-    return {head.subject_id for head in _heads(session, lease.base_model, limits) if head.ordered}
+def models_to_claim(connection: Connection, lease: Lease, choice: Choice) -> set[str]:
+    limits = choice.limits(queues(connection, lease.base_model, ordered=choice.ordered))
+    return {head.subject_id for head in _heads(connection, lease.base_model, limits) if head.ordered}
 
 
 def claim(tx: Transaction, lease: Lease, choice: Choice) -> Claim:
     """Look and take in one transaction: an engine is woken when there is something, so that few claims find nothing."""
     leases.fence(tx, lease)
-    waiting = queues(tx.session, lease.base_model, ordered=choice.ordered)
+    waiting = queues(tx.connection, lease.base_model, ordered=choice.ordered)
     limits = choice.limits(waiting)
-    heads = _heads(tx.session, lease.base_model, limits)
+    heads = _heads(tx.connection, lease.base_model, limits)
     started = _start(tx, lease, choice.choose(heads))
     seen = Counter(head.queue for head in heads)
     left_some = (
@@ -238,22 +219,21 @@ def claim(tx: Transaction, lease: Lease, choice: Choice) -> Claim:
     return Claim(records=started, left_some=left_some)
 
 
-def suspects_to_claim(session: Session, lease: Lease, max_operations: int) -> set[str]:
-    return {head.subject_id for head in _suspects(session, lease.base_model, max_operations) if head.ordered}
+def suspects_to_claim(connection: Connection, lease: Lease, max_operations: int) -> set[str]:
+    return {head.subject_id for head in _suspects(connection, lease.base_model, max_operations) if head.ordered}
 
 
 def claim_suspects(tx: Transaction, lease: Lease, max_operations: int) -> list[OperationRecord]:
     """Claim what must run alone."""
     leases.fence(tx, lease)
-    return _start(tx, lease, _suspects(tx.session, lease.base_model, max_operations))
+    return _start(tx, lease, _suspects(tx.connection, lease.base_model, max_operations))
 
 
-def _suspects(session: Session, base_model: str, limit: int) -> list[Head]:
-    found = session.connection().execute(_SUSPECTS, {"base_model": base_model, "limit": limit})
-    return [Head(*row) for row in found]
+def _suspects(connection: Connection, base_model: str, limit: int) -> list[Head]:
+    return _SUSPECTS.all(connection, base_model=base_model, at_most=limit)
 
 
-def _heads(session: Session, base_model: str, limits: Limits) -> list[Head]:
+def _heads(connection: Connection, base_model: str, limits: Limits) -> list[Head]:
     """Return the first operations of each queue, in order."""
     heads: list[Head] = []
     queues = sorted(limits)
@@ -263,72 +243,58 @@ def _heads(session: Session, base_model: str, limits: Limits) -> list[Head]:
         for number, queue in enumerate(part):
             values |= {f"ordered{number}": queue.ordered, f"tenant{number}": queue.tenant}
             values[f"limit{number}"] = limits[queue]
-        heads += [Head(*row) for row in _first_of(len(part)).all(session.connection(), values)]
+        heads += _first_of(len(part)).all(connection, **values)
     return heads
 
 
 @cache
-def _first_of(num_queues: int) -> Prepared:
+def _first_of(num_queues: int) -> Query[Head]:
     """Return the statement that reads the heads of so many queues."""
-    parts = [_first_of_queue(number) for number in range(num_queues)]
-    return Prepared(sqlalchemy.union_all(*(sqlalchemy.select(part.subquery()) for part in parts)))
-
-
-def _first_of_queue(number: int) -> sqlalchemy.Select[Any]:  # Any: its columns
-    in_queue = (
-        OPERATIONS.c.ordered == bindparam(f"ordered{number}", type_=Boolean),
-        OPERATIONS.c.tenant == bindparam(f"tenant{number}", type_=String),
+    parts = (
+        f"SELECT * FROM ({_HEAD} WHERE {_READY} AND ordered = :ordered{n} AND tenant = :tenant{n} "
+        f"ORDER BY turn, seq_id LIMIT :limit{n}) AS part{n}"
+        for n in range(num_queues)
     )
-    query = sqlalchemy.select(*_HEAD).where(*_READY, *in_queue)
-    limit = bindparam(f"limit{number}", type_=Integer)
-    return query.order_by(OPERATIONS.c.turn, OPERATIONS.c.seq_id).limit(limit)
+    return Query(" UNION ALL ".join(parts), Head)
 
 
 def _start(tx: Transaction, lease: Lease, heads: Sequence[Head]) -> list[OperationRecord]:
-    heads = _lock(tx.session, heads)
-    started: dict[int, OperationRecord] = {}
+    heads = _lock(tx.connection, heads)
+    started: dict[str, OperationRecord] = {}
     for start in range(0, len(heads), _PART):
         ids = [head.id for head in heads[start : start + _PART]]
-        connection = tx.session.connection()
-        _START.run(connection, {"ids": ids, "now": tx.now, "engine": lease.engine_id})
-        for row in _CLAIMED.all(connection, {"ids": ids}):
-            values = row._asdict()
-            key = values.pop("key")
-            started[key] = OperationRecord(**values)
-    claimed = [started[head.id] for head in heads]
-    _advance_models(tx.session, claimed)
+        _START.run(tx.connection, ids=ids, now=tx.now, engine=lease.engine_id)
+        started.update((each.request_id, each) for each in _CLAIMED.all(tx.connection, ids=ids))
+    claimed = [started[head.request_id] for head in heads]
+    _advance_models(tx.connection, claimed)
     return claimed
 
 
-def _lock(session: Session, heads: Sequence[Head]) -> list[Head]:
+def _lock(connection: Connection, heads: Sequence[Head]) -> list[Head]:
     """Leave out what another process is changing right now, and what comes after it in its model."""
-    models = _locked(session, _LOCK_MODELS, "models", sorted({head.subject_id for head in heads if head.ordered}))
-    ids = _locked(session, _LOCK, "ids", [head.id for head in heads])
+    if not log.locks_rows(connection):
+        return list(heads)
+    asked = sorted({head.subject_id for head in heads if head.ordered})
+    locked = {each.model_id for part in _parts(asked) for each in _LOCK_MODELS.all(connection, models=part)}
+    ids = {each.id for part in _parts([head.id for head in heads]) for each in _LOCK.all(connection, ids=part)}
     skipped: set[str] = set()
-    locked = []
+    left = []
     for head in heads:
-        if head.id not in ids or (head.ordered and (head.subject_id not in models or head.subject_id in skipped)):
+        if head.id not in ids or (head.ordered and (head.subject_id not in locked or head.subject_id in skipped)):
             skipped.add(head.subject_id)
         else:
-            locked.append(head)
-    return locked
+            left.append(head)
+    return left
 
 
-def _locked(session: Session, query: sqlalchemy.Executable, name: str, keys: Sequence[Any]) -> set[Any]:  # Any: keys
-    if not log.locks_rows(session):
-        return set(keys)
-    locked: set[Any] = set()
-    for start in range(0, len(keys), _PART):
-        locked.update(session.connection().execute(query, {name: keys[start : start + _PART]}).scalars())
-    return locked
+def _parts(keys: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (keys[start : start + _PART] for start in range(0, len(keys), _PART))
 
 
-def _advance_models(session: Session, claimed: Sequence[OperationRecord]) -> None:
+def _advance_models(connection: Connection, claimed: Sequence[OperationRecord]) -> None:
     """Move each model's next_seq_id past the claimed operations, and past refused ones between them."""
     last: dict[str, int] = {}
     for record in claimed:
         if record.ordered:
             last[record.subject_id] = max(last.get(record.subject_id, -1), record.seq_id)
-    if last:
-        values = [{"model": model_id, "next": seq_id + 1} for model_id, seq_id in last.items()]
-        _ADVANCE.run(session.connection(), *values)
+    _ADVANCE.run_each(connection, [{"model": model_id, "next": seq_id + 1} for model_id, seq_id in last.items()])

@@ -1,44 +1,51 @@
 """What engines report of themselves, and what happens to pending operations if an engine is given up."""
 
 from datetime import datetime
+from typing import NamedTuple
 
 import sqlalchemy
-from sqlalchemy import bindparam
-from sqlmodel import Session, select
+from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
+from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import leases, log, submitting
 from tinsmith.sql_store.subjects.finished_samples import Finished
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import OPERATIONS, QUEUED, RUNNING, RUNS, EngineRow, to_record, to_row
-from tinsmith.store import EngineRecord, EngineState, Lease, RunState
+from tinsmith.sql_store.tables import ENGINES, OPERATIONS, RUNNING, columns_of, put, to_record, to_values
+from tinsmith.store import EngineRecord, EngineState, Lease
 from tinsmith.store.codec import encode_result
 
+
+class _Pending(NamedTuple):
+    id: int
+    request_id: str
+    tenant: str
+    kind: str
+    payload_bytes: int
+    subject_id: str
+    seq_id: int
+    ordered: bool
+
+
 # Without those of models that are ready: the next engine rebuilds them and continues.
-_IS_READY = sqlalchemy.exists().where(
-    OPERATIONS.c.ordered, RUNS.c.model_id == OPERATIONS.c.subject_id, RUNS.c.state == RunState.READY
-)
 _PENDING = (
-    sqlalchemy.select(*log.COUNTED, OPERATIONS.c.subject_id, OPERATIONS.c.seq_id, OPERATIONS.c.ordered)
-    .where(
-        OPERATIONS.c.base_model == bindparam("base_model"),
-        sqlalchemy.or_(QUEUED, RUNNING),
-        OPERATIONS.c.id > bindparam("after"),
-        ~_IS_READY,
-    )
-    .order_by(OPERATIONS.c.id)
-    .limit(log.PART)
+    f"SELECT {', '.join(_Pending._fields)} FROM operations WHERE base_model = :base_model "
+    "AND (operations.state = 'queued' OR operations.state = 'running') AND id > :after "
+    "AND NOT EXISTS (SELECT 1 FROM runs WHERE operations.ordered AND runs.model_id = operations.subject_id "
+    f"AND runs.state = 'ready') ORDER BY id LIMIT {log.PART}"
 )
+_SOME, _SOME_LOCKED = Query(_PENDING, _Pending), Query(f"{_PENDING} FOR UPDATE OF operations", _Pending)
+_STATE = "SELECT state, detail FROM engines WHERE base_model = :base_model"
+_LOCK, _SHARE = Query(f"{_STATE} FOR UPDATE", submitting.Engine), Query(f"{_STATE} FOR SHARE", submitting.Engine)
 _RUNNING_SINCE = (
     sqlalchemy.select(OPERATIONS.c.base_model, sqlalchemy.func.min(OPERATIONS.c.started_at).label("since"))
     .where(RUNNING)
     .group_by(OPERATIONS.c.base_model)
 )
-_LOSE = (
-    RUNS.update()
-    .where(RUNS.c.model_id.in_(bindparam("models", expanding=True)), RUNS.c.state == RunState.CREATING)
-    .values(state=RunState.LOST, state_reason=bindparam("reason"))
+_LOSE = Change(
+    "UPDATE runs SET state = 'lost', state_reason = :reason WHERE model_id IN :models AND state = 'creating'"
 )
+_LIST = sqlalchemy.select(*columns_of(EngineRecord, ENGINES)).order_by(ENGINES.c.base_model)
 
 
 @durable_boundary("store.report_engine")
@@ -59,17 +66,17 @@ def report(tx: Transaction, record: EngineRecord, lease: Lease | None) -> bool:
     """Return whether the engine is given up, so that what is pending for it must fail."""
     if lease is not None:
         leases.fence(tx, lease)
-    elif leases.is_held(tx.session, record.base_model):
+    elif leases.is_held(tx.connection, record.base_model):
         return False  # a supervisor reports its own engine, but another engine serves
     if record.state == EngineState.FAILED:
-        tx.session.get(EngineRow, record.base_model, with_for_update=True)  # blocks `submit`, which reads it
-    tx.session.merge(to_row(record, EngineRow))
+        _LOCK.first(tx.connection, base_model=record.base_model)  # blocks `submit`, which reads it
+    put(tx.connection, ENGINES, to_values(record))
     return record.state == EngineState.FAILED
 
 
-def pending_models(session: Session, base_model: str, after: int) -> set[str]:
+def pending_models(connection: Connection, base_model: str, after: int) -> set[str]:
     """Return the models that `fail_some` changes."""
-    rows = session.connection().execute(_PENDING, {"base_model": base_model, "after": after})
+    rows = _SOME.all(connection, base_model=base_model, after=after)
     return {row.subject_id for row in rows if row.ordered}
 
 
@@ -78,15 +85,14 @@ def fail_some(tx: Transaction, base_model: str, after: int) -> int | None:
 
     Return the greatest id that failed, or None if nothing is left. `submit` refuses what comes later.
     """
-    engine = tx.session.get(EngineRow, base_model, with_for_update={"read": True})
+    engine = _SHARE.first(tx.connection, base_model=base_model)
     if engine is None or engine.state != EngineState.FAILED:
         return None  # the next engine has started, and runs what is left
-    connection = tx.session.connection()
-    rows = connection.execute(_PENDING.with_for_update(of=OPERATIONS), {"base_model": base_model, "after": after}).all()
+    rows = _SOME_LOCKED.all(tx.connection, base_model=base_model, after=after)
     if not rows:
         return None
     models = sorted({row.subject_id for row in rows if row.ordered})
-    connection.execute(_LOSE, {"models": models, "reason": engine.detail})
+    _LOSE.run(tx.connection, models=models, reason=engine.detail)
     failed = submitting.no_engine(base_model, engine.detail)
     log.fail(tx, rows, failed)
     _, encoded = encode_result(failed)
@@ -95,15 +101,13 @@ def fail_some(tx: Transaction, base_model: str, after: int) -> int | None:
         Finished(row.subject_id, row.seq_id, row.request_id, succeeded=False, size_bytes=len(encoded))
         for row in samples
     )
-    last: int = rows[-1].id
-    return last
+    return rows[-1].id
 
 
-def running_since(session: Session) -> dict[str, datetime]:
+def running_since(connection: Connection) -> dict[str, datetime]:
     """Return when the oldest running operation of each base model was claimed."""
-    return {row.base_model: row.since for row in session.connection().execute(_RUNNING_SINCE)}
+    return {row.base_model: row.since for row in connection.execute(_RUNNING_SINCE)}
 
 
-def list_all(session: Session) -> list[EngineRecord]:
-    rows = session.exec(select(EngineRow).order_by(EngineRow.base_model))
-    return [to_record(row, EngineRecord) for row in rows]
+def list_all(connection: Connection) -> list[EngineRecord]:
+    return [to_record(row, EngineRecord) for row in connection.execute(_LIST)]

@@ -9,35 +9,40 @@ locks are short and no two transactions wait for each other.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
-import sqlalchemy
-from sqlalchemy import bindparam
+from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
-from sqlmodel import Session
 
 from tinsmith.errors import UserError
-from tinsmith.sql_store.prepared import Prepared
-from tinsmith.sql_store.tables import FINISHED_SAMPLES, SAMPLE_COUNTS
+from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.store import SEQ_IDS_PER_CLONE, FinishedSample, FinishedSamples
 
-_OURS = (SAMPLE_COUNTS.c.subject_id == bindparam("of_subject"), SAMPLE_COUNTS.c.clone == bindparam("of_clone"))
-_COUNT_UP = Prepared(SAMPLE_COUNTS.update().where(*_OURS).values(last=SAMPLE_COUNTS.c.last + bindparam("more")))
-_LAST = Prepared(sqlalchemy.select(SAMPLE_COUNTS.c.last).where(*_OURS))
-_START, _INSERT = SAMPLE_COUNTS.insert(), Prepared(FINISHED_SAMPLES.insert())
-_AFTER = (
-    sqlalchemy.select(
-        FINISHED_SAMPLES.c.number,
-        FINISHED_SAMPLES.c.request_id,
-        FINISHED_SAMPLES.c.succeeded,
-        FINISHED_SAMPLES.c.size_bytes,
+
+class _Last(NamedTuple):
+    last: int
+
+
+class _Entry(NamedTuple):
+    number: int
+    request_id: str
+    succeeded: bool
+    size_bytes: int
+
+
+_OURS = "subject_id = :subject_id AND clone = :clone"
+_COUNT_UP = Change(f"UPDATE sample_counts SET last = last + :more WHERE {_OURS}")
+_LAST = Query(f"SELECT last FROM sample_counts WHERE {_OURS}", _Last)
+_START = Change(insert_into("sample_counts", "subject_id", "clone", "last"))
+_INSERT = Change(
+    insert_into(
+        "finished_samples", "subject_id", "clone", "number", "request_id", "succeeded", "size_bytes", "finished_at"
     )
-    .where(
-        FINISHED_SAMPLES.c.subject_id == bindparam("of_subject"),
-        FINISHED_SAMPLES.c.clone == bindparam("of_clone"),
-        FINISHED_SAMPLES.c.number > bindparam("cursor"),
-    )
-    .order_by(FINISHED_SAMPLES.c.number)
-    .limit(bindparam("at_most"))
+)
+_AFTER = Query(
+    f"SELECT {', '.join(_Entry._fields)} FROM finished_samples WHERE {_OURS} AND number > :cursor "
+    "ORDER BY number LIMIT :at_most",
+    _Entry,
 )
 
 
@@ -56,14 +61,14 @@ def topic(subject_id: str, clone: int) -> str:
     return f"samples {subject_id} {clone}"
 
 
-def announce(session: Session, finished: Iterable[Finished], now: datetime) -> list[str]:
+def announce(connection: Connection, finished: Iterable[Finished], now: datetime) -> list[str]:
     """Number the samples at the end of a transaction. Return the topics to tell after its commit."""
     by_client: dict[tuple[str, int], list[Finished]] = {}
     for each in finished:
         by_client.setdefault((each.subject_id, each.seq_id // SEQ_IDS_PER_CLONE), []).append(each)
     rows = []
     for (subject_id, clone), samples in sorted(by_client.items(), key=lambda item: item[0]):
-        before = _take_numbers(session, subject_id, clone, len(samples))
+        before = _take_numbers(connection, subject_id, clone, len(samples))
         rows += [
             {
                 "subject_id": subject_id,
@@ -76,40 +81,35 @@ def announce(session: Session, finished: Iterable[Finished], now: datetime) -> l
             }
             for number, each in enumerate(samples, before + 1)
         ]
-    if rows:
-        _INSERT.run(session.connection(), *rows)
+    _INSERT.run_each(connection, rows)
     return [topic(subject_id, clone) for subject_id, clone in by_client]
 
 
-def _take_numbers(session: Session, subject_id: str, clone: int, count: int) -> int:
+def _take_numbers(connection: Connection, subject_id: str, clone: int, count: int) -> int:
     """Take `count` numbers, and return the number before the first of them."""
-    ours = {"of_subject": subject_id, "of_clone": clone}
-    connection = session.connection()
-    _COUNT_UP.run(connection, {**ours, "more": count})
-    counted = _LAST.first(connection, ours)
+    _COUNT_UP.run(connection, subject_id=subject_id, clone=clone, more=count)
+    counted = _LAST.first(connection, subject_id=subject_id, clone=clone)
     if counted is None:
-        if _started(session, subject_id, clone, count):
+        if _started(connection, subject_id, clone, count):
             return 0
-        _COUNT_UP.run(connection, {**ours, "more": count})
-        counted = _LAST.first(connection, ours)
+        _COUNT_UP.run(connection, subject_id=subject_id, clone=clone, more=count)
+        counted = _LAST.first(connection, subject_id=subject_id, clone=clone)
         assert counted is not None
-    return int(counted.last) - count
+    return counted.last - count
 
 
-def _started(session: Session, subject_id: str, clone: int, count: int) -> bool:
+def _started(connection: Connection, subject_id: str, clone: int, count: int) -> bool:
     """Insert the client's first count. Return False if another process has just done so."""
     try:
-        with session.begin_nested():
-            session.connection().execute(_START, {"subject_id": subject_id, "clone": clone, "last": count})
+        with connection.begin_nested():
+            _START.run(connection, subject_id=subject_id, clone=clone, last=count)
     except IntegrityError:
         return False
     return True
 
 
-def after(session: Session, subject_id: str, clone: int, *, cursor: int, limit: int) -> FinishedSamples:
-    ours = {"of_subject": subject_id, "of_clone": clone}
-    connection = session.connection()
-    counted = _LAST.first(connection, ours)
+def after(connection: Connection, subject_id: str, clone: int, *, cursor: int, limit: int) -> FinishedSamples:
+    counted = _LAST.first(connection, subject_id=subject_id, clone=clone)
     last = 0 if counted is None else counted.last
     if cursor > last:
         msg = (
@@ -117,7 +117,7 @@ def after(session: Session, subject_id: str, clone: int, *, cursor: int, limit: 
             "database must have been replaced; create a new sampling client"
         )
         raise UserError(msg)
-    rows = connection.execute(_AFTER, {**ours, "cursor": cursor, "at_most": limit}).all()
+    rows = _AFTER.all(connection, subject_id=subject_id, clone=clone, cursor=cursor, at_most=limit)
     return FinishedSamples(
         samples=tuple(
             FinishedSample(request_id=row.request_id, succeeded=row.succeeded, size_bytes=row.size_bytes)

@@ -7,33 +7,31 @@ until the write is committed, and a write after the takeover finds the higher ep
 import asyncio
 from contextlib import suppress
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
-import sqlalchemy
-from sqlalchemy import bindparam
-from sqlmodel import Session
+from sqlalchemy import Connection
 
 from tinsmith.errors import LeaseLostError
-from tinsmith.sql_store.columns import DatabaseNow
-from tinsmith.sql_store.prepared import Prepared
+from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import LEASES
 from tinsmith.store import Lease, LeaseHeld
 
-_LONG_AGO = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
-_OURS = LEASES.c.base_model == bindparam("base_model")
-_FIND = sqlalchemy.select(LEASES.c.epoch, LEASES.c.engine_id, LEASES.c.expires_at, DatabaseNow().label("now")).where(
-    _OURS
-)
-_LOCK, _SHARE = _FIND.with_for_update(), Prepared(_FIND.with_for_update(read=True))
-_OVERDUE = sqlalchemy.select(LEASES.c.engine_id, LEASES.c.expires_at, DatabaseNow().label("now")).where(
-    LEASES.c.engine_id.is_not(None), LEASES.c.expires_at < DatabaseNow()
-)
-_INSERT = LEASES.insert().values(base_model=bindparam("base_model"), epoch=0, engine_id=None, expires_at=_LONG_AGO)
-_UPDATE = (
-    LEASES.update()
-    .where(LEASES.c.base_model == bindparam("model"))
-    .values(epoch=bindparam("new_epoch"), engine_id=bindparam("new_engine"), expires_at=bindparam("until"))
-)
+
+class _Row(NamedTuple):
+    epoch: int
+    engine_id: str | None
+    expires_at: datetime
+    now: datetime  # by the database's clock
+
+
+_READ = "SELECT epoch, engine_id, expires_at, DATABASE_NOW AS now FROM leases"
+_OURS = "WHERE base_model = :base_model"
+_FIND = Query(f"{_READ} {_OURS}", _Row)
+_LOCK = Query(f"{_READ} {_OURS} FOR UPDATE", _Row)
+_SHARE = Query(f"{_READ} {_OURS} FOR SHARE", _Row)
+_OVERDUE = Query(f"{_READ} WHERE engine_id IS NOT NULL AND expires_at < DATABASE_NOW", _Row)
+_INSERT = Change("INSERT INTO leases (base_model, epoch, engine_id, expires_at) VALUES (:base_model, 0, NULL, 0)")
+_UPDATE = Change(f"UPDATE leases SET epoch = :epoch, engine_id = :engine_id, expires_at = :until {_OURS}")
 
 
 def topic(base_model: str) -> str:
@@ -43,24 +41,24 @@ def topic(base_model: str) -> str:
 def acquire(
     tx: Transaction, base_model: str, *, engine_id: str, duration_s: float, dead: str | None = None
 ) -> Lease | LeaseHeld:
-    connection = tx.session.connection()
-    if connection.execute(_FIND, {"base_model": base_model}).first() is None:
-        connection.execute(_INSERT, {"base_model": base_model})
-    row = connection.execute(_LOCK, {"base_model": base_model}).one()
+    if _FIND.first(tx.connection, base_model=base_model) is None:
+        _INSERT.run(tx.connection, base_model=base_model)
+    row = _LOCK.first(tx.connection, base_model=base_model)
+    assert row is not None
     if row.engine_id not in (None, engine_id, dead) and row.now < row.expires_at:
         remaining_s = (row.expires_at - row.now).total_seconds()
         return LeaseHeld(base_model=base_model, engine_id=row.engine_id, remaining_s=remaining_s, until=row.expires_at)
     epoch = row.epoch if row.engine_id == engine_id else row.epoch + 1
     lease = Lease(base_model=base_model, engine_id=engine_id, epoch=epoch, duration_s=duration_s)
-    _extend(tx.session, lease, row.now)
+    _extend(tx.connection, lease, row.now)
     return lease
 
 
 def renew(tx: Transaction, lease: Lease) -> None:
-    row = tx.session.connection().execute(_LOCK, {"base_model": lease.base_model}).first()
+    row = _LOCK.first(tx.connection, base_model=lease.base_model)
     _refuse_superseded(lease, row)
     assert row is not None
-    _extend(tx.session, lease, row.now)
+    _extend(tx.connection, lease, row.now)
 
 
 async def wait_for_lease(connections: Connections, base_model: str, timeout_s: float) -> None:
@@ -70,33 +68,33 @@ async def wait_for_lease(connections: Connections, base_model: str, timeout_s: f
 
 
 def release(tx: Transaction, base_model: str, engine_id: str) -> None:
-    row = tx.session.connection().execute(_LOCK, {"base_model": base_model}).first()
+    row = _LOCK.first(tx.connection, base_model=base_model)
     if row is not None and row.engine_id == engine_id:
-        values = {"model": base_model, "new_epoch": row.epoch, "new_engine": None, "until": row.now}
-        tx.session.connection().execute(_UPDATE, values)
+        _UPDATE.run(tx.connection, base_model=base_model, epoch=row.epoch, engine_id=None, until=row.now)
         tx.wake.append(topic(base_model))
 
 
 def fence(tx: Transaction, lease: Lease) -> None:
     """Raise LeaseLostError if another engine has taken the lease over. Renew the lease if it has expired."""
-    row = _SHARE.first(tx.session.connection(), {"base_model": lease.base_model})
+    row = _SHARE.first(tx.connection, base_model=lease.base_model)
     _refuse_superseded(lease, row)
     assert row is not None
     if row.expires_at <= row.now:
-        _extend(tx.session, lease, row.now)
+        _extend(tx.connection, lease, row.now)
 
 
-def overdue(session: Session) -> dict[str, float]:
+def overdue(connection: Connection) -> dict[str, float]:
     """Return for how many seconds each lease has run out, by the engine that holds it still."""
-    return {row.engine_id: (row.now - row.expires_at).total_seconds() for row in session.connection().execute(_OVERDUE)}
+    rows = _OVERDUE.all(connection)
+    return {str(row.engine_id): (row.now - row.expires_at).total_seconds() for row in rows}
 
 
-def is_held(session: Session, base_model: str) -> bool:
-    row = session.connection().execute(_FIND, {"base_model": base_model}).first()
+def is_held(connection: Connection, base_model: str) -> bool:
+    row = _FIND.first(connection, base_model=base_model)
     return row is not None and row.engine_id is not None and row.now < row.expires_at
 
 
-def _refuse_superseded(lease: Lease, row: sqlalchemy.Row[tuple[int, str | None, datetime, datetime]] | None) -> None:
+def _refuse_superseded(lease: Lease, row: _Row | None) -> None:
     if row is not None and (row.epoch, row.engine_id) == (lease.epoch, lease.engine_id):
         return
     now = "nobody" if row is None or row.engine_id is None else f"engine {row.engine_id!r} with epoch {row.epoch}"
@@ -107,7 +105,6 @@ def _refuse_superseded(lease: Lease, row: sqlalchemy.Row[tuple[int, str | None, 
     raise LeaseLostError(msg)
 
 
-def _extend(session: Session, lease: Lease, now: datetime) -> None:
+def _extend(connection: Connection, lease: Lease, now: datetime) -> None:
     until = now + timedelta(seconds=lease.duration_s)
-    values = {"model": lease.base_model, "new_epoch": lease.epoch, "new_engine": lease.engine_id, "until": until}
-    session.connection().execute(_UPDATE, values)
+    _UPDATE.run(connection, base_model=lease.base_model, epoch=lease.epoch, engine_id=lease.engine_id, until=until)

@@ -2,71 +2,107 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Sequence
+import secrets
+from collections.abc import Collection, Sequence
 from dataclasses import fields
-from typing import Any, Final
+from datetime import UTC, datetime
+from typing import Final, NamedTuple, Protocol
 
 import sqlalchemy
-from sqlalchemy import Connection, bindparam, func
-from sqlmodel import Session, col, select
+from sqlalchemy import Connection
 
 from tinsmith.errors import NotFoundError, ResultExpiredError, StoreError
 from tinsmith.operations import Failed, Result
-from tinsmith.sql_store.prepared import Prepared
+from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects.finished_samples import Finished
-from tinsmith.sql_store.subjects.request_ids import created_at
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import (
-    OPERATIONS,
-    RESULTS,
-    OperationRow,
-    ResultRow,
-    RetentionRow,
-    RunRow,
-)
-from tinsmith.store import OperationRecord, OperationState, RunState
+from tinsmith.sql_store.tables import RETENTION
+from tinsmith.store import OperationRecord, OperationState
 from tinsmith.store.codec import encode_result
 
 SMALL_BYTES: Final = 1 << 14
 """Larger results are read by a reader."""
-RECORD_COLUMNS = tuple(
-    OPERATIONS.c[field.name]
-    for field in fields(OperationRecord)
-    if field.name not in {"payload", "result_kind", "result"}
-)
-_FIND = (
-    sqlalchemy.select(*RECORD_COLUMNS, RESULTS.c.result_kind, RESULTS.c.result)
-    .join_from(OPERATIONS, RESULTS, OPERATIONS.c.id == RESULTS.c.operation_id, isouter=True)
-    .where(OPERATIONS.c.request_id == bindparam("request_id"))
-)
-_GET = Prepared(_FIND)
-_GLANCE = Prepared(_FIND.where(func.coalesce(func.length(RESULTS.c.result), 0) <= SMALL_BYTES))
-_ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
 PART: Final = 500  # values of one IN list
-COUNTED = (
-    OPERATIONS.c.id,
-    OPERATIONS.c.request_id,
-    OPERATIONS.c.tenant,
-    OPERATIONS.c.kind,
-    OPERATIONS.c.payload_bytes,
+FINISHED: Final = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
+RECORD: Final = ", ".join(
+    f"operations.{each.name}"
+    for each in fields(OperationRecord)
+    if each.name not in {"payload", "result_kind", "result"}
 )
-_PENDING_OF = (
-    sqlalchemy.select(*COUNTED)
-    .where(
-        OPERATIONS.c.subject_id == bindparam("model"),
-        OPERATIONS.c.state.in_((OperationState.QUEUED, OperationState.RUNNING)),
-    )
-    .order_by(OPERATIONS.c.seq_id)
+"""The columns of a record, but for its contents."""
+COUNTED: Final = "id, request_id, tenant, kind, payload_bytes"
+_DONE: Final = "done "
+_PREFIX: Final = "req-"  # then the time, which tells pruned requests from unknown ones
+_TIME_DIGITS, _RANDOM_BYTES = 14, 12
+
+
+class Counted(Protocol):
+    """An operation that is finished together with others."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def payload_bytes(self) -> int: ...
+
+
+class Pending(NamedTuple):
+    """An operation of a model, by the columns in COUNTED."""
+
+    id: int
+    request_id: str
+    tenant: str
+    kind: str
+    payload_bytes: int
+
+
+class Operation(NamedTuple):
+    """An operation's row, without its content."""
+
+    id: int
+    request_id: str
+    tenant: str
+    kind: str
+    payload_bytes: int
+    base_model: str
+    subject_id: str
+    seq_id: int
+    ordered: bool
+    turn: int
+    state: OperationState
+    attempts: int
+    interruptions: int
+
+
+class _RequestId(NamedTuple):
+    request_id: str
+
+
+_GET = Query(
+    f"SELECT {RECORD}, results.result_kind, results.result FROM operations "
+    "LEFT JOIN results ON results.operation_id = operations.id WHERE operations.request_id = :request_id",
+    OperationRecord,
 )
-_FAIL = (
-    OPERATIONS.update()
-    .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
-    .values(state=OperationState.FAILED, finished_at=bindparam("now"))
+_GLANCE = Query(f"{_GET.text} AND coalesce(length(results.result), 0) <= {SMALL_BYTES}", OperationRecord)
+OPERATION: Final = f"SELECT {', '.join(Operation._fields)} FROM operations"
+_FIND = Query(f"{OPERATION} WHERE request_id = :request_id", Operation)
+_LOCK = Query(f"{OPERATION} WHERE request_id = :request_id FOR UPDATE", Operation)
+_UNFINISHED = Query(
+    "SELECT request_id FROM operations WHERE request_id IN :request_ids AND state IN ('queued', 'running')", _RequestId
 )
-_INSERT_RESULT = RESULTS.insert()
-FINISHED = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
-LIVE = (RunState.CREATING, RunState.READY)
-_DONE = "done "
+_PENDING_OF = Query(
+    f"SELECT {COUNTED} FROM operations WHERE subject_id = :model AND state IN ('queued', 'running') ORDER BY seq_id",
+    Pending,
+)
+_FINISH = Change("UPDATE operations SET state = :state, finished_at = :now WHERE id = :key")
+_FAIL = Change("UPDATE operations SET state = 'failed', finished_at = :now WHERE id IN :ids")
+_INSERT_RESULT = Change(insert_into("results", "operation_id", "result_kind", "result"))
+_ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
 
 _log = logging.getLogger(__name__)
 
@@ -104,67 +140,76 @@ async def sweep(connections: Connections, every_s: float) -> None:
         connections.wakeups.wake(topic for topic in topics if request_of(topic) is None)
 
 
-def get(session: Session, request_id: str) -> OperationRecord:
-    found = _GET.first(session.connection(), {"request_id": request_id})
+def new_request_id(now: datetime) -> str:
+    """`req-<microseconds since 1970, hex>-<random, hex>`."""
+    return f"{_PREFIX}{int(now.timestamp() * 1_000_000):0{_TIME_DIGITS}x}-{secrets.token_hex(_RANDOM_BYTES)}"
+
+
+def created_at(request_id: str) -> datetime | None:
+    """Return when a request was made; None if `request_id` was not made by `new_request_id`."""
+    time, _, rest = request_id.removeprefix(_PREFIX).partition("-")
+    if not request_id.startswith(_PREFIX) or len(time) != _TIME_DIGITS or len(rest) != 2 * _RANDOM_BYTES:
+        return None
+    try:
+        return datetime.fromtimestamp(int(time, 16) / 1_000_000, UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def get(connection: Connection, request_id: str) -> OperationRecord:
+    found = _GET.first(connection, request_id=request_id)
     if found is None:
-        raise _missing(session, request_id)
-    return OperationRecord(**found._asdict())
+        raise _missing(connection, request_id)
+    return found
 
 
 def glance(connection: Connection, request_id: str) -> OperationRecord | None:
     """Return the operation as `get` does, unless it does not exist or its result is large."""
-    found = _GLANCE.first(connection, {"request_id": request_id})
-    return None if found is None else OperationRecord(**found._asdict())
+    return _GLANCE.first(connection, request_id=request_id)
 
 
-def find(session: Session, request_id: str, *, lock: bool = False) -> OperationRow:
-    query = select(OperationRow).where(OperationRow.request_id == request_id)
-    row = session.exec(query.with_for_update() if lock else query).first()
-    if row is None:
-        raise _missing(session, request_id)
-    return row
+def find(connection: Connection, request_id: str, *, lock: bool = False) -> Operation:
+    found = (_LOCK if lock else _FIND).first(connection, request_id=request_id)
+    if found is None:
+        raise _missing(connection, request_id)
+    return found
 
 
-def finished(session: Session, request_ids: Collection[str]) -> list[str]:
+def finished(connection: Connection, request_ids: Collection[str]) -> list[str]:
     """Return those that are finished or no longer exist."""
     asked = sorted(request_ids)
     pending: set[str] = set()
-    for start in range(0, len(asked), 500):
-        part = asked[start : start + 500]
-        query = select(OperationRow.request_id).where(
-            col(OperationRow.request_id).in_(part), col(OperationRow.state).not_in(FINISHED)
-        )
-        pending.update(session.exec(query))
+    for start in range(0, len(asked), PART):
+        found = _UNFINISHED.all(connection, request_ids=asked[start : start + PART])
+        pending.update(each.request_id for each in found)
     return [request_id for request_id in asked if request_id not in pending]
 
 
-def finish(tx: Transaction, rows: Iterable[OperationRow], result: Result, state: OperationState | None = None) -> None:
-    """Record one result for operations that were queued or running, and wake the calls that wait for them."""
+def finish(tx: Transaction, operation: Operation, result: Result, state: OperationState | None = None) -> None:
+    """Record the result of an operation that was queued or running, and wake the calls that wait for it."""
     kind, encoded = encode_result(result)
-    succeeded_or_failed = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
-    for row in rows:
-        assert row.id is not None
-        tx.pending.finished([row], result_bytes=len(encoded))
-        row.state = state or succeeded_or_failed
-        row.finished_at = tx.now
-        tx.session.add(ResultRow(operation_id=row.id, result_kind=kind, result=encoded))
-        tx.wake.append(done_topic(row.request_id))
-        if not row.ordered:
-            succeeded = row.state == OperationState.SUCCEEDED
-            tx.finished.append(Finished(row.subject_id, row.seq_id, row.request_id, succeeded, len(encoded)))
+    if state is None:
+        state = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
+    _FINISH.run(tx.connection, key=operation.id, state=state, now=tx.now)
+    _INSERT_RESULT.run(tx.connection, operation_id=operation.id, result_kind=kind, result=encoded)
+    tx.pending.finished([operation], result_bytes=len(encoded))
+    tx.wake.append(done_topic(operation.request_id))
+    if not operation.ordered:
+        succeeded = state == OperationState.SUCCEEDED
+        tx.finished.append(
+            Finished(operation.subject_id, operation.seq_id, operation.request_id, succeeded, len(encoded))
+        )
 
 
 def fail_pending(tx: Transaction, model_id: str, failed: Failed) -> None:
     """Fail everything that a model has queued or running."""
-    tx.session.flush()
-    rows = tx.session.connection().execute(_PENDING_OF, {"model": model_id}).all()
-    for start in range(0, len(rows), PART):
-        fail(tx, rows[start : start + PART], failed)
-    tx.session.expire_all()
+    operations = _PENDING_OF.all(tx.connection, model=model_id)
+    for start in range(0, len(operations), PART):
+        fail(tx, operations[start : start + PART], failed)
 
 
-def fail(tx: Transaction, operations: Sequence[sqlalchemy.Row[*tuple[Any, ...]]], failed: Failed) -> None:
-    """Record one failure for at most PART operations, given their COUNTED columns. Wake who waits for them.
+def fail(tx: Transaction, operations: Sequence[Counted], failed: Failed) -> None:
+    """Record one failure for at most PART operations. Wake who waits for them.
 
     The caller notes which of them are finished samples.
 
@@ -173,33 +218,27 @@ def fail(tx: Transaction, operations: Sequence[sqlalchemy.Row[*tuple[Any, ...]]]
     if not operations:
         return
     kind, encoded = encode_result(failed)
-    connection = tx.session.connection()
-    connection.execute(_FAIL, {"ids": [row.id for row in operations], "now": tx.now})
-    results = [{"operation_id": row.id, "result_kind": kind, "result": encoded} for row in operations]
-    connection.execute(_INSERT_RESULT, results)
+    _FAIL.run(tx.connection, ids=[each.id for each in operations], now=tx.now)
+    results = [{"operation_id": each.id, "result_kind": kind, "result": encoded} for each in operations]
+    _INSERT_RESULT.run_each(tx.connection, results)
     tx.pending.finished(operations, result_bytes=len(encoded))
-    tx.wake.extend(done_topic(row.request_id) for row in operations)
+    tx.wake.extend(done_topic(each.request_id) for each in operations)
 
 
-def locked_run(session: Session, model_id: str) -> RunRow | None:
-    """Lock the model's row for this transaction. Every change of a model's log starts with it."""
-    return session.exec(select(RunRow).where(RunRow.model_id == model_id).with_for_update()).first()
-
-
-def one_at_a_time(session: Session, what: str) -> None:
+def one_at_a_time(connection: Connection, what: str) -> None:
     """Exclude other processes that do the same, for the rest of the transaction."""
-    if locks_rows(session):
-        session.connection().execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
+    if locks_rows(connection):
+        connection.execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
 
 
-def locks_rows(session: Session) -> bool:
+def locks_rows(connection: Connection) -> bool:
     """Return whether other processes may write at the same time. SQLite has one writer."""
-    return session.connection().dialect.name == "postgresql"
+    return connection.dialect.name == "postgresql"
 
 
-def _missing(session: Session, request_id: str) -> NotFoundError | ResultExpiredError:
+def _missing(connection: Connection, request_id: str) -> NotFoundError | ResultExpiredError:
     made_at = created_at(request_id)
-    retention = session.get(RetentionRow, 1)
-    if made_at is not None and retention is not None and made_at < retention.finished_before:
+    removed: datetime | None = connection.execute(sqlalchemy.select(RETENTION.c.finished_before)).scalar()
+    if made_at is not None and removed is not None and made_at < removed:
         return ResultExpiredError(f"the result of request {request_id!r} is past its retention; send the request again")
     return NotFoundError(f"no request {request_id!r}")

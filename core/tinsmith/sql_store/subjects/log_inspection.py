@@ -3,12 +3,11 @@
 from datetime import datetime
 
 import sqlalchemy
-from sqlalchemy import BigInteger, ColumnElement, func, type_coerce
-from sqlmodel import Session
+from sqlalchemy import BigInteger, ColumnElement, Connection, func, type_coerce
 
 from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.subjects import recovery_points
-from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, RESULTS, RunRow, to_record
+from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, RESULTS, RUNS, columns_of, to_record
 from tinsmith.store import LoggedOperation, LogTotals, RunLog, RunRecord
 
 _PAYLOAD_BYTES = func.coalesce(func.length(PAYLOADS.c.payload), 0)
@@ -17,22 +16,23 @@ _WITH_CONTENT = OPERATIONS.join(PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.
     RESULTS, RESULTS.c.operation_id == OPERATIONS.c.id, isouter=True
 )
 _MICROSECONDS = 1e6
+_RUN = sqlalchemy.select(*columns_of(RunRecord, RUNS), RUNS.c.pruned_seq_id)
 _RETRIED = sqlalchemy.or_(OPERATIONS.c.attempts > 1, OPERATIONS.c.interruptions > 0)
 
 
-def run_log(session: Session, model_id: str) -> RunLog:
-    run = session.get(RunRow, model_id)
+def run_log(connection: Connection, model_id: str) -> RunLog:
+    run = connection.execute(_RUN.where(RUNS.c.model_id == model_id)).first()
     if run is None:
         msg = f"no model {model_id!r}"
         raise NotFoundError(msg)
     return RunLog(
         run=to_record(run, RunRecord),
         pruned_seq_id=run.pruned_seq_id,
-        recovery_points=tuple(recovery_points.list_of(session, model_id)),
+        recovery_points=tuple(recovery_points.list_of(connection, model_id)),
     )
 
 
-def list_log(session: Session, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
+def list_log(connection: Connection, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
     wanted = ("seq_id", "request_id", "kind", "state", "num_tokens", "created_at", "started_at", "finished_at")
     query = (
         sqlalchemy.select(
@@ -50,11 +50,11 @@ def list_log(session: Session, model_id: str, *, from_seq_id: int | None, limit:
         query = query.order_by(OPERATIONS.c.seq_id.desc())
     else:
         query = query.where(OPERATIONS.c.seq_id >= from_seq_id).order_by(OPERATIONS.c.seq_id)
-    found = [LoggedOperation(**row) for row in session.connection().execute(query).mappings()]
+    found = [LoggedOperation(**row) for row in connection.execute(query).mappings()]
     return sorted(found, key=lambda each: each.seq_id)
 
 
-def totals(session: Session, model_id: str) -> list[LogTotals]:
+def totals(connection: Connection, model_id: str) -> list[LogTotals]:
     query = (
         sqlalchemy.select(
             OPERATIONS.c.kind,
@@ -84,7 +84,7 @@ def totals(session: Session, model_id: str) -> list[LogTotals]:
             run_s=int(run) / _MICROSECONDS,
             retried=int(retried),
         )
-        for kind, state, number, tokens, payload, result, queued, run, retried in session.connection().execute(query)
+        for kind, state, number, tokens, payload, result, queued, run, retried in connection.execute(query)
     ]
 
 

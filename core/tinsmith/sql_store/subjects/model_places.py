@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import sqlalchemy
-from sqlalchemy import bindparam
-from sqlmodel import Session
+from sqlalchemy import Connection, bindparam
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
-from tinsmith.sql_store.subjects import arriving, leases, log, lost_models
+from tinsmith.sql_store.subjects import arriving, leases, log, models, runs
+from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import LIVE, RUNS, RunRow
-from tinsmith.store import WAITS_FOR_PLACE, Lease, PlaceLimits, PlaceWait, RunState
+from tinsmith.sql_store.tables import LIVE, RUNS
+from tinsmith.store import WAITS_FOR_PLACE, Lease, PlaceLimits, PlaceWait
 
 _LIVE = (
     sqlalchemy.select(RUNS.c.model_id, RUNS.c.tenant, RUNS.c.next_seq_id, RUNS.c.created_at, RUNS.c.lora)
@@ -44,10 +44,6 @@ class Taken:
     full: int = 0  # by models of which all weights are trained
 
 
-def waits(run: RunRow) -> bool:
-    return run.next_seq_id == WAITS_FOR_PLACE and run.state == RunState.CREATING
-
-
 @durable_boundary("store.admit_models")
 async def admit_models(connections: Connections, lease: Lease, limits: PlaceLimits) -> None:
     if await connections.reader.read(waiting_models, lease.base_model):
@@ -56,12 +52,12 @@ async def admit_models(connections: Connections, lease: Lease, limits: PlaceLimi
             await connections.durable.write_locking(_model_to_give_up, give_up, lease, model_id, limits.failure)
 
 
-def _models_to_admit(session: Session, lease: Lease, _: PlaceLimits) -> list[str]:
-    return waiting_models(session, lease.base_model)
+def _models_to_admit(connection: Connection, lease: Lease, _: PlaceLimits) -> list[str]:
+    return waiting_models(connection, lease.base_model)
 
 
-def _model_to_give_up(session: Session, lease: Lease, model_id: str, _: str) -> list[str]:
-    del session, lease
+def _model_to_give_up(connection: Connection, lease: Lease, model_id: str, _: str) -> list[str]:
+    del connection, lease
     return [model_id]
 
 
@@ -69,14 +65,14 @@ async def wait_for_places(connections: Connections, base_model: str, timeout_s: 
     await connections.wait_for(log.places_topic(base_model), timeout_s)
 
 
-def waiting_models(session: Session, base_model: str) -> list[str]:
-    return list(session.connection().execute(_WAITING, {"base_model": base_model}).scalars())
+def waiting_models(connection: Connection, base_model: str) -> list[str]:
+    return list(connection.execute(_WAITING, {"base_model": base_model}).scalars())
 
 
 def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> list[str]:
     """Give the free places to models that wait. Return the models that have waited for too long."""
     leases.fence(tx, lease)
-    taken, waiting = _places(tx.session, lease.base_model)
+    taken, waiting = _places(tx.connection, lease.base_model)
     got_one = {each.model_id for each in next_ones(waiting, taken, limits)}
     for model_id in sorted(got_one):
         _admit(tx, model_id)
@@ -88,9 +84,9 @@ def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> list[str]:
 
 def give_up(tx: Transaction, lease: Lease, model_id: str, failure: str) -> None:
     leases.fence(tx, lease)
-    run = log.locked_run(tx.session, model_id)
-    if run is not None and waits(run):
-        lost_models.mark_lost(tx, run, failure, Failed(message=failure, category="server"))
+    run = models.locked(tx.connection, model_id)
+    if run is not None and run.waits_for_place:
+        runs.mark_lost(tx, run, failure, Failed(message=failure, category="server"))
 
 
 def next_ones(waiting: Sequence[Applicant], taken: Taken, limits: PlaceLimits) -> Iterator[Applicant]:
@@ -112,23 +108,23 @@ def next_ones(waiting: Sequence[Applicant], taken: Taken, limits: PlaceLimits) -
         full += chosen.full
 
 
-def wait_of(session: Session, run: RunRow) -> PlaceWait:
+def wait_of(connection: Connection, run: Run) -> PlaceWait:
     """Return what a model that waits for a place waits for."""
-    taken, waiting = _places(session, run.base_model)
+    taken, waiting = _places(connection, run.base_model)
     return PlaceWait(
         taken=taken.by_tenant.total(),
         taken_by_tenant=taken.by_tenant[run.tenant],
         num_waiting=len(waiting),
-        taken_full=taken.full if run.lora.rank == 0 else None,
+        taken_full=taken.full if any(each.full for each in waiting if each.model_id == run.model_id) else None,
     )
 
 
-def _places(session: Session, base_model: str) -> tuple[Taken, list[Applicant]]:
+def _places(connection: Connection, base_model: str) -> tuple[Taken, list[Applicant]]:
     """Return the places that are taken, and the models that wait, longest first."""
     by_tenant: Counter[str] = Counter()
     full = 0
     waiting = []
-    for row in session.connection().execute(_LIVE, {"base_model": base_model}):
+    for row in connection.execute(_LIVE, {"base_model": base_model}):
         if row.next_seq_id == WAITS_FOR_PLACE:
             waiting.append(Applicant(row.model_id, row.tenant, row.created_at, full=row.lora.rank == 0))
         else:
@@ -138,7 +134,8 @@ def _places(session: Session, base_model: str) -> tuple[Taken, list[Applicant]]:
 
 
 def _admit(tx: Transaction, model_id: str) -> None:
-    run = log.locked_run(tx.session, model_id)
+    run = models.locked(tx.connection, model_id)
     assert run is not None
     run.next_seq_id, run.arrived_seq_id = 0, -1
-    arriving.let_follow(tx.session, run)
+    arriving.let_follow(tx.connection, run)
+    models.write(tx.connection, run)

@@ -8,28 +8,28 @@ rows are always taken in the same order, so locks are short and no two transacti
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import sqlalchemy
-from sqlalchemy import bindparam
-from sqlmodel import Session
+from sqlalchemy import Connection
 
-from tinsmith.sql_store.prepared import Prepared
-from tinsmith.sql_store.tables import PENDING_WORK
+from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.store import PendingCounts
 
-_ADD = Prepared(
-    sqlalchemy.text(
-        "INSERT INTO pending_work (tenant, kind, finished, number, num_bytes, stored_bytes) "
-        "VALUES (:tenant, :kind, :finished, :number, :num_bytes, :stored_bytes) "
-        "ON CONFLICT (tenant, kind, finished) DO UPDATE SET "
-        "number = pending_work.number + excluded.number, num_bytes = pending_work.num_bytes + excluded.num_bytes, "
-        "stored_bytes = pending_work.stored_bytes + excluded.stored_bytes"
-    )
+
+class _Counted(NamedTuple):
+    kind: str
+    finished: bool
+    number: int
+    num_bytes: int
+
+
+_ADD = Change(
+    insert_into("pending_work", "tenant", "kind", "finished", "number", "num_bytes", "stored_bytes")
+    + " ON CONFLICT (tenant, kind, finished) DO UPDATE SET "
+    "number = pending_work.number + excluded.number, num_bytes = pending_work.num_bytes + excluded.num_bytes, "
+    "stored_bytes = pending_work.stored_bytes + excluded.stored_bytes"
 )
-_OF = sqlalchemy.select(
-    PENDING_WORK.c.kind, PENDING_WORK.c.finished, PENDING_WORK.c.number, PENDING_WORK.c.num_bytes
-).where(PENDING_WORK.c.tenant == bindparam("tenant"))
+_OF = Query(f"SELECT {', '.join(_Counted._fields)} FROM pending_work WHERE tenant = :tenant", _Counted)
 
 
 class Operation(Protocol):
@@ -75,7 +75,7 @@ class PendingChanges:
         self.num_bytes.update(other.num_bytes)
         self.stored_bytes.update(other.stored_bytes)
 
-    def write(self, session: Session) -> None:
+    def write(self, connection: Connection) -> None:
         rows = [
             {
                 "tenant": key[0],
@@ -87,19 +87,18 @@ class PendingChanges:
             }
             for key, stored_bytes in sorted(self.stored_bytes.items())  # whatever is counted has an entry
         ]
-        if rows:
-            _ADD.run(session.connection(), *rows)
+        _ADD.run_each(connection, rows)
 
 
-def pending(session: Session, tenant: str) -> PendingCounts:
+def pending(connection: Connection, tenant: str) -> PendingCounts:
     number: Counter[str] = Counter()
     num_bytes = 0
-    for row in session.connection().execute(_OF, {"tenant": tenant}):
+    for row in _OF.all(connection, tenant=tenant):
         sign = -1 if row.finished else 1
         number[row.kind] += sign * row.number
         num_bytes += sign * row.num_bytes
     return PendingCounts(by_kind=dict(+number), num_bytes=num_bytes)
 
 
-def samples(session: Session, tenant: str) -> int:
-    return pending(session, tenant).by_kind.get("sample", 0)
+def samples(connection: Connection, tenant: str) -> int:
+    return pending(connection, tenant).by_kind.get("sample", 0)

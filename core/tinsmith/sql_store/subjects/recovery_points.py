@@ -1,19 +1,25 @@
 """Recovery points: which training states on disk a recovery can start from."""
 
-from sqlalchemy import delete
-from sqlmodel import Session, col, select
+import sqlalchemy
+from sqlalchemy import Connection, bindparam
 
 from tinsmith.errors import ServerError
-from tinsmith.sql_store.subjects import leases, log
+from tinsmith.sql_store.subjects import leases, models
 from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.sql_store.tables import RecoveryPointRow, to_record, to_row
+from tinsmith.sql_store.tables import RECOVERY_POINTS, columns_of, put, to_record, to_values
 from tinsmith.store import Lease, RecoveryPointRecord
+
+_OF = (
+    sqlalchemy.select(*columns_of(RecoveryPointRecord, RECOVERY_POINTS))
+    .where(RECOVERY_POINTS.c.model_id == bindparam("model"))
+    .order_by(RECOVERY_POINTS.c.seq_id.desc())
+)
 
 
 def add(tx: Transaction, lease: Lease, record: RecoveryPointRecord, *, keep: int) -> None:
     leases.fence(tx, lease)
-    run = log.locked_run(tx.session, record.model_id)
-    if run is None or run.state not in log.LIVE:
+    run = models.locked(tx.connection, record.model_id)
+    if run is None or not run.is_live:
         msg = f"model {record.model_id!r} is not live, so its recovery point is not kept"
         raise ServerError(msg)
     if record.seq_id > run.applied_seq_id:
@@ -22,34 +28,28 @@ def add(tx: Transaction, lease: Lease, record: RecoveryPointRecord, *, keep: int
             f"which end at {run.applied_seq_id}"
         )
         raise ServerError(msg)
-    keep_newest(tx.session, record, keep)
+    keep_newest(tx.connection, record, keep)
 
 
-def keep_newest(session: Session, record: RecoveryPointRecord, keep: int) -> None:
-    session.merge(to_row(record, RecoveryPointRow))
-    session.flush()
-    for row in session.exec(_of(record.model_id).offset(keep).limit(1000)).all():
-        session.delete(row)
+def keep_newest(connection: Connection, record: RecoveryPointRecord, keep: int) -> None:
+    put(connection, RECOVERY_POINTS, to_values(record))
+    for each in list_of(connection, record.model_id)[keep:]:
+        _delete(connection, each.model_id, each.seq_id)
 
 
-def list_of(session: Session, model_id: str) -> list[RecoveryPointRecord]:
-    return [to_record(row, RecoveryPointRecord) for row in session.exec(_of(model_id))]
+def list_of(connection: Connection, model_id: str) -> list[RecoveryPointRecord]:
+    return [to_record(row, RecoveryPointRecord) for row in connection.execute(_OF, {"model": model_id})]
 
 
 def drop(tx: Transaction, lease: Lease, model_id: str, seq_id: int) -> None:
     leases.fence(tx, lease)
-    row = tx.session.get(RecoveryPointRow, (model_id, seq_id))
-    if row is not None:
-        tx.session.delete(row)
+    _delete(tx.connection, model_id, seq_id)
 
 
-def drop_all(session: Session, model_id: str) -> None:
-    session.connection().execute(delete(RecoveryPointRow).where(col(RecoveryPointRow.model_id) == model_id))
+def _delete(connection: Connection, model_id: str, seq_id: int) -> None:
+    one = RECOVERY_POINTS.c.model_id == model_id, RECOVERY_POINTS.c.seq_id == seq_id
+    connection.execute(RECOVERY_POINTS.delete().where(*one))
 
 
-def _of(model_id: str):  # type: ignore[no-untyped-def]  # sqlmodel's select has no public name
-    return (
-        select(RecoveryPointRow)
-        .where(RecoveryPointRow.model_id == model_id)
-        .order_by(col(RecoveryPointRow.seq_id).desc())
-    )
+def drop_all(connection: Connection, model_id: str) -> None:
+    connection.execute(RECOVERY_POINTS.delete().where(RECOVERY_POINTS.c.model_id == model_id))

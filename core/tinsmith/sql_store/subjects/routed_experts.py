@@ -5,8 +5,7 @@ from datetime import datetime
 from typing import Final
 
 import sqlalchemy
-from sqlalchemy import bindparam
-from sqlmodel import Session
+from sqlalchemy import Connection, bindparam
 
 from tinsmith.sql_store.columns import Microseconds
 from tinsmith.sql_store.subjects.transaction import Transaction
@@ -36,17 +35,17 @@ _DELETE = ROUTED_EXPERTS.delete().where(ROUTED_EXPERTS.c.id.in_(bindparam("ids",
 _OLD = ROUTED_EXPERTS.delete().where(ROUTED_EXPERTS.c.created_at < bindparam("before", type_=Microseconds()))
 
 
-def find(session: Session, tenant: str, model_id: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+def find(connection: Connection, tenant: str, model_id: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
     for part in _parts(digests):
         values = {"of_tenant": tenant, "of_model": model_id, "digests": part}
-        found.update((row.digest, row.experts) for row in session.connection().execute(_FIND, values))
+        found.update((row.digest, row.experts) for row in connection.execute(_FIND, values))
     return found
 
 
 def keep(tx: Transaction, sampled: ExpertsSampled) -> None:
     """If tokens are sampled again, their newest experts count."""
-    connection = tx.session.connection()
+    connection = tx.connection
     of_model = {"tenant": sampled.tenant, "model_id": sampled.model_id}
     for part in _parts(list(sampled.sequences)):
         connection.execute(_REPLACE, {"of_tenant": sampled.tenant, "of_model": sampled.model_id, "digests": part})
@@ -56,11 +55,11 @@ def keep(tx: Transaction, sampled: ExpertsSampled) -> None:
     ]
     if rows:
         connection.execute(_INSERT, rows)
-        _make_room(tx.session, sampled.tenant, sampled.max_bytes)
+        _make_room(tx.connection, sampled.tenant, sampled.max_bytes)
 
 
-def _make_room(session: Session, tenant: str, max_bytes: int) -> None:
-    connection, values = session.connection(), {"of_tenant": tenant}
+def _make_room(connection: Connection, tenant: str, max_bytes: int) -> None:
+    values = {"of_tenant": tenant}
     excess = connection.execute(_TOTAL, values).scalar_one() - max_bytes
     while excess > 0:
         ids = []
@@ -72,7 +71,7 @@ def _make_room(session: Session, tenant: str, max_bytes: int) -> None:
 
 
 def prune(tx: Transaction, before: datetime) -> int:
-    deleted: int = tx.session.connection().execute(_OLD, {"before": before}).rowcount
+    deleted: int = tx.connection.execute(_OLD, {"before": before}).rowcount
     return deleted
 
 

@@ -3,65 +3,63 @@
 from dataclasses import fields
 
 import sqlalchemy
-from sqlalchemy import Connection, bindparam
-from sqlmodel import Session, col, select
+from sqlalchemy import Connection, bindparam, func
 
 from tinsmith.errors import NotFoundError
-from tinsmith.sql_store.prepared import Prepared
+from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import SAMPLING_SESSIONS, SamplingSessionRow, to_record, to_row
+from tinsmith.sql_store.tables import OPEN, SAMPLING_SESSIONS, SESSIONS, columns_of, to_record, to_values
 from tinsmith.store import SamplingSessionRecord
 from tinsmith.store.unknown import no_such
 
-_GET = sqlalchemy.select(*(SAMPLING_SESSIONS.c[field.name] for field in fields(SamplingSessionRecord))).where(
-    SAMPLING_SESSIONS.c.sampling_session_id == bindparam("wanted")
+_FIELDS = [each.name for each in fields(SamplingSessionRecord)]
+_GET = Query(
+    f"SELECT {', '.join(_FIELDS)} FROM sampling_sessions WHERE sampling_session_id = :wanted", SamplingSessionRecord
 )
-
-_GLANCE = Prepared(_GET)
-
-_IDS = (
-    sqlalchemy.select(SAMPLING_SESSIONS.c.sampling_session_id)
-    .where(SAMPLING_SESSIONS.c.session_id == bindparam("session"))
-    .order_by(SAMPLING_SESSIONS.c.created_at, SAMPLING_SESSIONS.c.sampling_session_id)
+_INSERT = Change(insert_into("sampling_sessions", *_FIELDS))
+_OF = SAMPLING_SESSIONS.c.session_id == bindparam("session")
+_OLDEST = SAMPLING_SESSIONS.c.created_at, SAMPLING_SESSIONS.c.sampling_session_id
+_LIST = sqlalchemy.select(*columns_of(SamplingSessionRecord, SAMPLING_SESSIONS)).where(_OF).order_by(*_OLDEST)
+_IDS = sqlalchemy.select(SAMPLING_SESSIONS.c.sampling_session_id).where(_OF).order_by(*_OLDEST)
+_NUM_OPEN = (
+    sqlalchemy.select(func.count())
+    .select_from(SESSIONS)
+    .join(SAMPLING_SESSIONS, SAMPLING_SESSIONS.c.session_id == SESSIONS.c.session_id)
+    .where(SESSIONS.c.tenant == bindparam("tenant"), OPEN)
 )
 
 
 def create(tx: Transaction, sampler: SamplingSessionRecord) -> SamplingSessionRecord:
-    first = tx.session.get(SamplingSessionRow, sampler.sampling_session_id)
-    if first is not None:
-        return to_record(first, SamplingSessionRecord)
-    tx.session.add(to_row(sampler, SamplingSessionRow))
-    return sampler
+    first = _GET.first(tx.connection, wanted=sampler.sampling_session_id)
+    if first is None:
+        insert(tx.connection, sampler)
+    return first or sampler
+
+
+def insert(connection: Connection, sampler: SamplingSessionRecord) -> None:
+    _INSERT.run(connection, **to_values(sampler))
 
 
 async def get_sampling_session(connections: Connections, sampling_session_id: str) -> SamplingSessionRecord:
-    found = connections.glance(glance, sampling_session_id)
+    found = connections.glance(get, sampling_session_id)
     return await connections.reader.read(get, sampling_session_id) if found is None else found
 
 
-def get(session: Session, sampling_session_id: str) -> SamplingSessionRecord:
-    found = session.connection().execute(_GET, {"wanted": sampling_session_id}).first()
+def get(connection: Connection, sampling_session_id: str) -> SamplingSessionRecord:
+    found = _GET.first(connection, wanted=sampling_session_id)
     if found is None:
         raise NotFoundError(no_such("sampling session", sampling_session_id))
-    return SamplingSessionRecord(**found._mapping)  # noqa: SLF001 - the public name of a row's mapping
+    return found
 
 
-def glance(connection: Connection, sampling_session_id: str) -> SamplingSessionRecord:
-    """Return the sampling session as `get` does."""
-    found = _GLANCE.first(connection, {"wanted": sampling_session_id})
-    if found is None:
-        raise NotFoundError(no_such("sampling session", sampling_session_id))
-    return SamplingSessionRecord(**found._asdict())
-
-
-def list_of(session: Session, session_id: str) -> list[SamplingSessionRecord]:
-    rows = session.exec(
-        select(SamplingSessionRow)
-        .where(SamplingSessionRow.session_id == session_id)
-        .order_by(col(SamplingSessionRow.created_at), col(SamplingSessionRow.sampling_session_id))
-    )
+def list_of(connection: Connection, session_id: str) -> list[SamplingSessionRecord]:
+    rows = connection.execute(_LIST, {"session": session_id})
     return [to_record(row, SamplingSessionRecord) for row in rows]
 
 
-def ids_of(session: Session, session_id: str) -> list[str]:
-    return list(session.connection().execute(_IDS, {"session": session_id}).scalars())
+def ids_of(connection: Connection, session_id: str) -> list[str]:
+    return list(connection.execute(_IDS, {"session": session_id}).scalars())
+
+
+def count_open(connection: Connection, tenant: str) -> int:
+    return int(connection.execute(_NUM_OPEN, {"tenant": tenant}).scalar_one())

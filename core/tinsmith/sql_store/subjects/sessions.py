@@ -1,44 +1,46 @@
-"""Clients' sessions. As in all modules of this package, `tx.session` and `session: Session` are SQLAlchemy's."""
+"""Clients' sessions: their beginning, their heartbeats, and their end, which unloads their models."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 import sqlalchemy
-from sqlalchemy import bindparam, case
-from sqlmodel import Session, col, select
+from sqlalchemy import Connection, bindparam, func
 
 from tinsmith.errors import NotFoundError
 from tinsmith.failpoints import durable_boundary
+from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.columns import Microseconds
-from tinsmith.sql_store.prepared import Prepared
-from tinsmith.sql_store.subjects import gaps, log, unloading
+from tinsmith.sql_store.statements import Change
+from tinsmith.sql_store.subjects import arriving, gaps, log, models, submitting
+from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import OPEN, SESSIONS, SessionRow, to_record, to_row
-from tinsmith.store import SessionEnd, SessionRecord
+from tinsmith.sql_store.tables import OPEN, RUNS, SESSIONS, columns_of, to_record, to_values
+from tinsmith.store import NewOperation, SessionEnd, SessionRecord
+from tinsmith.store.codec import encode_operation, kind_of
 from tinsmith.store.metadata import refuse_large_metadata
 from tinsmith.store.unknown import no_such
 
+_SESSION = SESSIONS.c.session_id == bindparam("wanted")
+_GET = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).where(_SESSION)
 _SILENT = (
     sqlalchemy.select(SESSIONS.c.session_id)
     .where(OPEN, SESSIONS.c.last_seen_at < bindparam("before", type_=Microseconds()))
     .order_by(SESSIONS.c.last_seen_at, SESSIONS.c.session_id)
 )
 _SILENT_OF = _SILENT.where(SESSIONS.c.heard_by == bindparam("server"))
-
-_AT, _WANTED = bindparam("at", type_=Microseconds()), SESSIONS.c.session_id == bindparam("wanted")
-_LATER, _BY = SESSIONS.c.last_seen_at < _AT, bindparam("server", type_=sqlalchemy.String())
-_SILENT_BEFORE = SESSIONS.c.last_seen_at < bindparam("silent_since", type_=Microseconds())
-_TOUCH = Prepared(
-    SESSIONS.update()
-    .where(_WANTED, OPEN)
-    .values(
-        heard_since=case((_SILENT_BEFORE, _AT), else_=SESSIONS.c.heard_since),
-        last_seen_at=case((_LATER, _AT), else_=SESSIONS.c.last_seen_at),
-        heard_by=case((_LATER, _BY), else_=SESSIONS.c.heard_by),
-    )
+_TOUCH = Change(
+    "UPDATE sessions SET heard_since = CASE WHEN last_seen_at < :silent_since THEN :at ELSE heard_since END, "
+    "heard_by = CASE WHEN last_seen_at < :at THEN :server ELSE heard_by END, "
+    "last_seen_at = CASE WHEN last_seen_at < :at THEN :at ELSE last_seen_at END "
+    "WHERE session_id = :wanted AND sessions.ended IS NULL"
 )
-_GET = Prepared(sqlalchemy.select(SESSIONS).where(_WANTED))
+_NUM_LIVE = sqlalchemy.select(func.count()).select_from(SESSIONS).where(SESSIONS.c.tenant == bindparam("tenant"), OPEN)
+_LIVE_MODELS = (
+    sqlalchemy.select(RUNS.c.model_id)
+    .where(RUNS.c.session_id == bindparam("session"), RUNS.c.state.in_(models.LIVE))
+    .order_by(RUNS.c.model_id)
+)
 
 
 @durable_boundary("store.create_session")
@@ -51,24 +53,32 @@ async def create_session(
 
 def create(tx: Transaction, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
     if idempotency_key is not None:
-        same = select(SessionRow).where(
-            SessionRow.tenant == session.tenant, SessionRow.idempotency_key == idempotency_key
-        )
-        if (first := tx.session.exec(same).first()) is not None:
+        same = SESSIONS.c.tenant == session.tenant, SESSIONS.c.idempotency_key == idempotency_key
+        query = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).where(*same)
+        if (first := tx.connection.execute(query).first()) is not None:
             return to_record(first, SessionRecord)
-    tx.session.add(to_row(session, SessionRow, idempotency_key=idempotency_key, heard_since=session.created_at))
+    more = {"idempotency_key": idempotency_key, "heard_since": session.created_at}
+    tx.connection.execute(SESSIONS.insert(), to_values(session) | more)
     return session
 
 
-def get(session: Session, session_id: str) -> SessionRecord:
-    return to_record(_row(session, session_id), SessionRecord)
+def get(connection: Connection, session_id: str, *, lock: bool = False) -> SessionRecord:
+    row = connection.execute(_GET.with_for_update() if lock else _GET, {"wanted": session_id}).first()
+    if row is None:
+        raise NotFoundError(no_such("session", session_id))
+    return to_record(row, SessionRecord)
 
 
-def list_all(session: Session, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
-    query = select(SessionRow).order_by(col(SessionRow.created_at).desc(), col(SessionRow.session_id).desc())
+def list_all(connection: Connection, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
+    newest = SESSIONS.c.created_at.desc(), SESSIONS.c.session_id.desc()
+    query = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).order_by(*newest)
     if tenant is not None:
-        query = query.where(SessionRow.tenant == tenant)
-    return [to_record(row, SessionRecord) for row in session.exec(query.limit(limit).offset(offset))]
+        query = query.where(SESSIONS.c.tenant == tenant)
+    return [to_record(row, SessionRecord) for row in connection.execute(query.limit(limit).offset(offset))]
+
+
+def count_live(connection: Connection, tenant: str) -> int:
+    return int(connection.execute(_NUM_LIVE, {"tenant": tenant}).scalar_one())
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +91,22 @@ class Heartbeat:
 def touch_all(tx: Transaction, heartbeats: Sequence[Heartbeat]) -> list[SessionRecord | None]:
     """Record heartbeats, and return their sessions, None for an unknown one.
 
-    Each of a thousand clients sends one every ten seconds, so no row is mapped. Servers that hear the same sessions
-    lock their rows in one order.
+    Each of a thousand clients sends one every ten seconds. Servers that hear the same sessions lock their rows in one
+    order.
     """
-    tx.session.flush()  # what other calls of the group have changed
-    connection = tx.session.connection()
     changes = [
         {"wanted": each.session_id, "at": each.at, "server": each.server_id, "silent_since": each.at - gaps.SILENCE}
         for each in sorted(heartbeats, key=lambda each: each.session_id)
     ]
-    _TOUCH.run(connection, *changes)
-    rows = (_GET.first(connection, {"wanted": each.session_id}) for each in heartbeats)
+    _TOUCH.run_each(tx.connection, changes)
+    rows = (tx.connection.execute(_GET, {"wanted": each.session_id}).first() for each in heartbeats)
     return [None if row is None else to_record(row, SessionRecord) for row in rows]
 
 
 def update(tx: Transaction, session_id: str, *, project_id: str | None) -> SessionRecord:
-    row = _row(tx.session, session_id, lock=True)
-    row.project_id = project_id
-    return to_record(row, SessionRecord)
+    session = get(tx.connection, session_id, lock=True)
+    tx.connection.execute(SESSIONS.update().where(_SESSION).values(project_id=project_id), {"wanted": session_id})
+    return replace(session, project_id=project_id)
 
 
 @durable_boundary("store.end_session")
@@ -110,8 +118,8 @@ async def end_session(
     return ended
 
 
-def _models_to_end(session: Session, session_id: str, *_: object) -> list[str]:
-    return unloading.live_models_of(session, session_id)
+def _models_to_end(connection: Connection, session_id: str, *_: object) -> list[str]:
+    return list(connection.execute(_LIVE_MODELS, {"session": session_id}).scalars())
 
 
 async def _fail_what_is_left(connections: Connections, session_id: str) -> None:
@@ -121,11 +129,46 @@ async def _fail_what_is_left(connections: Connections, session_id: str) -> None:
 
 
 def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
-    row = _row(tx.session, session_id, lock=True)
-    if row.ended is None:
-        row.ended, row.end_detail = reason, detail
-        unloading.unload_models(tx, session_id)
-    return to_record(row, SessionRecord)
+    session = get(tx.connection, session_id, lock=True)
+    if session.ended is not None:
+        return session
+    ended = SESSIONS.update().where(_SESSION).values(ended=reason, end_detail=detail)
+    tx.connection.execute(ended, {"wanted": session_id})
+    for model_id in _models_to_end(tx.connection, session_id):
+        _unload(tx, model_id)
+    return replace(session, ended=reason, end_detail=detail)
+
+
+def _unload(tx: Transaction, model_id: str) -> None:
+    """Queue an UnloadModel behind the last operation that can run.
+
+    Later requests are refused, so a gap will never be filled: the UnloadModel takes its seq_id, and what is behind it
+    fails (`gaps.fail_some`). What a model that waits for a place has accepted runs when it has one.
+    """
+    run = models.locked(tx.connection, model_id)
+    assert run is not None
+    run.unload_seq_id = _first_missing(tx, run)
+    unload = UnloadModel(model_id=run.model_id)
+    operation = NewOperation(
+        base_model=run.base_model,
+        kind=kind_of(unload),
+        tenant=run.tenant,
+        session_id=run.session_id,
+        subject_id=run.model_id,
+        seq_id=run.unload_seq_id,
+        ordered=True,
+        payload=encode_operation(unload),
+        digest=b"",
+    )
+    submitting.insert(tx, operation, run, submitting.neighbours(tx.connection, operation))
+    models.write(tx.connection, run)
+    tx.wake.append(log.work_topic(run.base_model))
+
+
+def _first_missing(tx: Transaction, run: Run) -> int:
+    """While a gap is being failed, what is before `next_seq_id` does not count."""
+    first = 0 if run.waits_for_place else max(run.arrived_seq_id + 1, run.next_seq_id)
+    return arriving.last_before_a_gap(tx.connection, run, first) + 1
 
 
 async def expire_sessions(connections: Connections, last_seen_before: datetime) -> list[str]:
@@ -145,25 +188,18 @@ async def _expire_silent(connections: Connections, server_id: str | None, last_s
     return expired
 
 
-def silent(session: Session, last_seen_before: datetime, server_id: str | None) -> list[str]:
+def silent(connection: Connection, last_seen_before: datetime, server_id: str | None) -> list[str]:
     """Return the open sessions without a heartbeat since then: all, or those that one of several servers heard last."""
-    if server_id is None or not log.locks_rows(session):
-        return list(session.connection().execute(_SILENT, {"before": last_seen_before}).scalars())
+    if server_id is None or not log.locks_rows(connection):
+        return list(connection.execute(_SILENT, {"before": last_seen_before}).scalars())
     values = {"before": last_seen_before, "server": server_id}
-    return list(session.connection().execute(_SILENT_OF, values).scalars())
+    return list(connection.execute(_SILENT_OF, values).scalars())
 
 
 def expire(tx: Transaction, session_id: str, last_seen_before: datetime) -> bool:
     """End a session, unless it has ended or been heard meanwhile. Return whether it was ended."""
-    row = _row(tx.session, session_id, lock=True)
-    if row.ended is not None or row.last_seen_at >= last_seen_before:
+    session = get(tx.connection, session_id, lock=True)
+    if session.ended is not None or session.last_seen_at >= last_seen_before:
         return False
-    end(tx, session_id, "expired", f"no heartbeat since {row.last_seen_at:%Y-%m-%d %H:%M:%S} UTC")
+    end(tx, session_id, "expired", f"no heartbeat since {session.last_seen_at:%Y-%m-%d %H:%M:%S} UTC")
     return True
-
-
-def _row(session: Session, session_id: str, *, lock: bool = False) -> SessionRow:
-    row = session.get(SessionRow, session_id, with_for_update=True if lock else None)
-    if row is None:
-        raise NotFoundError(no_such("session", session_id))
-    return row

@@ -2,11 +2,12 @@
 
 import secrets
 
+import sqlalchemy
+from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
-from sqlmodel import Session
 
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import SecretRow
+from tinsmith.sql_store.tables import SECRETS
 
 _SECRET_BYTES = 32
 
@@ -17,20 +18,20 @@ async def secret(connections: Connections, name: str) -> bytes:
     return await connections.durable.write(find_or_make, name)
 
 
-def find(session: Session, name: str) -> bytes | None:
-    row = session.get(SecretRow, name)
-    return None if row is None else row.value
+def find(connection: Connection, name: str) -> bytes | None:
+    found: bytes | None = connection.execute(sqlalchemy.select(SECRETS.c.value).where(SECRETS.c.name == name)).scalar()
+    return found
 
 
 def find_or_make(tx: Transaction, name: str) -> bytes:
-    if (found := find(tx.session, name)) is not None:
+    if (found := find(tx.connection, name)) is not None:
         return found
     value = secrets.token_bytes(_SECRET_BYTES)
     try:
-        with tx.session.begin_nested():
-            tx.session.add(SecretRow(name=name, value=value))
+        with tx.connection.begin_nested():
+            tx.connection.execute(SECRETS.insert().values(name=name, value=value))
     except IntegrityError:  # another process was faster
-        theirs = find(tx.session, name)
+        theirs = find(tx.connection, name)
         assert theirs is not None
         return theirs
     return value

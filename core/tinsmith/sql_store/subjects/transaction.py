@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 import sqlalchemy
-from sqlalchemy import bindparam
-from sqlmodel import Session
+from sqlalchemy import Connection, bindparam
 
 from tinsmith.sql_store import connections
 from tinsmith.sql_store.subjects.finished_samples import Finished, announce
@@ -28,7 +27,7 @@ class Transaction:
     What becomes pending or finishes is counted in `pending`.
     """
 
-    session: Session
+    connection: Connection
     now: datetime
     wake: list[str] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
@@ -36,7 +35,7 @@ class Transaction:
 
     def lock(self, models: Iterable[str]) -> None:
         """Lock the models whose logs the writes change."""
-        self.session.connection().execute(_LOCK, {"models": sorted(models)})
+        self.connection.execute(_LOCK, {"models": sorted(models)})
 
     def add(self, other: "Transaction") -> None:
         self.wake.extend(other.wake)
@@ -45,8 +44,8 @@ class Transaction:
 
     def finish(self) -> list[str]:
         """Number the finished samples and count what is pending, which lock rows that many writes share."""
-        topics = list(dict.fromkeys(self.wake + announce(self.session, self.finished, self.now)))
-        self.pending.write(self.session)
+        topics = list(dict.fromkeys(self.wake + announce(self.connection, self.finished, self.now)))
+        self.pending.write(self.connection)
         return topics
 
 

@@ -4,31 +4,41 @@ What it costs to say so does not depend on how much else waits.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import sqlalchemy
-from sqlalchemy import bindparam, func, tuple_
-from sqlmodel import Session
+from sqlalchemy import Connection, bindparam
 
-from tinsmith.sql_store.subjects import log, model_places
+from tinsmith.sql_store.statements import Query
+from tinsmith.sql_store.subjects import log, model_places, models
 from tinsmith.sql_store.subjects.finished_samples import after as finished_samples_after
 from tinsmith.sql_store.subjects.finished_samples import topic as samples_topic
+from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections
-from tinsmith.sql_store.tables import OPERATIONS, QUEUED, RUNNING, EngineRow, OperationRow, RunRow, to_record
+from tinsmith.sql_store.tables import ENGINES, columns_of, to_record
 from tinsmith.store import MANY_AHEAD, EngineRecord, FinishedSamples, OperationRecord, Waiting
 
-_OURS = OPERATIONS.c.base_model == bindparam("base_model"), OPERATIONS.c.tenant == bindparam("tenant")
-_QUEUED_AHEAD = sqlalchemy.select(OPERATIONS.c.id).where(
-    *_OURS,
-    OPERATIONS.c.early.is_(False),
-    OPERATIONS.c.ordered == bindparam("ordered"),
-    tuple_(OPERATIONS.c.turn, OPERATIONS.c.seq_id) < tuple_(bindparam("turn"), bindparam("seq_id")),
-    QUEUED,
-)
-_RUNNING_AHEAD = sqlalchemy.select(OPERATIONS.c.id).where(*_OURS, OPERATIONS.c.id < bindparam("id"), RUNNING)
+
+class _Id(NamedTuple):
+    id: int
+
+
+class _Number(NamedTuple):
+    number: int
+
+
+_OURS = "SELECT id FROM operations WHERE base_model = :base_model AND tenant = :tenant"
 _NUM_QUEUED, _NUM_RUNNING = (
-    sqlalchemy.select(func.count()).select_from(each.limit(MANY_AHEAD).subquery())
-    for each in (_QUEUED_AHEAD, _RUNNING_AHEAD)
+    Query(f"SELECT count(*) AS number FROM ({_OURS} AND {ahead} LIMIT {MANY_AHEAD}) AS ahead", _Number)
+    for ahead in (
+        "early = FALSE AND ordered = :ordered AND (turn, seq_id) < (:turn, :seq_id) AND operations.state = 'queued'",
+        "id < :id AND operations.state = 'running'",
+    )
 )
+_BEHIND = Query(
+    "SELECT id FROM operations WHERE subject_id = :model AND seq_id > :seq_id AND state = 'queued' LIMIT 1", _Id
+)
+_ENGINE = sqlalchemy.select(*columns_of(EngineRecord, ENGINES)).where(ENGINES.c.base_model == bindparam("base_model"))
 
 
 async def get_operation(connections: Connections, request_id: str) -> OperationRecord:
@@ -56,28 +66,29 @@ async def finished_samples(
     )
 
 
-def waiting(session: Session, request_id: str) -> Waiting:
-    row = log.find(session, request_id)
-    engine = session.get(EngineRow, row.base_model)
-    run = session.get(RunRow, row.subject_id) if row.ordered else None
-    placeless = run is not None and model_places.waits(run)
+def waiting(connection: Connection, request_id: str) -> Waiting:
+    operation = log.find(connection, request_id)
+    engine = connection.execute(_ENGINE, {"base_model": operation.base_model}).first()
+    run = models.find(connection, operation.subject_id) if operation.ordered else None
+    placeless = run is not None and run.waits_for_place
     return Waiting(
-        missing_seq_id=None if run is None or placeless else _first_missing(run, row.seq_id),
-        num_ahead=_num_ahead(session, row),
-        place=model_places.wait_of(session, run) if run is not None and placeless else None,
+        missing_seq_id=None if run is None or placeless else _first_missing(run, operation.seq_id),
+        num_ahead=_num_ahead(connection, operation),
+        place=model_places.wait_of(connection, run) if run is not None and placeless else None,
         engine=None if engine is None else to_record(engine, EngineRecord),
     )
 
 
-def _num_ahead(session: Session, row: OperationRow) -> int:
-    of_row = {name: getattr(row, name) for name in ("base_model", "tenant", "ordered", "turn", "seq_id", "id")}
-    connection = session.connection()
-    ahead: int = connection.execute(_NUM_QUEUED, of_row).scalar_one()
-    ahead += connection.execute(_NUM_RUNNING, of_row).scalar_one()
-    return min(ahead, MANY_AHEAD)
+def _num_ahead(connection: Connection, operation: log.Operation) -> int:
+    counts = (each.first(connection, **operation._asdict()) for each in (_NUM_QUEUED, _NUM_RUNNING))
+    return min(sum(each.number for each in counts if each is not None), MANY_AHEAD)
 
 
-def _first_missing(run: RunRow, seq_id: int) -> int | None:
+def _first_missing(run: Run, seq_id: int) -> int | None:
     """The session may have ended, and an UnloadModel may have taken the place of what is missing."""
     missing = run.arrived_seq_id + 1 if run.unload_seq_id is None else min(run.arrived_seq_id + 1, run.unload_seq_id)
     return missing if seq_id > missing else None
+
+
+def is_awaited(connection: Connection, model_id: str, seq_id: int) -> bool:
+    return _BEHIND.first(connection, model=model_id, seq_id=seq_id) is not None

@@ -3,8 +3,7 @@
 from typing import Final
 
 import sqlalchemy
-from sqlalchemy import ColumnElement, and_, bindparam, or_
-from sqlmodel import Session
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, or_
 
 from tinsmith.operations import Failed
 from tinsmith.sql_store.tables import OPERATIONS, RESULTS
@@ -47,8 +46,10 @@ def is_done_with() -> ColumnElement[bool]:
     return or_(sqlalchemy.not_(_FAILED_PASS), cleared)
 
 
-def failed_pass(session: Session, model_id: str, *, after_seq_id: int | None, before_seq_id: int) -> FailedPass | None:
-    connection, values = session.connection(), {"model": model_id, "before": before_seq_id}
+def failed_pass(
+    connection: Connection, model_id: str, *, after_seq_id: int | None, before_seq_id: int
+) -> FailedPass | None:
+    values = {"model": model_id, "before": before_seq_id}
     after = after_seq_id if after_seq_id is not None else connection.execute(_LAST_CLEARING, values).scalar()
     after = -1 if after is None else after
     row = connection.execute(_FIRST_FAILED, {**values, "after": after}).first()

@@ -3,12 +3,9 @@
 import secrets
 from typing import Final
 
-import sqlalchemy
-
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import WriteCheckRow
+from tinsmith.sql_store.tables import WRITE_CHECKS
 
-_CHECKS = WriteCheckRow.metadata.tables[str(WriteCheckRow.__tablename__)]
 _BYTES: Final = 1 << 14  # several pages, as most requests write: on a full disk there may be room for one
 
 
@@ -19,6 +16,5 @@ async def expect_writes(connections: Connections) -> None:
 
 
 def write(tx: Transaction) -> None:
-    connection = tx.session.connection()
-    connection.execute(_CHECKS.delete())
-    connection.execute(sqlalchemy.insert(_CHECKS).values(content=secrets.token_bytes(_BYTES)))
+    tx.connection.execute(WRITE_CHECKS.delete())
+    tx.connection.execute(WRITE_CHECKS.insert().values(content=secrets.token_bytes(_BYTES)))

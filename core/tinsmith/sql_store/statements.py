@@ -1,0 +1,170 @@
+"""The statements of hot transactions: SQL texts with names, run on the database's driver.
+
+What SQLAlchemy does around each execution takes several times as long as what SQLite does. A text is SQL as PostgreSQL
+has it, with `:name` for a parameter, `IN :name` for a list, and `DATABASE_NOW` for the time by the database's clock.
+SQLite gets it without the clause at its end that locks rows, since it has one writer.
+"""
+
+import re
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Final, Generic, TypeVar, get_args, get_type_hints
+
+from sqlalchemy import Connection, CursorResult
+from sqlalchemy.exc import DBAPIError
+
+from tinsmith.sql_store.columns import NOW_IN, from_microseconds, to_microseconds
+
+R = TypeVar("R")
+
+Values = Mapping[str, Any]  # Any, here and below: values of any column
+Convert = Callable[[Any], Any]
+_Columns = tuple[Sequence[str], Sequence[tuple[str, Convert]]]  # their names, and what converts some of them
+
+_PARAMETER: Final = re.compile(r"(?<![:\w]):(\w+)")
+_LIST: Final = re.compile(r"\bIN :(\w+)")
+_PLAIN: Final = frozenset({str, int, bool, bytes, type(None)})
+_LOCKS: Final = re.compile(r"\s+FOR (UPDATE|SHARE|KEY SHARE)( OF \w+)?( SKIP LOCKED)?\s*$")
+
+
+class _Text:
+    """A text, as each database's driver takes it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lists = _LIST.findall(text)
+        self._of_sqlite: dict[tuple[int, ...], str] = {}  # by the lengths of the lists
+
+    def execute(self, connection: Connection, values: Values) -> Any:  # Any: a cursor with rows as tuples
+        """Whoever listens for statements is told, and errors are SQLAlchemy's."""
+        if connection.dialect.name != "sqlite":
+            return connection.exec_driver_sql(self._postgresql, _bound(values))
+        return _in_sqlite(connection, self._sqlite(values), _bound(_with_members(values, self._lists)))
+
+    def execute_many(self, connection: Connection, rows: Sequence[Values]) -> None:
+        bound = [_bound(each) for each in rows]
+        if connection.dialect.name != "sqlite":
+            connection.exec_driver_sql(self._postgresql, bound)
+        else:
+            _in_sqlite(connection, self._sqlite(rows[0]), bound)
+
+    @cached_property
+    def _postgresql(self) -> str:
+        text = _LIST.sub(r"= ANY(:\1)", self._text.replace("DATABASE_NOW", NOW_IN["postgresql"]))
+        return _PARAMETER.sub(r"%(\1)s", text)
+
+    def _sqlite(self, values: Values) -> str:
+        lengths = tuple(len(values[name]) for name in self._lists)
+        if (text := self._of_sqlite.get(lengths)) is None:
+            text = _LOCKS.sub("", self._text.replace("DATABASE_NOW", NOW_IN["sqlite"]))
+            for name, length in zip(self._lists, lengths, strict=True):
+                text = text.replace(f"IN :{name}", f"IN ({', '.join(f':{name}{n}' for n in range(length))})")
+            self._of_sqlite[lengths] = text
+        return text
+
+
+class Query(Generic[R]):
+    """A text that reads rows, and their class: a dataclass or named tuple whose fields are named as the columns."""
+
+    def __init__(self, text: str, row: type[R]) -> None:
+        self.text = text
+        self._text = _Text(text)
+        self._row = row
+        self._columns: _Columns | None = None
+
+    def all(self, connection: Connection, **values: Any) -> list[R]:
+        found = self._text.execute(connection, values)
+        names, converters = self._columns or self._read_columns(found)
+        rows = []
+        for row in found.fetchall():
+            fields = dict(zip(names, row, strict=True))
+            for name, convert in converters:
+                if fields[name] is not None:
+                    fields[name] = convert(fields[name])
+            rows.append(self._row(**fields))
+        return rows
+
+    def first(self, connection: Connection, **values: Any) -> R | None:
+        """Return the first row, if there is one."""
+        rows = self.all(connection, **values)
+        return rows[0] if rows else None
+
+    def _read_columns(self, found: Any) -> _Columns:  # Any: a cursor
+        names = found.keys() if isinstance(found, CursorResult) else [each[0] for each in found.description]
+        kinds = get_type_hints(self._row)
+        converters = [(name, convert) for name in names if (convert := _reading(kinds[name])) is not None]
+        self._columns = tuple(names), converters
+        return self._columns
+
+
+class Change:
+    """A text that changes rows."""
+
+    def __init__(self, text: str) -> None:
+        self._text = _Text(text)
+        self._returning = _Text(f"{text} RETURNING id")
+
+    def run(self, connection: Connection, **values: Any) -> None:
+        self._text.execute(connection, values)
+
+    def run_each(self, connection: Connection, rows: Sequence[Values]) -> None:
+        """Run once for each of these values, if there are any."""
+        if len(rows) == 1:
+            self._text.execute(connection, rows[0])
+        elif rows:
+            self._text.execute_many(connection, rows)
+
+    def insert(self, connection: Connection, values: Values) -> int:
+        """Insert a row whose key is the integer `id`. Return it."""
+        if connection.dialect.name == "sqlite":
+            return int(self._text.execute(connection, values).lastrowid)
+        return int(self._returning.execute(connection, values).scalar_one())
+
+
+def insert_into(table: str, *columns: str) -> str:
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{each}' for each in columns)})"
+
+
+def _in_sqlite(connection: Connection, sql: str, values: dict[str, Any] | list[dict[str, Any]]) -> Any:
+    driver: Any = connection.connection.driver_connection
+    cursor = driver.cursor()
+    several = isinstance(values, list)
+    for listener in connection.dispatch.before_cursor_execute:
+        listener(connection, cursor, sql, values, None, several)
+    try:
+        if several:
+            cursor.executemany(sql, values)
+        else:
+            cursor.execute(sql, values)
+    except sqlite3.Error as error:
+        raise DBAPIError.instance(sql, values, error, sqlite3.Error, dialect=connection.dialect) from error
+    return cursor
+
+
+def _with_members(values: Values, lists: Sequence[str]) -> Values:
+    """Replace each list by its members."""
+    if not lists:
+        return values
+    members = {f"{name}{n}": each for name in lists for n, each in enumerate(values[name])}
+    return {**members, **{name: each for name, each in values.items() if name not in lists}}
+
+
+def _bound(values: Values) -> dict[str, Any]:
+    return {name: each if type(each) in _PLAIN else _converted(each) for name, each in values.items()}
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return to_microseconds(value)
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+def _reading(kind: Any) -> Convert | None:  # Any: a type, or one of two
+    """Return what converts a column's value to this type; numbers, texts and bytes come as they are."""
+    kind = next((each for each in get_args(kind) if each is not type(None)), kind)
+    if kind is datetime:
+        return from_microseconds
+    return kind if kind is bool or (isinstance(kind, type) and issubclass(kind, StrEnum)) else None

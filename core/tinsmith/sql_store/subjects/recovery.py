@@ -1,0 +1,154 @@
+"""What an engine does when it starts: it puts back what was running, and rebuilds its models."""
+
+from collections.abc import Collection
+
+import sqlalchemy
+from sqlalchemy import Connection, bindparam
+
+from tinsmith.failpoints import durable_boundary
+from tinsmith.operations import Failed
+from tinsmith.sql_store.statements import Change, Query
+from tinsmith.sql_store.subjects import leases, log, models, recovery_points, runs
+from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.tables import RUNS, SAMPLING_SESSIONS, columns_of, to_record
+from tinsmith.store import Lease, LiveModel, OperationRecord, RunRecord, RunState
+
+_CREATION = "create_model"
+_RUNNING = Query(
+    f"{log.OPERATION} WHERE base_model = :base_model AND operations.state = 'running' ORDER BY id FOR UPDATE",
+    log.Operation,
+)
+_RECOUNT = Change("UPDATE operations SET attempts = :attempts, interruptions = :interruptions WHERE id = :key")
+_PUT_BACK = Change(
+    "UPDATE operations SET state = 'queued', started_at = NULL, engine_id = NULL, "
+    "alone = CASE WHEN :crashed THEN :alone ELSE alone END WHERE id = :key"
+)
+_READY = (
+    sqlalchemy.select(*columns_of(RunRecord, RUNS), RUNS.c.pruned_seq_id)
+    .where(RUNS.c.base_model == bindparam("base_model"), RUNS.c.state == RunState.READY)
+    .order_by(RUNS.c.created_at, RUNS.c.model_id)
+)
+_EPHEMERAL = sqlalchemy.select(SAMPLING_SESSIONS.c.sampling_session_id).where(
+    SAMPLING_SESSIONS.c.session_id == bindparam("session"),
+    SAMPLING_SESSIONS.c.model_id == bindparam("model"),
+    SAMPLING_SESSIONS.c.snapshot_id == SAMPLING_SESSIONS.c.sampling_session_id,
+)
+_REPLAYABLE = Query(
+    f"SELECT {log.RECORD}, payloads.payload, results.result_kind, results.result FROM operations "
+    "LEFT JOIN payloads ON payloads.operation_id = operations.id "
+    "LEFT JOIN results ON results.operation_id = operations.id "
+    "WHERE subject_id = :model AND seq_id > :after AND state = 'succeeded' ORDER BY seq_id LIMIT :at_most",
+    OperationRecord,
+)
+
+
+@durable_boundary("store.requeue")
+async def requeue_operations(
+    connections: Connections,
+    lease: Lease,
+    *,
+    max_attempts: int,
+    reason: str | None,
+    max_interruptions: int | None = None,
+    held: Collection[str] = (),
+) -> list[str]:
+    return await connections.durable.write(
+        requeue,
+        lease,
+        max_attempts=max_attempts,
+        reason=reason,
+        max_interruptions=max_interruptions,
+        held=frozenset(held),  # now: the engine goes on
+    )
+
+
+def requeue(
+    tx: Transaction,
+    lease: Lease,
+    *,
+    max_attempts: int,
+    reason: str | None,
+    max_interruptions: int | None,
+    held: frozenset[str],
+) -> list[str]:
+    leases.fence(tx, lease)
+    failed: list[str] = []
+    lost: set[str] = set()  # models, with everything that they had running
+    for each in _RUNNING.all(tx.connection, base_model=lease.base_model):
+        if each.request_id in held or each.subject_id in lost:
+            continue
+        attempts = each.attempts - (reason is None or max_interruptions is not None)
+        interruptions = each.interruptions + (max_interruptions is not None)
+        _RECOUNT.run(tx.connection, key=each.id, attempts=attempts, interruptions=interruptions)
+        too_often = interruptions >= max_interruptions if max_interruptions else attempts >= max_attempts
+        if reason is not None and too_often:
+            failed.append(each.request_id)
+            if _give_up(tx, each, f"the engine ended {attempts + interruptions} times", reason):
+                lost.add(each.subject_id)
+        else:
+            alone = each.ordered or attempts >= max_attempts - 1
+            _put_back(tx, each, crashed=reason is not None, alone=alone)
+    tx.wake.append(log.work_topic(lease.base_model))
+    return failed
+
+
+def _put_back(tx: Transaction, operation: log.Operation, *, crashed: bool, alone: bool) -> None:
+    _PUT_BACK.run(tx.connection, key=operation.id, crashed=crashed, alone=alone)
+    if operation.ordered:
+        run = models.locked(tx.connection, operation.subject_id)
+        assert run is not None
+        run.next_seq_id = min(run.next_seq_id, operation.seq_id)
+        models.write(tx.connection, run)
+
+
+def _give_up(tx: Transaction, operation: log.Operation, times: str, reason: str) -> bool:
+    """Fail this operation alone. Its seq_id is used up; return whether its model is lost, as after a creation."""
+    message = f"{times} while this {operation.kind} ran, so it is not tried again: {reason}"
+    log.finish(tx, operation, Failed(message=message, category="server"))
+    run = models.locked(tx.connection, operation.subject_id) if operation.ordered else None
+    if run is None:
+        return False
+    run.applied_seq_id = max(run.applied_seq_id, operation.seq_id)
+    models.write(tx.connection, run)
+    if operation.kind != _CREATION:
+        return False
+    runs.mark_lost(tx, run, f"it could not be created: {message}")
+    return True
+
+
+def live_models(connection: Connection, base_model: str) -> list[LiveModel]:
+    return [
+        LiveModel(
+            run=to_record(row, RunRecord),
+            pruned_seq_id=row.pruned_seq_id,
+            recovery_points=tuple(recovery_points.list_of(connection, row.model_id)),
+            ephemeral=_ephemeral(connection, row.session_id, row.model_id),
+        )
+        for row in connection.execute(_READY, {"base_model": base_model}).all()
+    ]
+
+
+def _ephemeral(connection: Connection, session_id: str, model_id: str) -> tuple[str, ...]:
+    return tuple(connection.execute(_EPHEMERAL, {"session": session_id, "model": model_id}).scalars())
+
+
+def replayable(connection: Connection, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
+    return _REPLAYABLE.all(connection, model=model_id, after=after_seq_id, at_most=limit)
+
+
+def begin_rebuild(tx: Transaction, lease: Lease, model_id: str, *, interrupted: bool) -> int:
+    leases.fence(tx, lease)
+    run = models.locked(tx.connection, model_id)
+    assert run is not None
+    if not (interrupted and run.rebuilds):
+        run.rebuilds += 1
+        models.write(tx.connection, run)
+    return run.rebuilds
+
+
+def end_rebuild(tx: Transaction, lease: Lease, model_id: str) -> None:
+    leases.fence(tx, lease)
+    run = models.locked(tx.connection, model_id)
+    assert run is not None
+    run.rebuilds = 0
+    models.write(tx.connection, run)
