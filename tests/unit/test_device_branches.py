@@ -35,6 +35,7 @@ NO_SHIM = "test_where_there_is_a_gpu_nothing_is_taken_from_the_shim"
 UNCHANGED = "test_on_gpus_nothing_is_changed_that_only_cpus_need"
 
 FORCED_BY: Mapping[str, str] = {
+    "torch_workers.head:_score": FSDP + ROWS,
     "torch_workers.models:free_what_is_unused": FSDP + THERE_AND_BACK,
     "torch_workers.process_group:_computes_on_gpus": FSDP + NO_CPU,
     "torch_workers.process_group:join_process_group": FSDP + "test_ranks_on_gpus_meet_by_nccl",
@@ -51,9 +52,6 @@ FORCED_BY: Mapping[str, str] = {
         "plugins/fsdp_backend/tests/test_fsdp_attention.py::test_attention_on_a_gpu_is_that_of_each_sequence"
     ),
     "tinsmith_fsdp.backend:FsdpBackend.prepare": FSDP + CLAIMS,
-    "tinsmith_fsdp.demand:_ranks": "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION,
-    "tinsmith_fsdp.demand:demand": "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION,
-    "tinsmith_fsdp.head:_score": FSDP + ROWS,
     "tinsmith_fsdp.optimizer:adamw_": (
         "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
     ),
@@ -86,10 +84,6 @@ FORCED_BY: Mapping[str, str] = {
     ),
     "tinsmith_megatron.backend:MegatronBackend.prepare": MEGATRON + CLAIMS,
     "tinsmith_megatron.cpu_shim:install": MEGATRON + NO_SHIM,
-    "tinsmith_megatron.demand:demand": (
-        "plugins/megatron_backend/tests/test_megatron_admission.py::test_what_does_not_fit_is_known_before_it_starts"
-    ),
-    "tinsmith_megatron.head:_score": MEGATRON + ROWS,
     "tinsmith_megatron.megatron_here:": MEGATRON + NO_SHIM,
     "tinsmith_vllm.compat:_check_heads": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:_forget_packed_experts": VLLM + UNCHANGED,
@@ -100,6 +94,12 @@ FORCED_BY: Mapping[str, str] = {
     ),
     "tinsmith_vllm.draws:draw": (
         "plugins/vllm_sampler/tests/test_vllm_fused_draws.py::test_rows_on_a_gpu_go_to_the_kernels"
+    ),
+    "workers.config:TrainingWorkersConfig.computes_on_cpu": (
+        "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION
+    ),
+    "workers.config:TrainingWorkersConfig.num_devices": (
+        "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION
     ),
     "workers.training_backend:agreed_device": (FSDP + "test_a_worker_that_computes_elsewhere_than_asked_is_refused"),
     "workers.training_backend:WorkersBackend.describe": MEGATRON + CLAIMS,

@@ -5,8 +5,20 @@ module in its workers, besides `tinsmith` and `tinsmith.workers`.
 """
 
 from tinsmith.torch_workers.collectives import all_gather_single, reduce_scatter_single
+from tinsmith.torch_workers.full_models import FullModelOfWorker, Piece, Stepped, square_norm
+from tinsmith.torch_workers.head import (
+    GPU_LOGITS,
+    HeadAdapters,
+    Rows,
+    Scores,
+    Span,
+    Vocabulary,
+    score,
+    score_with_gradients,
+    scored,
+)
 from tinsmith.torch_workers.loss_table import LossBatch, LossTable
-from tinsmith.torch_workers.models import Adapter, FullModelOfWorker, ModelsOfWorker, free_what_is_unused
+from tinsmith.torch_workers.models import Adapter, ModelsOfWorker, free_what_is_unused
 from tinsmith.torch_workers.process_group import join_process_group, local_devices
 from tinsmith.torch_workers.rank import TorchRank
 from tinsmith.torch_workers.sleeping import SleepingTensors, storage_bytes
@@ -14,20 +26,32 @@ from tinsmith.torch_workers.transfers import HostCopies, begin_to_host, to_devic
 from tinsmith.torch_workers.varlen import varlen_attention
 
 __all__ = [
+    "GPU_LOGITS",
     "Adapter",
     "FullModelOfWorker",
+    "HeadAdapters",
     "HostCopies",
     "LossBatch",
     "LossTable",
     "ModelsOfWorker",
+    "Piece",
+    "Rows",
+    "Scores",
     "SleepingTensors",
+    "Span",
+    "Stepped",
     "TorchRank",
+    "Vocabulary",
     "all_gather_single",
     "begin_to_host",
     "free_what_is_unused",
     "join_process_group",
     "local_devices",
     "reduce_scatter_single",
+    "score",
+    "score_with_gradients",
+    "scored",
+    "square_norm",
     "storage_bytes",
     "to_device",
     "to_host",

@@ -4,8 +4,8 @@ A LoRA model's weights, moments and pending gradients are one vector each: see `
 """
 
 import gc
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -13,13 +13,15 @@ from typing import Final, Generic, TypeVar, get_args
 
 import torch
 
+from tinsmith.divergence import refuses_step
 from tinsmith.huggingface.state_files import Kind, Targets
-from tinsmith.operations import AdamParams, FloatArray
+from tinsmith.operations import FloatArray
+from tinsmith.torch_workers.full_models import FullModelOfWorker, Step, Stepped
 from tinsmith.torch_workers.transfers import to_host
 from tinsmith.workers.adapter_layout import AdapterLayout
 from tinsmith.workers.program import AdapterState, FullState, ModelStep, TrainingProgram
-from tinsmith.workers.sequences import NotFinite
-from tinsmith.workers.state_writer import Slice, StateWriter, Written
+from tinsmith.workers.sequences import Answer, NotFinite, Segment
+from tinsmith.workers.state_writer import StateWriter, Written
 
 _KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
@@ -53,37 +55,6 @@ class Adapter:
         return self.m, self.v
 
 
-class FullModelOfWorker(ABC):
-    """A worker's part of a model whose own weights are trained."""
-
-    @abstractmethod
-    def state(self) -> FullState: ...
-
-    @abstractmethod
-    def begin_copying(self) -> None:
-        """Record an event that readers of slices wait for."""
-
-    @abstractmethod
-    def slices(self, targets: Targets) -> Iterator[Slice]:
-        """List this worker's parts of these tensors: what changes first comes first."""
-
-    @abstractmethod
-    def restore(self, state: FullState, stored: Targets) -> None:
-        """Replace the current state by this worker's part of these tensors."""
-
-    @abstractmethod
-    def optim_step(self, adam: AdamParams) -> float:
-        """Step this worker's part, unless that is refused. Return the norm of the whole gradient before clipping."""
-
-    @abstractmethod
-    def gradients(self) -> Iterable[torch.Tensor]:
-        """Return this worker's part of the pending gradient."""
-
-    @abstractmethod
-    def drop_gradient(self) -> None:
-        """Clear this worker's part of the pending gradient."""
-
-
 Full = TypeVar("Full", bound=FullModelOfWorker)
 
 
@@ -93,16 +64,16 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
     All workers get the same calls.
     """
 
-    def __init__(self, device: torch.device, capture_buffer_bytes: int, *, speaks: bool) -> None:
+    def __init__(self, device: torch.device, capture_buffer_bytes: int, adamw_: Step, *, speaks: bool) -> None:
         """`speaks`: whether this worker answers for its part of the adapters, which others may hold as well."""
-        self._device, self._speaks = device, speaks
+        self._device, self._adamw_, self._speaks = device, adamw_, speaks
         self._adapters: dict[str, Adapter] = {}
         self._full: dict[str, Full] = {}
         self._state_writer = StateWriter(capture_buffer_bytes)
 
     @abstractmethod
-    def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        """Step these LoRA models, but for refused ones, and return the norms of their gradients before clipping."""
+    def _norms(self, adapters: Sequence[Adapter], gradients: Sequence[torch.Tensor]) -> list[float]:
+        """Return the norms of whole gradients, of which these are this worker's part."""
 
     def unload_model(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)
@@ -171,6 +142,19 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
         """Let these tensors of a fully trained model change."""
         self._state_writer.settle(model_id, kinds)
 
+    # passes of a fully trained model
+
+    def run_full(
+        self,
+        model_id: str,
+        micros: Sequence[Sequence[Segment]],
+        backward: bool,  # noqa: FBT001  (over the wire)
+    ) -> Sequence[Answer]:
+        if backward:
+            self._settle(model_id, ("gradients",))
+        scored = self._full[model_id].score(micros, backward=backward)
+        return [*scored, *self._not_finite([model_id] if backward else [])]
+
     # gradients and steps
 
     def _not_finite(self, models: Iterable[str]) -> list[NotFinite]:
@@ -192,6 +176,17 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
                 self._settle(step.model_id)
                 norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
         return [norms[step.model_id] for step in steps]
+
+    def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
+        adapters = [self._adapters[step.model_id] for step in steps]
+        gradients = [adapter.take_gradient() for adapter in adapters]
+        norms, tensors = self._norms(adapters, gradients), list[Stepped]()
+        for step, adapter, gradient, norm in zip(steps, adapters, gradients, norms, strict=True):
+            if not refuses_step(norm, step.adam):
+                m, v = adapter.begin_step()
+                tensors.append(Stepped(adapter.weights, gradient, m, v, step.adam, norm, adapter.step))
+        self._adamw_(tensors)
+        return norms
 
     def drop_gradient(self, model_id: str) -> None:
         if model_id in self._full:

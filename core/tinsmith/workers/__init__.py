@@ -6,6 +6,7 @@ names exported here are public: plugins may import this module besides `tinsmith
 
 from tinsmith.workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model
 from tinsmith.workers.adapter_models import AdapterModelState
+from tinsmith.workers.budget import Budget
 from tinsmith.workers.config import LauncherName, TrainingWorkersConfig, WorkersConfig
 from tinsmith.workers.full_models import FullModelState
 from tinsmith.workers.gpus import count_gpus, lacks_gpus
@@ -52,6 +53,7 @@ __all__ = [
     "AdapterModelState",
     "AdapterState",
     "Answer",
+    "Budget",
     "Capture",
     "ExpertLoad",
     "FullModelState",

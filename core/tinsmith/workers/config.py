@@ -1,10 +1,12 @@
 """Settings of a backend that runs in workers: how many there are, on how many machines, and what starts them."""
 
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tinsmith.backend import BackendConfig
+from tinsmith.backend import BackendConfig, Placement
+
+_ELSEWHERE: Final = ("scheduler", "ray")  # launchers that choose the devices themselves
 
 LauncherName = Literal["local", "ray", "scheduler"]
 
@@ -92,3 +94,17 @@ class TrainingWorkersConfig(WorkersConfig):
         description="keep the input of each layer alone, and recompute its activations in the backward pass, to save "
         "memory; default off on CPU, else on",
     )
+
+    @property
+    def num_devices(self) -> int | None:
+        """How many devices the server is to place. None: as many as there are."""
+        return 0 if self.device == "cpu" or self.launcher in _ELSEWHERE else self.nproc_per_node
+
+    def computes_on_cpu(self, placement: Placement) -> bool:
+        """Whether the workers will do so in this placement."""
+        here = self.launcher not in _ELSEWHERE
+        return self.device == "cpu" or (self.device is None and not placement.devices and here)
+
+    def world(self, placement: Placement, *, least: int = 1) -> int:
+        """Return how many workers there will be. least: on a machine without GPUs."""
+        return self.nnodes * (self.nproc_per_node or len(placement.devices) or least)

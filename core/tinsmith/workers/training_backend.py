@@ -3,7 +3,7 @@
 import pickle
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from tinsmith.backend import (
     BackendContext,
@@ -15,7 +15,6 @@ from tinsmith.backend import (
 )
 from tinsmith.divergence import step_result
 from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
-from tinsmith.huggingface.decoder import DecoderShape
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
     CreateModel,
@@ -23,11 +22,11 @@ from tinsmith.operations import (
     Forward,
     ForwardBackward,
     ForwardBackwardOutput,
-    LoraConfig,
     OptimStep,
     OptimStepOutput,
 )
 from tinsmith.workers.adapter_models import AdapterModelState
+from tinsmith.workers.budget import Budget
 from tinsmith.workers.config import TrainingWorkersConfig
 from tinsmith.workers.full_models import FullModelState
 from tinsmith.workers.gpus import count_gpus
@@ -104,26 +103,6 @@ def agreed_device(found: Sequence[WorkerDevice], wanted: str | None) -> WorkerDe
     return found[0]
 
 
-class Budget(Protocol):
-    """What fits on a worker."""
-
-    @property
-    def shape(self) -> DecoderShape: ...
-
-    @property
-    def data_parallel(self) -> int:
-        """Workers, or groups of them, that compute sequences of their own."""
-
-    @property
-    def context_tokens(self) -> int: ...
-
-    @property
-    def micro_tokens(self) -> int: ...
-
-    @property
-    def max_models(self) -> int: ...
-
-
 class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
     """Has workers load a model, and keeps the models that they train. A subclass makes these, and runs passes.
 
@@ -186,10 +165,6 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         return self._capabilities
 
     @abstractmethod
-    def check_memory(self, lora: LoraConfig) -> None:
-        """Raise OutOfMemoryError if such a model does not fit beside those that train."""
-
-    @abstractmethod
     def make_adapter(self, op: CreateModel) -> AdapterModelState:
         """Have the workers make a LoRA model."""
 
@@ -233,7 +208,7 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
             msg = f"all {self._config.max_models} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
         if op.lora.rank <= max_lora_rank:  # else it is refused for its rank
-            self.check_memory(op.lora)
+            self._budget.check(op.lora.rank, [model.lora.rank for model in self._models.values()])
         if op.lora.rank == 0:
             self._check_full_models(self.max_full_models)
             self._state_files.check()

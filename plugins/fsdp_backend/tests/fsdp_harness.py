@@ -11,6 +11,7 @@ import pytest
 from tinsmith import BUILTIN_LOSSES, BackendContext, Placement
 from tinsmith.testing import Nursery, TinyShape, write_tiny_model
 from tinsmith.workers import MakeLauncher
+from tinsmith_fsdp import backend
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 
@@ -47,15 +48,22 @@ def nursery() -> Nursery:
         for place in (Path(__file__).parent, Path(__file__).parents[3] / "tools" / "workbench"):
             patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
         return Nursery(
-            "tinsmith_fsdp.rank", "limited_rank", "sleepy_rank", *(f"transformers.models.{model}" for model in models)
+            "tinsmith_fsdp.rank",
+            "limited_rank",
+            "sleepy_rank",
+            "telling_rank",
+            *(f"transformers.models.{model}" for model in models),
         )
 
 
 def fork_backend(
     directory: Path, cache_dir: Path, *, placement: Placement = NOWHERE, **settings: object
 ) -> FsdpBackend:
-    """Make a backend whose ranks start at once."""
-    return make_backend(directory, cache_dir, nursery().launch, placement=placement, **settings)
+    """Make a backend whose ranks start at once. They are of telling_rank.py, or as patched."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backend.PROGRAM == "tinsmith_fsdp.rank:Rank":
+            patch.setattr(backend, "PROGRAM", "telling_rank:TellingRank")
+        return make_backend(directory, cache_dir, nursery().launch, placement=placement, **settings)
 
 
 def limited_backend(directory: Path, cache_dir: Path, **settings: object) -> FsdpBackend:

@@ -106,7 +106,7 @@ def test_a_model_that_does_not_fit_beside_the_others_is_refused_with_figures(sma
     assert small.capabilities.max_models == 3  # the others wait for a place
     assert small.capabilities.max_batch_tokens < 2 * 2048
     models = [driver.create(rank=RANK) for _ in range(3)]
-    told = r"no memory left for a model of LoRA rank 16: on each rank it takes 0\.\d+ GiB .*; end a session that has"
+    told = r"no memory left for a model of LoRA rank 16: on the fullest rank it takes 0\.\d+ GiB .*; end a session"
     with pytest.raises(OutOfMemoryError, match=told):
         small.create_model(CreateModel(model_id="one more", lora=LoraConfig(rank=RANK, seed=0)))
     small.create_model(CreateModel(model_id="small", lora=LoraConfig(rank=4, seed=0)))
@@ -125,6 +125,6 @@ def test_memory_that_holds_no_model_at_all_is_refused_at_the_start(
 ) -> None:
     placement = Placement(memory_bytes=room_for(fsdp_models["qwen3"], 0, ranks=1))
     with pytest.raises(
-        ConfigError, match=r"each rank has 0\.\d+ GiB, and needs 0\.\d+ to train one model of LoRA rank 16"
+        ConfigError, match=r"each rank has 0\.\d+ GiB, and the fullest needs 0\.\d+ to train one model of LoRA rank 16"
     ):
         fork_backend(fsdp_models["qwen3"], tmp_path, nproc_per_node=1, placement=placement)

@@ -19,15 +19,18 @@ from fsdp_harness import make_backend
 from tinsmith import ConfigError, Device, Placement
 from tinsmith.torch_workers import (
     HostCopies,
+    Rows,
     SleepingTensors,
+    Span,
     free_what_is_unused,
+    head,
     join_process_group,
     local_devices,
+    score,
     to_device,
 )
 from tinsmith.torch_workers.process_group import find_device, worker_device
 from tinsmith.workers import Launch, Launcher, WorkerDevice, agreed_device, alone
-from tinsmith_fsdp import head
 from tinsmith_fsdp.rank import Rank
 
 
@@ -225,19 +228,14 @@ def test_on_gpus_no_bits_are_claimed(
 def test_the_head_takes_more_rows_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def chunk(hidden: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        start, stop = given[3]
-        sizes.append(stop - start)
-        return hidden, hidden
+    def chunk(hidden: torch.Tensor, _: Any, __: Any, ___: Any, rows: slice, *____: Any) -> list[torch.Tensor]:
+        sizes.append(rows.stop - rows.start)
+        return [hidden] * 2
 
     monkeypatch.setattr(head, "_chunk", chunk)
     monkeypatch.setattr(head, "CPU_LOGITS", 100 * 64)
     monkeypatch.setattr(head, "GPU_LOGITS", 100 * 128)
-    stream: Any = SimpleNamespace(
-        groups=[SimpleNamespace(start=0, stop=256)], batch=SimpleNamespace(rows=lambda *_: None)
-    )
-    hidden, given = torch.zeros(1, 4), (torch.zeros(100, 4), *[cast("Any", None)] * 3)
+    rows, hidden = Rows([Span(0, 256, None)], *[cast("Any", None)] * 3), torch.zeros(1, 4)
     for each in (hidden, hidden.as_subclass(OnCard)):
-        weight, vocabulary, losses, gradients = given
-        head._score(each, weight, vocabulary, stream, losses, gradients)
+        score(each, torch.zeros(100, 4), rows)
     assert sizes == [64, 64, 64, 64, 128, 128]

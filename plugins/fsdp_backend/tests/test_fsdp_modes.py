@@ -23,7 +23,7 @@ from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.huggingface import Kind
 from tinsmith.huggingface.state_files import lay_out
 from tinsmith.testing import assert_close_arrays, ragged_data, write_tiny_model
-from tinsmith.torch_workers import to_device, wait_for
+from tinsmith.torch_workers import Scores, Stepped, to_device, wait_for
 from tinsmith.workers import (
     FAST_ISOLATION_ERROR,
     AdapterLayout,
@@ -39,11 +39,10 @@ from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.messages import Setup
-from tinsmith_fsdp.optimizer import Stepped, adamw_, foreach_adamw_, fused_adamw_
+from tinsmith_fsdp.optimizer import adamw_, foreach_adamw_, fused_adamw_
 from tinsmith_fsdp.streams import Leaves
 from tinsmith_fsdp.trainer import Trainer
 
@@ -178,7 +177,7 @@ def tensors_of(trainer: Trainer, kind: Kind, directory: Path) -> dict[str, Array
     """Return tensors of the fully trained model "m", of which this rank has all."""
     directory.mkdir(exist_ok=True)
     model = trainer._full["m"]
-    shapes = {place.name: place.shape for place in model.places()}
+    shapes = {piece.name: piece.shape for shard in model.shards for piece in shard.own_pieces}
     found: dict[str, list[Array]] = {name: [] for name in shapes}
     for each in model.slices(lay_out(directory, shapes, (kind,), 1 << 30)):
         found[each.target.name].append(each.read())
@@ -390,7 +389,7 @@ def test_scores_are_read_when_all_micro_batches_are_done(
         return [each.logp_TK for each in found]
 
     before = results()
-    monkeypatch.setattr("tinsmith_fsdp.head.begin_to_host", begin)
+    monkeypatch.setattr("tinsmith.torch_workers.head.begin_to_host", begin)
     for module in ("trainer", "full_model"):
         monkeypatch.setattr(f"tinsmith_fsdp.{module}.wait_for", wait)
     for one, two in zip(before, results(), strict=True):

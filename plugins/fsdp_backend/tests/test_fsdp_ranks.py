@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from fsdp_harness import VOCAB, fork_backend, make_backend, shape
 from fsdp_runs import compare_steps, train_fully, train_three_ranks
+from telling_rank import TellingRank
 
 from tinsmith import (
     CapacityError,
@@ -36,7 +38,6 @@ from tinsmith.testing import (
 from tinsmith.testing.workers_contract import alive
 from tinsmith.workers import WorkerDiedError
 from tinsmith_fsdp.backend import FsdpBackend
-from tinsmith_fsdp.full_state import FullModelState
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
@@ -94,16 +95,13 @@ def test_each_rank_holds_and_reads_its_share(two_ranks: FsdpBackend) -> None:
 
 def test_each_rank_holds_and_reads_its_share_of_a_fully_trained_model(two_ranks: FsdpBackend) -> None:
     driver = FullDriver(two_ranks)
-    model = two_ranks._models[driver.create()]
-    assert isinstance(model, FullModelState)
-    held = {place.name: 0 for place in model.ranks_loaded[0].places}
-    for rank in model.ranks_loaded:
-        assert rank.loaded.meta_only, "the model had memory before it was divided"
-        assert rank.loaded.parameter_bytes <= 0.51 * rank.loaded.total_bytes
-        assert rank.loaded.read_bytes <= 0.51 * rank.loaded.total_bytes
-        for place in rank.places:
-            held[place.name] += place.rows[1] - place.rows[0]
-    assert held == {place.name: place.shape[0] for place in model.ranks_loaded[0].places}, "each row is on one rank"
+    rows = Counter[str]()
+    for loaded, pieces in two_ranks.ranks.call(TellingRank.held, driver.create()):
+        assert loaded.meta_only, "the model had memory before it was divided"
+        assert loaded.parameter_bytes <= 0.51 * loaded.total_bytes
+        assert loaded.read_bytes <= 0.51 * loaded.total_bytes
+        rows.update({piece.name: piece.count for piece in pieces})
+    assert rows == {piece.name: piece.shape[0] for piece in pieces}, "each row is on one rank"
     driver.unload_all()
 
 

@@ -1,6 +1,7 @@
 """Hybrid sharding: groups of ranks that divide the weights, and replicas of these, compute what one group computes."""
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from fsdp_harness import VOCAB, fork_backend
 from fsdp_runs import compare_steps, in_memory, train_fully, train_three_ranks
 from pydantic import ValidationError
+from telling_rank import TellingRank
 
 from tinsmith import AdamParams, ConfigError, LoraConfig, Placement
 from tinsmith.huggingface import known_config
@@ -15,7 +17,6 @@ from tinsmith.testing import FullDriver, assert_close_arrays, assert_same_arrays
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.demand import demand
-from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.program import Program
 from tinsmith_workbench.rehearsal.rows import Row, Work, row_of
 
@@ -63,10 +64,8 @@ def test_one_replica_writes_a_state_and_any_layout_reads_it(two_ranks: FsdpBacke
     """Gradients are the same bits; what follows from their norm is not, whose parts are added in another order."""
     drivers = [FullDriver(backend) for backend in (replicas, two_ranks)]
     models = [driver.create() for driver in drivers]
-    held = replicas._models[models[0]]
-    assert isinstance(held, FullModelState)
-    rows = [place.rows[1] - place.rows[0] for rank in held.ranks_loaded for place in rank.places]
-    assert sum(rows) == 2 * sum(place.shape[0] for place in held.ranks_loaded[0].places)
+    held = [pieces for _, pieces in replicas.ranks.call(TellingRank.held, models[0])]
+    assert sum(piece.count for piece in chain(*held)) == 2 * sum(piece.shape[0] for piece in held[0])
     for driver, model_id in zip(drivers, models, strict=True):
         driver.forward_backward(model_id, ragged_data(5, VOCAB, (5, 9, 30)))
     states = [in_memory(driver.state(model_id)) for driver, model_id in zip(drivers, models, strict=True)]

@@ -1,14 +1,14 @@
 """What fits: tokens of a micro-batch, models in training, and whether one more model does. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
 from tinsmith.huggingface import DecoderShape, adapter_weights, weight_counts
+from tinsmith.workers import Budget as WorkersBudget
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import ADAPTER_BYTES, FULL_BYTES, PASS_BYTES, Costs, Ranks, costs_of
 
-_GIB: Final = 2**30
 _SHORT: Final = 1024  # tokens that a sequence may have, however little memory there is
 _STEP: Final = 128  # to which a token budget is rounded down
 _GAPS: Final = 10  # a tenth of what is left stays free of activations that are kept
@@ -22,9 +22,10 @@ Smaller ones were not tried.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """What a rank does with its memory. `memory` None: it is not known, and nothing is refused for its sake."""
+class Budget(WorkersBudget):
+    """What a rank does with its memory."""
 
+    REMEDY = "use more ranks"
     config: FsdpConfig
     shape: DecoderShape
     ranks: Ranks
@@ -41,14 +42,14 @@ class Budget:
     @property
     def adapter(self) -> int:
         """What a model of the largest rank takes."""
-        return self.bytes_of(LoraConfig(rank=self.config.max_lora_rank, seed=0))
+        return self.bytes_of(self.config.max_lora_rank)
 
-    def bytes_of(self, lora: LoraConfig) -> int:
+    def bytes_of(self, rank: int) -> int:
         """Return what a model takes of this rank from its creation to its end; an adapter on everything, at most."""
-        if lora.rank == 0:
+        if rank == 0:
             weights = weight_counts(self.shape).total
             return weights * FULL_BYTES // (self.ranks.shards * self.ranks.tp) + self.costs.trained
-        return adapter_weights(self.shape, lora.rank) * (ADAPTER_BYTES + PASS_BYTES + self.costs.copies)
+        return adapter_weights(self.shape, rank) * (ADAPTER_BYTES + PASS_BYTES + self.costs.copies)
 
     @property
     def micro_batch(self) -> int:
@@ -63,7 +64,6 @@ class Budget:
 
     @property
     def max_models(self) -> int:
-        """As many models of the largest rank as fit, and as the settings allow."""
         if self.memory is None:
             return self.config.max_models
         stepping = adapter_weights(self.shape, self.config.max_lora_rank) * (ADAPTER_BYTES + self.costs.stepping)
@@ -96,18 +96,12 @@ class Budget:
         tokens = min(in_layer, at_head, self.micro_tokens)
         return max(0, tokens // _STEP * _STEP)
 
-    def check(self, lora: LoraConfig, held: int) -> None:
-        """Raise OutOfMemoryError if such a model does not fit beside models that take so many bytes."""
-        need = self.bytes_of(lora)
-        if self.memory is None or self.fixed + held + need <= self.memory:
-            return
-        msg = (
-            f"no memory left for a model of LoRA rank {lora.rank}: on each rank it takes {need / _GIB:.3f} GiB "
-            f"(weights, gradients, moments, what a pass adds up); of {self.memory / _GIB:.3f} GiB the base model and a "
-            f"micro-batch of {self.micro_tokens} tokens take {self.fixed / _GIB:.3f}, other models {held / _GIB:.3f}; "
-            "end a session that has a model, or ask for a smaller rank"
-        )
-        raise OutOfMemoryError(msg)
+    def needed(self, ranks: Sequence[int]) -> int:
+        return self.fixed + sum(map(self.bytes_of, ranks))
+
+    @property
+    def least(self) -> int:
+        return least_bytes(self.config, self.shape, self.ranks)
 
 
 def budget_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks, memory: int | None) -> Budget:
@@ -142,15 +136,3 @@ def least_bytes(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> int:
     """Return the memory with which a rank can train one model."""
     budget = budget_of(config, shape, ranks, 0)
     return budget.fixed + budget.adapter
-
-
-def require_enough(budget: Budget) -> None:
-    """Raise ConfigError if not even one model fits."""
-    least = least_bytes(budget.config, budget.shape, budget.ranks)
-    if budget.memory is not None and budget.memory < least:
-        msg = (
-            f"each rank has {budget.memory / _GIB:.3f} GiB, and needs {least / _GIB:.3f} to train one model of LoRA "
-            f"rank {budget.config.max_lora_rank}; use more ranks, or lower max_context_tokens, max_batch_tokens or "
-            "max_lora_rank"
-        )
-        raise ConfigError(msg)

@@ -10,7 +10,6 @@ from tinsmith import (
     CreateModel,
     ForwardBackward,
     ForwardBackwardOutput,
-    LoraConfig,
     OutOfMemoryError,
     ServerError,
     log_privately,
@@ -18,6 +17,7 @@ from tinsmith import (
 from tinsmith.huggingface import DecoderShape
 from tinsmith.workers import (
     AdapterModelState,
+    FullModelState,
     MakeLauncher,
     MicroBatch,
     Segment,
@@ -31,12 +31,11 @@ from tinsmith.workers import (
     whole_model,
 )
 from tinsmith_fsdp import batching
-from tinsmith_fsdp.admission import Budget, budget_of, require_enough
+from tinsmith_fsdp.admission import Budget, budget_of
 from tinsmith_fsdp.architecture import read_architecture
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
 from tinsmith_fsdp.demand import resolved_ranks
-from tinsmith_fsdp.full_state import FullModelState
 from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Setup
 from tinsmith_fsdp.program import Program
 
@@ -63,7 +62,7 @@ class FsdpBackend(SleepableWorkersBackend[FsdpConfig, Setup, Loaded]):
         _check_tensor_parallel(self.architecture, self._config.tensor_parallel)
         ranks = resolved_ranks(self._config, len(self.ranks), on_cpu=device.type == "cpu")
         budget = budget_of(self._config, self.architecture, ranks, device.usable_bytes(context.placement))
-        require_enough(budget)
+        budget.require_enough()
         return budget, Setup(
             config=self._config,
             architecture=self.architecture,
@@ -84,12 +83,6 @@ class FsdpBackend(SleepableWorkersBackend[FsdpConfig, Setup, Loaded]):
 
     # life of a model
 
-    def check_memory(self, lora: LoraConfig) -> None:
-        self._budget.check(lora, self._held_bytes())
-
-    def _held_bytes(self) -> int:
-        return sum(self._budget.bytes_of(model.lora) for model in self._models.values())
-
     def make_adapter(self, op: CreateModel) -> AdapterModelState:
         remedy = "end a session that has a model, or ask for a smaller rank"
         answers = self.ranks.call(Program.create_model, op.model_id, op.lora)
@@ -106,7 +99,7 @@ class FsdpBackend(SleepableWorkersBackend[FsdpConfig, Setup, Loaded]):
         what = f"a model of LoRA rank 0 (full fine-tuning): {weights} weights take {size}, {FULL_BYTES} bytes each"
         remedy = "end a session that has a model, use more ranks, or train a LoRA adapter"
         made = self._made(op, self.ranks.call(Program.create_full_model, op.model_id), what=what, remedy=remedy)
-        return FullModelState(op.model_id, op.lora, self.ranks, made, self._state_files)
+        return FullModelState(op.model_id, op.lora, self.ranks, made[0], self._state_files)
 
     def _made(self, op: CreateModel, answers: Sequence[Made | NotMade], *, what: str, remedy: str) -> list[Made]:
         """Return the ranks' answers to the creation of a model. If one has failed, none keeps its part."""
@@ -149,7 +142,8 @@ class FsdpBackend(SleepableWorkersBackend[FsdpConfig, Setup, Loaded]):
 
     def _kept(self, work: Sequence[Segment], recomputing: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return micro-batches that may keep their activations. None if there is no room, or recomputing is faster."""
-        tokens = min(self._most_kept, self._budget.kept_tokens(self._held_bytes()))
+        held = sum(self._budget.bytes_of(model.lora.rank) for model in self._models.values())
+        tokens = min(self._most_kept, self._budget.kept_tokens(held))
         if tokens == 0:
             return []
         micros = self._dealt(work, tokens)

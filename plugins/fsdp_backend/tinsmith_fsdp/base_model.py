@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tinsmith.huggingface import ATTENTION, MLP, WeightFiles
-from tinsmith.torch_workers import LossTable
+from tinsmith.torch_workers import LossTable, Scores, Vocabulary
 from tinsmith_fsdp import attention
-from tinsmith_fsdp.head import Scores, Vocabulary
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import Loaded, Setup

@@ -10,20 +10,16 @@ from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import Ranks
 
-_ELSEWHERE = ("scheduler", "ray")  # launchers that choose the devices themselves
-
 
 def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
     """See `tinsmith.BackendSpec`."""
-    elsewhere = config.device == "cpu" or config.launcher in _ELSEWHERE
-    num_devices = 0 if elsewhere else config.nproc_per_node
     if model is None:
-        return Demand(num_devices=num_devices, asleep_bytes=0)
+        return Demand(num_devices=config.num_devices, asleep_bytes=0)
     shape = architecture_of(model, Path("config.json"))
-    ranks = _ranks(config, placement)
+    ranks = resolved_ranks(config, config.world(placement), on_cpu=config.computes_on_cpu(placement))
     budget = budget_of(config, shape, ranks, placement.memory_bytes)
     return Demand(
-        num_devices=num_devices,
+        num_devices=config.num_devices,
         least_bytes=least_bytes(config, shape, ranks),
         asleep_bytes=budget.costs.runtime,
         fixed=_fixed(budget),
@@ -69,15 +65,6 @@ def _layout(ranks: Ranks) -> str:
     if replicas > 1:
         parts.append(f"{replicas} replicas of {ranks.shards} shard{'s' * (ranks.shards > 1)}")
     return ", ".join(parts)
-
-
-def _ranks(config: FsdpConfig, placement: Placement) -> Ranks:
-    """Resolve what is open as the backend will."""
-    on_cpu = config.device == "cpu" or (
-        config.device is None and not placement.devices and config.launcher not in _ELSEWHERE
-    )
-    world = config.nnodes * (config.nproc_per_node or len(placement.devices) or 1)
-    return resolved_ranks(config, world, on_cpu=on_cpu)
 
 
 def resolved_ranks(config: FsdpConfig, world: int, *, on_cpu: bool) -> Ranks:

@@ -27,24 +27,6 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The part of a tensor that a rank holds."""
-
-    name: str  # canonical
-    shape: tuple[int, ...]  # of the whole tensor
-    rows: tuple[int, int]
-    columns: tuple[int, int] | None  # None: all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullyLoaded:
-    """A rank's part of a fully trained copy of the model."""
-
-    loaded: Loaded
-    places: tuple[Place, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NotMade:
     """Why a rank could not create its part of a model. Nothing of the part remains; everything else is unchanged."""
 

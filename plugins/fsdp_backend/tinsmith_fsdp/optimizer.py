@@ -6,26 +6,12 @@ belong to one step of one tenant. Bias corrections are computed in float64, once
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from tinsmith import AdamParams
+from tinsmith.torch_workers import Stepped
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """One tensor in one step. All four are float32 of one shape; weights and moments are updated in place."""
-
-    weights: torch.Tensor
-    gradient: torch.Tensor  # consumed by the step
-    m: torch.Tensor
-    v: torch.Tensor
-    adam: AdamParams
-    norm: float  # of the whole model's gradient
-    step: int  # counted from 1
 
 
 def norms(gradients: Sequence[torch.Tensor]) -> list[float]:

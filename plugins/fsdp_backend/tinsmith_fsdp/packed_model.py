@@ -10,9 +10,8 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tinsmith.torch_workers import LossTable
-from tinsmith_fsdp import head
-from tinsmith_fsdp.head import Scores, Vocabulary
+from tinsmith.torch_workers import LossTable, Scores, Vocabulary, score, score_with_gradients
+from tinsmith_fsdp.head import rows_of
 from tinsmith_fsdp.lora import MultiLoraLinear, local
 from tinsmith_fsdp.streams import Stream
 from tinsmith_fsdp.tensor_parallel import gather_tokens, scatter_sums
@@ -83,13 +82,14 @@ class PackedModel(nn.Module):
         totals, scores = [], []
         weight = local(self.lm_head.weight)
         for hidden, stream in zip(hiddens, streams, strict=True):
+            rows = rows_of(stream, losses, self.vocabulary, len(weight))
             normed = gather_tokens(self.norm(hidden), self.vocabulary.group)[0]
             if backward:
-                total, score = head.score_with_gradients(normed, weight, self.vocabulary, stream, losses)
+                total, found = score_with_gradients(normed, weight, rows)
                 totals.append(total)
             else:
-                score = head.score(normed, weight, self.vocabulary, stream, losses)
-            scores.append(score)
+                found = score(normed, weight, rows)
+            scores.append(found)
         return totals, scores
 
     def _embedded(self, tokens_1T: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,12 @@ def create(config: FsdpConfig, context: BackendContext) -> TrainingBackend:
 
 def diagnose(config: FsdpConfig, model_path: Path | None) -> Sequence[Device]:
     """Return this node's GPUs, or its CPU. Raise ConfigError if torch or the model does not suit."""
-    from tinsmith_fsdp.diagnosis import find_devices
+    from tinsmith.torch_workers import local_devices
+    from tinsmith_fsdp.architecture import read_architecture
 
-    return find_devices(config, model_path)
+    if model_path is not None:
+        read_architecture(model_path)
+    return local_devices(config.device)
 
 
 def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON

@@ -1,11 +1,11 @@
 """What the engine asks of the ranks. No torch."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tinsmith import LoraConfig
 from tinsmith.workers import NotFinite, Scored, Segment, SleepableProgram, WorkersProgram
-from tinsmith_fsdp.messages import FullyLoaded, Loaded, NoMemory, NotMade, Owner, Setup
+from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Owner, Setup
 
 
 class Training(SleepableProgram):
@@ -15,8 +15,11 @@ class Training(SleepableProgram):
     def create_model(self, model_id: str, lora: LoraConfig) -> NotMade | None: ...
 
     @abstractmethod
-    def create_full_model(self, model_id: str) -> FullyLoaded | NotMade:
-        """Read the weights again, into separate shards. Adapters keep using the frozen base model."""
+    def create_full_model(self, model_id: str) -> Mapping[str, tuple[int, ...]] | NotMade:
+        """Read the weights again, into separate shards. Adapters keep using the frozen base model.
+
+        Return the shapes of all tensors.
+        """
 
     @abstractmethod
     def run(

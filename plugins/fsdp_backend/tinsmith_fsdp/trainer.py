@@ -19,25 +19,27 @@ from typing import Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from tinsmith import ConfigError, LoraConfig, refuses_step
+from tinsmith import ConfigError, LoraConfig
 from tinsmith.huggingface import HEAD
 from tinsmith.torch_workers import (
+    Adapter,
     LossTable,
     ModelsOfWorker,
+    Scores,
     SleepingTensors,
     free_what_is_unused,
+    scored,
     storage_bytes,
     wait_for,
 )
-from tinsmith.workers import AdapterLayout, ModelStep, NotFinite, Scored, Segment
+from tinsmith.workers import AdapterLayout, NotFinite, Scored, Segment
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
-from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.memory import is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.messages import FullyLoaded, NoMemory, NotMade, Owner, Setup
-from tinsmith_fsdp.optimizer import Stepped, adamw_, norms
+from tinsmith_fsdp.messages import NoMemory, NotMade, Owner, Setup
+from tinsmith_fsdp.optimizer import adamw_, norms
 from tinsmith_fsdp.program import Training
 from tinsmith_fsdp.shortage import PassDroppedError
 from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
@@ -58,7 +60,7 @@ class _Exchange:
 
 class Trainer(ModelsOfWorker[FullModel], Training):
     def __init__(self, base: BaseModel, mesh: Mesh, setup: Setup) -> None:
-        super().__init__(mesh.device, setup.config.capture_buffer_bytes, speaks=dist.get_rank() == 0)
+        super().__init__(mesh.device, setup.config.capture_buffer_bytes, adamw_, speaks=dist.get_rank() == 0)
         self._base, self._mesh, self._setup = base, mesh, setup
         self._losses = LossTable(setup.losses)
         self._strict = setup.strict
@@ -69,15 +71,14 @@ class Trainer(ModelsOfWorker[FullModel], Training):
     def create_model(self, model_id: str, lora: LoraConfig) -> NotMade | None:
         return self._or_not_made(lambda: self._add_adapter(model_id, AdapterLayout(lora, self._setup.architecture)))
 
-    def create_full_model(self, model_id: str) -> FullyLoaded | NotMade:
+    def create_full_model(self, model_id: str) -> Mapping[str, tuple[int, ...]] | NotMade:
         return self._or_not_made(lambda: self._make_full(model_id))
 
-    def _make_full(self, model_id: str) -> FullyLoaded:
+    def _make_full(self, model_id: str) -> Mapping[str, tuple[int, ...]]:
         base = BaseModel(self._setup, self._mesh, trainable=True)
         base.load(lambda _: None)
-        model = FullModel(base, self._mesh, self._losses)
-        self._full[model_id] = model
-        return FullyLoaded(loaded=base.loaded(), places=model.places())
+        self._full[model_id] = FullModel(base, self._mesh, self._losses)
+        return {part.name: part.shape for part in base.parts}
 
     @staticmethod
     def _or_not_made(make: Callable[[], Made]) -> Made | NotMade:
@@ -148,7 +149,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         self._keep(sums)
         not_finite = self._not_finite(models)
         wait_for(self._mesh.device)  # not earlier: it computes while the host prepares the next micro-batch
-        return [*(_scored(*each) for each in ran), *not_finite]
+        return [*(scored(*each) for each in ran), *not_finite]
 
     def _attempt(self, work: Callable[[], Made], *, backward: bool | None = None) -> Made:
         shortage = self._base.shortage
@@ -265,17 +266,6 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         """Return a power of two that holds the model's rank: a pack pads all its adapters to the largest."""
         return 1 << (max(RANK_STEP, self._adapters[model_id].layout.lora.rank) - 1).bit_length()
 
-    def run_full(
-        self,
-        model_id: str,
-        micros: Sequence[Sequence[Segment]],
-        backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Scored | NotFinite]:
-        if backward:
-            self._settle(model_id, ("gradients",))
-        scored = [_scored(*found) for found in self._full[model_id].run(micros, backward=backward)]
-        return [*scored, *self._not_finite([model_id] if backward else [])]
-
     def _leaves(self, model_id: str, *, backward: bool) -> Leaves:
         """Make leaves whose gradients go to a new vector."""
         adapter = self._adapters[model_id]
@@ -300,26 +290,11 @@ class Trainer(ModelsOfWorker[FullModel], Training):
             torch.autograd.backward(totals)
         return [each.begin_to_host() for each in scores]
 
-    # steps
-
-    def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        adapters = [self._adapters[step.model_id] for step in steps]
-        gradients = [adapter.take_gradient() for adapter in adapters]
-        found, tensors = norms(gradients), list[Stepped]()
-        for step, adapter, gradient, norm in zip(steps, adapters, gradients, found, strict=True):
-            if not refuses_step(norm, step.adam):
-                m, v = adapter.begin_step()
-                tensors.append(Stepped(adapter.weights, gradient, m, v, step.adam, norm, adapter.step))
-        adamw_(tensors)
-        return found
+    def _norms(self, adapters: Sequence[Adapter], gradients: Sequence[torch.Tensor]) -> list[float]:
+        del adapters  # each rank holds them whole
+        return norms(gradients)
 
 
 def _gradients(leaves: Leaves) -> torch.Tensor:
     assert leaves.gradients is not None
     return leaves.gradients
-
-
-def _scored(segment: Segment, scores: Scores, start: int) -> Scored:
-    rows, width = slice(start, start + segment.num_tokens), segment.targets_TK.shape[1]
-    logp_TK, loss_TK = scores.logp_TK[rows, :width], scores.loss_TK[rows, :width]
-    return Scored(index=segment.index, logp_TK=logp_TK.numpy(), loss=float(loss_TK.sum(dtype=torch.float64)))

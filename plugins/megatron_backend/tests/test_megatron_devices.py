@@ -72,7 +72,7 @@ def imported(name: str, monkeypatch: pytest.MonkeyPatch, stand_ins: Mapping[str,
 
 def test_where_there_is_a_gpu_nothing_is_taken_from_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's name for TransformerEngine's product was: a NameError in the first pass with experts on a GPU."""
-    made = {"stage": "Stage", "trainer": "Trainer", "weights": "WeightReader", "groups": "join"}
+    made = {"stage": "Stage", "trainer": "Trainer", "shards": "read", "groups": "join"}
     moe_utils = ModuleType("moe_utils")
     stand_ins: dict[str, dict[str, Any]] = {f"tinsmith_megatron.{each}": {name: object} for each, name in made.items()}
     stand_ins["megatron.core.transformer.moe"] = {"moe_utils": moe_utils}
@@ -109,23 +109,3 @@ def test_on_gpus_no_bits_are_claimed(
     placement = Placement(devices=("0",), memory_bytes=40 << 30, device_bytes=80 << 30)
     found = make_backend(megatron_models["qwen3"], tmp_path, placement=placement, device="cuda").capabilities
     assert (found.device, found.dtype, found.deterministic, found.isolation) == ("1 x H100", "bfloat16", False, "close")
-
-
-def test_the_head_takes_more_rows_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def chunk(hidden: torch.Tensor, _: object, __: object, ___: object, rows: slice, *____: object) -> Any:
-        sizes.append(rows.stop - rows.start)
-        return [hidden] * 2
-
-    groups = ("group", "rank", "world_size")
-    names = dict.fromkeys(f"get_tensor_model_parallel_{each}" for each in groups)
-    head = imported("head", monkeypatch, {"megatron.core.parallel_state": names})
-    monkeypatch.setattr(head, "_chunk", chunk)
-    monkeypatch.setattr(head, "Scores", lambda *columns: columns)
-    monkeypatch.setattr(head, "_CPU_LOGITS", 100 * 64)
-    monkeypatch.setattr(head, "_GPU_LOGITS", 100 * 128)
-    hidden, stream = torch.zeros(1, 4), SimpleNamespace(num_rows=256)
-    for each in (hidden, hidden.as_subclass(attention_on_cpu.OnCard)):
-        head._score(each, torch.zeros(100, 4), stream, None, None)
-    assert sizes == [64, 64, 64, 64, 128, 128]

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
 from tinsmith.huggingface import DecoderShape
+from tinsmith.workers import Budget as WorkersBudget
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import Memory, adapter_sizes, on_stage
 
-_GIB: Final = 2**30
 _F32: Final = 4
 _RUNTIME: Final = 1 << 30  # of a GPU: CUDA and NCCL; an allowance, not measured
 _ITEM: Final = {"float32": 4, "bfloat16": 2}
@@ -24,9 +23,13 @@ STRICT_SEQUENCES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """What a rank does with its memory. `memory` None: it is not known, and nothing is refused for its sake."""
+class Budget(WorkersBudget):
+    """What a rank does with its memory."""
 
+    REMEDY = (
+        "divide the model over more ranks (`tinsmith megatron-plan` lists the layouts that fit), set "
+        "activation_checkpointing"
+    )
     config: MegatronConfig
     shape: DecoderShape
     layout: Layout
@@ -42,7 +45,7 @@ class Budget:
         return self.layout.dp
 
     def needed(self, ranks: Sequence[int]) -> int:
-        """Return what the fullest rank takes if models of these LoRA ranks train, the adapters in one call."""
+        """The adapters are in one call."""
         stages = {0, self.layout.pp - 1}
         return self.runtime + max(self._on_stage(stage, ranks) for stage in stages)
 
@@ -98,41 +101,14 @@ class Budget:
 
     @property
     def least(self) -> int:
-        """The memory with which one model of the largest rank trains."""
         return self.needed([self.config.max_lora_rank])
 
     @property
     def max_models(self) -> int:
-        """As many models of the largest rank as fit, and as the settings allow."""
         allowed, largest = self.config.max_models, self.config.max_lora_rank
         if self.memory is None:
             return allowed
         return next((n for n in range(allowed, 0, -1) if self.needed([largest] * n) <= self.memory), 0)
-
-    def check(self, lora: LoraConfig, held: Sequence[int]) -> None:
-        """Raise OutOfMemoryError if such a model does not fit beside models of these LoRA ranks."""
-        if self.memory is None or self.needed([*held, lora.rank]) <= self.memory:
-            return
-        before = self.needed(held)
-        msg = (
-            f"no memory left for a model of LoRA rank {lora.rank}: on the fullest rank it takes "
-            f"{(self.needed([*held, lora.rank]) - before) / _GIB:.3f} GiB (weights, gradients, moments, what a pass "
-            f"adds up); of {self.memory / _GIB:.3f} GiB the base model and micro-batches of {self.micro_tokens} tokens "
-            f"take {self.needed([]) / _GIB:.3f}, other models {(before - self.needed([])) / _GIB:.3f}; "
-            "end a session that has a model, or ask for a smaller rank"
-        )
-        raise OutOfMemoryError(msg)
-
-    def require_enough(self) -> None:
-        """Raise ConfigError if not even one model fits."""
-        if self.memory is not None and self.memory < self.least:
-            msg = (
-                f"each rank has {self.memory / _GIB:.3f} GiB, and the fullest needs {self.least / _GIB:.3f} to train "
-                f"one model of LoRA rank {self.config.max_lora_rank}; divide the model over more ranks "
-                "(`tinsmith megatron-plan` lists the layouts that fit), set activation_checkpointing, or lower "
-                "max_context_tokens, max_batch_tokens or max_lora_rank"
-            )
-            raise ConfigError(msg)
 
 
 def budget_of(config: MegatronConfig, shape: DecoderShape, world: int, memory: int | None, *, on_cpu: bool) -> Budget:

@@ -10,7 +10,6 @@ from tinsmith import (
     CreateModel,
     ForwardBackward,
     ForwardBackwardOutput,
-    LoraConfig,
     ReplayedExperts,
 )
 from tinsmith.huggingface import DecoderShape
@@ -78,9 +77,6 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
         return replace(super().describe(device), replayed_experts=_replayed_experts(self.architecture.shape))
 
     # life of a model
-
-    def check_memory(self, lora: LoraConfig) -> None:
-        self._budget.check(lora, [model.lora.rank for model in self._models.values()])
 
     def make_adapter(self, op: CreateModel) -> AdapterModelState:
         self.ranks.call(Program.create_model, op.model_id, op.lora)

@@ -10,26 +10,20 @@ from tinsmith_megatron.architecture import architecture_of
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import check_model, check_ranks, smallest_group
 
-_ELSEWHERE = ("scheduler", "ray")  # launchers that choose the devices themselves
-
 
 def demand(config: MegatronConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
     """See `tinsmith.BackendSpec`."""
-    elsewhere = config.device == "cpu" or config.launcher in _ELSEWHERE
-    num_devices = 0 if elsewhere else config.nproc_per_node
     if model is None:
-        return Demand(num_devices=num_devices)
+        return Demand(num_devices=config.num_devices)
     shape = architecture_of(model, Path("config.json")).shape
     check_model(config, shape)
-    world = config.nnodes * (config.nproc_per_node or len(placement.devices) or smallest_group(config))
+    world = config.world(placement, least=smallest_group(config))
     check_ranks(config, world)
-    on_cpu = config.device == "cpu" or (
-        config.device is None and not placement.devices and config.launcher not in _ELSEWHERE
-    )
+    on_cpu = config.computes_on_cpu(placement)
     budget = budget_of(config, shape, world, placement.memory_bytes, on_cpu=on_cpu)
     smallest = budget_of(config, shape, world, 0, on_cpu=on_cpu)
     return Demand(
-        num_devices=num_devices,
+        num_devices=config.num_devices,
         least_bytes=smallest.least,
         fixed={
             "base weights": budget.base,

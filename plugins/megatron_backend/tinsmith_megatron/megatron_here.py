@@ -13,9 +13,8 @@ from megatron.core.transformer.moe import moe_utils
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1's router reads this name even where TransformerEngine is absent
 
-from tinsmith_megatron import groups
+from tinsmith_megatron import groups, shards
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.trainer import Trainer
-from tinsmith_megatron.weights import WeightReader
 
-__all__ = ["LossTable", "Stage", "Trainer", "WeightReader", "groups"]
+__all__ = ["LossTable", "Stage", "Trainer", "groups", "shards"]

@@ -11,9 +11,8 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tinsmith import IntArray
-from tinsmith.torch_workers import to_host
+from tinsmith.torch_workers import Scores, scored, wait_for
 from tinsmith.workers import ExpertLoad, ModelPart, Scored
-from tinsmith_megatron.head import Scores
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import Stream
@@ -51,15 +50,11 @@ def answers(
     yield from _expert_loads(streams, part.layers.start)
     if place.tp_rank:
         return  # the others have computed the same scores
-    for stream, found in zip(streams, scores, strict=False):
-        yield from _scored(stream, found)
-
-
-def _scored(stream: Stream, scores: Scores) -> Iterator[Scored]:
-    for segment, (start, stop) in zip(stream.segments, stream.bounds, strict=False):  # the last may be padding
-        rows, width = slice(start, stop), segment.targets_TK.shape[1]
-        loss = float(scores.loss_TK[rows, :width].sum(dtype=torch.float64))
-        yield Scored(index=segment.index, logp_TK=to_host(scores.logp_TK[rows, :width]), loss=loss)
+    on_host = [each.begin_to_host() for each in scores]
+    wait_for(streams[0].tokens_T.device)
+    for stream, found in zip(streams, on_host, strict=False):
+        for segment, (start, _) in zip(stream.segments, stream.bounds, strict=False):  # the last may be padding
+            yield scored(segment, found, start)
 
 
 def _expert_loads(streams: Sequence[Stream], first_layer: int) -> Iterator[ExpertLoad]:

@@ -1,32 +1,45 @@
 """What runs in the process of one rank."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from tinsmith.huggingface import WeightFiles
 from tinsmith.torch_workers import TorchRank
-from tinsmith.workers import holders
+from tinsmith.workers import ModelPart, holders
 from tinsmith_megatron.messages import Loaded, Setup
-from tinsmith_megatron.parallel import part_of
+from tinsmith_megatron.parallel import Place, part_of
 
 if TYPE_CHECKING:
-    from tinsmith_megatron.megatron_here import Trainer
+    from tinsmith_megatron.megatron_here import Stage, Trainer
 
 
 class Rank(TorchRank[Setup, Loaded, "Trainer"]):
     def _loaded(self, setup: Setup) -> tuple["Trainer", Loaded]:
-        from tinsmith_megatron.megatron_here import LossTable, Stage, Trainer, WeightReader, groups
+        from tinsmith_megatron.megatron_here import LossTable, Stage, Trainer, groups
 
         groups.join(self._worker, self._device, setup.config)
         place, losses = groups.own_place(), LossTable(setup.losses)
         part = part_of(place, setup.config, setup.architecture.shape)
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, part)
-        stage, reader = None, WeightReader(setup, place)
+        stage, read_bytes = None, 0
         if setup.config.max_lora_rank:
             stage = Stage(setup, losses).to(self._device)
-            reader.fill(stage, self._report)
+            read_bytes = self._read(stage, setup, place, part)
         is_holder = self._worker.rank == holders(everyones)[part]
         trainer = Trainer(stage, setup, losses, place, part, self._device, is_holder=is_holder)
         size = sum(parameter.numel() * parameter.element_size() for parameter in (stage.parameters() if stage else ()))
-        return trainer, Loaded(place=place, parameter_bytes=size, read_bytes=reader.read_bytes)
+        return trainer, Loaded(place=place, parameter_bytes=size, read_bytes=read_bytes)
+
+    def _read(self, stage: "Stage", setup: Setup, place: Place, part: ModelPart) -> int:
+        """Fill a stage from the model's files. No rank reads, or ever holds, more."""
+        from tinsmith_megatron.megatron_here import shards
+
+        num_bytes, found = 0, shards.named(stage, setup, place, part)
+        with WeightFiles(Path(setup.model_path), framework="pt") as files:
+            for number, (parameter, pieces, _) in enumerate(found):
+                num_bytes += shards.read(files, pieces, shards.matrix_of(parameter))
+                self._report((number + 1) / len(found))
+        return num_bytes

@@ -4,7 +4,7 @@ The ranks that compute the same parameter divide its rows for everything but the
 the pending gradient (ZeRO, Rajbhandari et al. 2020). A parameter of Megatron's may fuse several canonical tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,35 +12,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from tinsmith.huggingface import DecoderShape
-from tinsmith.torch_workers import all_gather_single, reduce_scatter_single
+from tinsmith.huggingface import DecoderShape, WeightFiles
+from tinsmith.torch_workers import Piece, all_gather_single, reduce_scatter_single
 from tinsmith.workers import ModelPart
+from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.stage import Stage
 
 # Any: Megatron's layers.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Rows of a parameter that are rows of one canonical tensor."""
-
-    name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    start: int  # the first row in the tensor
-    local: int  # and in the parameter
-    count: int
-    columns: slice | None = None  # None: all
-
-    def within(self, rows: range) -> "Piece | None":
-        """Return what lies in these rows of the parameter."""
-        first, last = max(self.local, rows.start), min(self.local + self.count, rows.stop)
-        if first >= last:
-            return None
-        start = self.start + first - self.local
-        return Piece(
-            name=self.name, shape=self.shape, start=start, local=first, count=last - first, columns=self.columns
-        )
 
 
 @dataclass(slots=True)
@@ -50,7 +29,7 @@ class Shard:
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]  # of the whole parameter
     group: dist.ProcessGroup
-    is_copy: bool  # of a tensor that another stage holds, too
+    counts: bool  # else another stage holds it, too
     rows: range = field(init=False)
     height: int = field(init=False)  # rows of each rank of the group; the last ranks may have fewer
     weights: torch.Tensor = field(init=False)
@@ -71,9 +50,7 @@ class Shard:
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The parameter as rows and columns."""
-        weight = self.parameter.detach()
-        return weight[:, None] if weight.dim() == 1 else weight.reshape(-1, weight.shape[-1])
+        return matrix_of(self.parameter)
 
     @property
     def own_pieces(self) -> Iterator[Piece]:
@@ -81,6 +58,12 @@ class Shard:
         for piece in self.pieces:
             if (own := piece.within(self.rows)) is not None:
                 yield own
+
+    def begin_gradient(self) -> None:
+        self.gradient = torch.zeros_like(self.weights)
+
+    def drop_gradient(self) -> None:
+        self.gradient = None
 
     def _take(self, parameter: torch.Tensor) -> None:
         """Add a micro-batch's gradient in float32."""
@@ -119,26 +102,55 @@ class Shard:
         return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows.contiguous()
 
 
-def shards_of(stage: Stage, shape: DecoderShape, place: Place, part: ModelPart, tp_size: int) -> list[Shard]:
+def matrix_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the parameter as rows and columns."""
+    weight = parameter.detach()
+    return weight[:, None] if weight.dim() == 1 else weight.reshape(-1, weight.shape[-1])
+
+
+def shards_of(stage: Stage, setup: Setup, place: Place, part: ModelPart) -> list[Shard]:
     """Return a shard of every parameter."""
-    namer = _Namer(shape, place, part, tp_size)
-    divided = parallel_state.get_data_parallel_group()
-    repeated = parallel_state.get_tensor_and_data_parallel_group()
-    experts = parallel_state.get_expert_data_parallel_group()
-    shards = []
-    for parameter, pieces, kind in namer.of(stage):
-        group = {"divided": divided, "repeated": repeated, "experts": experts}[kind]
-        is_copy = shape.tied and stage.is_last and not stage.is_first and parameter is stage.head
-        shards.append(Shard(parameter, tuple(pieces), group, is_copy))
-    assert {id(shard.parameter) for shard in shards} == {id(parameter) for parameter in stage.parameters()}
-    return shards
+    groups = {
+        "divided": parallel_state.get_data_parallel_group(),
+        "repeated": parallel_state.get_tensor_and_data_parallel_group(),
+        "experts": parallel_state.get_expert_data_parallel_group(),
+    }
+    tied = setup.architecture.shape.tied
+    return [
+        Shard(
+            parameter,
+            tuple(pieces),
+            groups[kind],
+            counts=not (tied and stage.is_last and not stage.is_first and parameter is stage.head),
+        )
+        for parameter, pieces, kind in named(stage, setup, place, part)
+    ]
+
+
+def named(stage: Stage, setup: Setup, place: Place, part: ModelPart) -> list["Named"]:
+    """Return every parameter, with the pieces that lie in it, and the ranks that hold the same numbers."""
+    found = list(_Namer(setup.architecture.shape, place, part, setup.config.tensor_parallel).of(stage))
+    assert {id(parameter) for parameter, _, _ in found} == {id(parameter) for parameter in stage.parameters()}
+    return found
+
+
+def read(files: WeightFiles, pieces: Iterable[Piece], matrix: torch.Tensor) -> int:
+    """Read pieces into the matrix in which they lie. Return the bytes. Raise the errors of `WeightFiles`."""
+    num_bytes = 0
+    for piece in pieces:
+        rows = slice(piece.start, piece.start + piece.count)
+        cut = (rows,) if piece.columns is None else (rows, piece.columns)
+        found = files.part(piece.name, piece.shape, cut)
+        matrix[piece.local : piece.local + piece.count].copy_(found.reshape(piece.count, -1))
+        num_bytes += found.numel() * found.element_size()
+    return num_bytes
 
 
 Named = tuple[nn.Parameter, Sequence[Piece], str]
 
 
 class _Namer:
-    """The pieces of Megatron's parameters: the inverse of what `WeightReader` puts together."""
+    """The pieces of Megatron's parameters."""
 
     def __init__(self, shape: DecoderShape, place: Place, part: ModelPart, tp_size: int) -> None:
         self._shape, self._place, self._part, self._tp_size = shape, place, part, tp_size

@@ -22,12 +22,11 @@ from torch import nn
 
 from tinsmith.huggingface import ATTENTION, EXPERTS
 from tinsmith.huggingface import MLP as MLP_MODULES
-from tinsmith.torch_workers import LossTable
-from tinsmith_megatron import head
+from tinsmith.torch_workers import LossTable, Scores, score, score_with_gradients
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.attention import PackedAttention
 from tinsmith_megatron.experts import AdaptedExperts
-from tinsmith_megatron.head import Scores
+from tinsmith_megatron.head import rows_of
 from tinsmith_megatron.linears import AdaptedLinear, ColumnLinear, RowLinear
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.routing import ReplayedRouting
@@ -108,9 +107,10 @@ class Stage(nn.Module):
             return hidden, None
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
+        rows = rows_of(stream, self._losses, len(self.head), backward=backward)
         if backward:
-            return head.score_with_gradients(hidden[:, 0], self.head, stream, self._losses)
-        scores = head.score(hidden[:, 0], self.head, stream, self._losses)
+            return score_with_gradients(hidden[:, 0], self.head, rows)
+        scores = score(hidden[:, 0], self.head, rows)
         return scores.loss_TK.sum(), scores
 
     def _embedded(self, stream: Stream, *, backward: bool) -> torch.Tensor:

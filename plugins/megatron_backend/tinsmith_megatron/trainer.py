@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from tinsmith import LoraConfig, refuses_step
-from tinsmith.torch_workers import LossTable, ModelsOfWorker
-from tinsmith.workers import AdapterLayout, Answer, ModelPart, ModelStep, Segment
+from tinsmith import LoraConfig
+from tinsmith.torch_workers import Adapter, LossTable, ModelsOfWorker, square_norm
+from tinsmith.workers import AdapterLayout, Answer, ModelPart, Segment
 from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.full_model import FullModel
 from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
 from tinsmith_megatron.messages import Setup
-from tinsmith_megatron.optimizer import adamw_, square_norm
+from tinsmith_megatron.optimizer import adamw_
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.passes import answers, run_pipeline
 from tinsmith_megatron.program import Training
@@ -45,7 +45,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         *,
         is_holder: bool,
     ) -> None:
-        super().__init__(device, setup.config.capture_buffer_bytes, speaks=is_holder)
+        super().__init__(device, setup.config.capture_buffer_bytes, adamw_, speaks=is_holder)
         self._stage, self._setup, self._losses = stage, setup, losses
         self._place, self._part = place, part
 
@@ -86,17 +86,6 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         diverged = self._not_finite(sorted({each for owned in models for each in owned}) if backward else ())
         return [*answers(streams, scores, self._place, self._part), *diverged]
 
-    def run_full(
-        self,
-        model_id: str,
-        micros: Sequence[Sequence[Segment]],
-        backward: bool,  # noqa: FBT001  (over the wire)
-    ) -> list[Answer]:
-        if backward:
-            self._settle(model_id, ("gradients",))
-        results = self._full[model_id].run(micros, backward=backward)
-        return [*results, *self._not_finite([model_id] if backward else [])]
-
     def _stacks(self, models: Sequence[str], *, backward: bool) -> tuple[Mapping[str, int], Stacks]:
         owners = {model_id: index for index, model_id in enumerate(models)}
         return owners, Stacks([self._adapters[model_id] for model_id in models], backward=backward)
@@ -108,25 +97,13 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         sum_over_expert_copies_(gradient[shared:])
         adapter.gradients = gradient if adapter.gradients is None else adapter.gradients.add_(gradient)
 
-    # steps
-
-    def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        gradients = [self._adapters[step.model_id].take_gradient() for step in steps]
-        norms = self._norms(steps, gradients)
-        for step, gradient, norm in zip(steps, gradients, norms, strict=True):
-            if not refuses_step(norm, step.adam):
-                adapter = self._adapters[step.model_id]
-                m, v = adapter.begin_step()
-                adamw_(adapter.weights, m, v, gradient, step.adam, norm, adapter.step)
-        return norms
-
-    def _norms(self, steps: Sequence[ModelStep], gradients: Sequence[torch.Tensor]) -> list[float]:
-        """Return the norms of whole gradients: every part counts once, what a stage shares only in its first."""
-        squares = torch.zeros(len(steps), dtype=torch.float64, device=self._device)
+    def _norms(self, adapters: Sequence[Adapter], gradients: Sequence[torch.Tensor]) -> list[float]:
+        """Count every part once, and what a stage shares only in its first."""
+        squares = torch.zeros(len(adapters), dtype=torch.float64, device=self._device)
         if self._speaks:
-            for index, (step, gradient) in enumerate(zip(steps, gradients, strict=True)):
-                shared = self._adapters[step.model_id].layout.shared_size
-                squares[index] = square_norm(gradient[0 if self._part.is_first_of_stage else shared :])
+            for index, (adapter, gradient) in enumerate(zip(adapters, gradients, strict=True)):
+                start = 0 if self._part.is_first_of_stage else adapter.layout.shared_size
+                squares[index] = square_norm(gradient[start:])
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)
         return [float(square) ** 0.5 for square in squares]

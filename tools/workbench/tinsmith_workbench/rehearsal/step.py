@@ -6,8 +6,8 @@ and the allocator take for themselves, and the GPU's attention, for which that o
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,16 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig, Scratch
-from tinsmith.torch_workers import Adapter, LossTable
+from tinsmith.torch_workers import GPU_LOGITS, Adapter, LossTable, Scores
 from tinsmith.workers import AdapterLayout, ModelStep, NotFinite, Segment, deal
-from tinsmith_fsdp import head, trainer
+from tinsmith_fsdp import trainer
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.batching import owners
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import Ranks
 from tinsmith_fsdp.full_model import FullModel
-from tinsmith_fsdp.head import Scores
 from tinsmith_fsdp.mesh import Mesh, mesh_of
 from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.streams import Stream
@@ -112,15 +111,9 @@ def _setup(config: FsdpConfig, model: Mapping[str, Any], ranks: Ranks, directory
     )
 
 
-@contextmanager
-def _logits_of(*, on_cpu: bool) -> Iterator[None]:
+def _logits_of(*, on_cpu: bool) -> AbstractContextManager[object]:
     """Have the head divide its rows as on that device."""
-    before = head.CPU_LOGITS
-    head.CPU_LOGITS = before if on_cpu else head.GPU_LOGITS
-    try:
-        yield
-    finally:
-        head.CPU_LOGITS = before
+    return nullcontext() if on_cpu else patch("tinsmith.torch_workers.head.CPU_LOGITS", GPU_LOGITS)
 
 
 def _any_norms(gradients: Sequence[torch.Tensor]) -> list[float]:

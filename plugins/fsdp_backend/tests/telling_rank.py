@@ -1,0 +1,13 @@
+"""A rank that tells what it holds of a fully trained model."""
+
+from collections.abc import Sequence
+
+from tinsmith.torch_workers import Piece
+from tinsmith_fsdp.messages import Loaded
+from tinsmith_fsdp.rank import Rank
+
+
+class TellingRank(Rank):
+    def held(self, model_id: str) -> tuple[Loaded, Sequence[Piece]]:
+        model = self._trainer._full[model_id]
+        return model._base.loaded(), [piece for shard in model.shards for piece in shard.own_pieces]
