@@ -22,7 +22,7 @@ from tinsmith.torch_workers.models import Adapter, ModelsOfWorker, free_what_is_
 from tinsmith.torch_workers.process_group import join_process_group, local_devices
 from tinsmith.torch_workers.rank import TorchRank
 from tinsmith.torch_workers.sleeping import SleepingTensors, storage_bytes
-from tinsmith.torch_workers.transfers import HostCopies, begin_to_host, to_device, to_host, wait_for
+from tinsmith.torch_workers.transfers import HostCopies, begin_to_host, to_device, wait_for
 from tinsmith.torch_workers.varlen import varlen_attention
 
 __all__ = [
@@ -54,7 +54,6 @@ __all__ = [
     "square_norm",
     "storage_bytes",
     "to_device",
-    "to_host",
     "varlen_attention",
     "wait_for",
 ]

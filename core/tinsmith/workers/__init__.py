@@ -7,17 +7,16 @@ names exported here are public: plugins may import this module besides `tinsmith
 from tinsmith.workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model
 from tinsmith.workers.adapter_models import AdapterModelState
 from tinsmith.workers.budget import Budget
-from tinsmith.workers.config import LauncherName, TrainingWorkersConfig, WorkersConfig
+from tinsmith.workers.config import TrainingWorkersConfig, WorkersConfig
 from tinsmith.workers.full_models import FullModelState
 from tinsmith.workers.gpus import count_gpus, lacks_gpus
 from tinsmith.workers.group import WorkerDiedError, WorkerGroup
 from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
 from tinsmith.workers.program import (
     AdapterState,
-    FullState,
-    LoadingProgram,
     ModelStep,
     SleepableProgram,
+    SleepableWorkersProgram,
     StateProgram,
     TrainingProgram,
     TrainingSetup,
@@ -37,15 +36,10 @@ from tinsmith.workers.sequences import (
     segments,
 )
 from tinsmith.workers.serving import Worker, alone, serve
-from tinsmith.workers.state_files import Capture, StateFiles
+from tinsmith.workers.starting import start_ranks
+from tinsmith.workers.state_files import StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
-from tinsmith.workers.training_backend import (
-    FAST_ISOLATION_ERROR,
-    SleepableWorkersBackend,
-    WorkersBackend,
-    agreed_device,
-    start_ranks,
-)
+from tinsmith.workers.training_backend import FAST_ISOLATION_ERROR, SleepableWorkersBackend, WorkersBackend
 
 __all__ = [
     "FAST_ISOLATION_ERROR",
@@ -54,14 +48,10 @@ __all__ = [
     "AdapterState",
     "Answer",
     "Budget",
-    "Capture",
     "ExpertLoad",
     "FullModelState",
-    "FullState",
     "Launch",
     "Launcher",
-    "LauncherName",
-    "LoadingProgram",
     "MakeLauncher",
     "MicroBatch",
     "ModelPart",
@@ -72,6 +62,7 @@ __all__ = [
     "Segment",
     "SleepableProgram",
     "SleepableWorkersBackend",
+    "SleepableWorkersProgram",
     "Slice",
     "Slot",
     "StateFiles",
@@ -89,7 +80,6 @@ __all__ = [
     "WorkersConfig",
     "WorkersProgram",
     "Written",
-    "agreed_device",
     "alone",
     "combined_outputs",
     "count_gpus",

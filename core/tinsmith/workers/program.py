@@ -168,3 +168,7 @@ class SleepableProgram(TrainingProgram):
 
     @abstractmethod
     def wake(self) -> None: ...
+
+
+class SleepableWorkersProgram(WorkersProgram[Setup_contra, Loaded_co], SleepableProgram):
+    """All that `SleepableWorkersBackend` asks for."""

@@ -30,7 +30,8 @@ from tinsmith.torch_workers import (
     to_device,
 )
 from tinsmith.torch_workers.process_group import find_device, worker_device
-from tinsmith.workers import Launch, Launcher, WorkerDevice, agreed_device, alone
+from tinsmith.workers import Launch, Launcher, WorkerDevice, alone
+from tinsmith.workers.starting import agreed_device
 from tinsmith_fsdp.rank import Rank
 
 
@@ -215,7 +216,7 @@ class RanksOnCards:
 def test_on_gpus_no_bits_are_claimed(
     fsdp_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.workers.training_backend.WorkerGroup", RanksOnCards)
+    monkeypatch.setattr("tinsmith.workers.starting.WorkerGroup", RanksOnCards)
     placement = Placement(devices=("0", "1"), memory_bytes=40 << 30, device_bytes=80 << 30)
     backend = make_backend(fsdp_models["qwen3"], tmp_path, placement=placement, device="cuda")
     found, setup = backend.capabilities, backend._setup

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from tinsmith import LoraConfig
-from tinsmith.workers import NotFinite, Scored, Segment, SleepableProgram, WorkersProgram
+from tinsmith.workers import NotFinite, Scored, Segment, SleepableProgram, SleepableWorkersProgram
 from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Owner, Setup
 
 
@@ -35,5 +35,5 @@ class Training(SleepableProgram):
         """
 
 
-class Program(WorkersProgram[Setup, Loaded], Training):
+class Program(SleepableWorkersProgram[Setup, Loaded], Training):
     """All of it."""
