@@ -1,5 +1,6 @@
 """A server that cannot record requests says so, and no session ends for it. `test_disk_quota` fills a real disk."""
 
+import asyncio
 import errno
 import itertools
 import logging
@@ -96,6 +97,22 @@ async def test_a_disk_that_cannot_be_asked_is_told() -> None:
     assert "planted" in told.cause
     broken_disk = False
     assert await health.trouble() is None
+
+
+async def test_whoever_asks_while_another_one_waits_gets_the_same_answer() -> None:
+    """A probe beside the server's own look ended the server."""
+
+    class Store:
+        async def expect_writes(self) -> None:
+            await gate.wait()
+
+    gate = asyncio.Event()
+    store = cast("RequestStore", Store())
+    space = DiskSpace(total_bytes=1 << 40, free_bytes=1 << 39)
+    health = StorageHealth(store, DiskQuota(store, QuotaSettings(), lambda: space, lambda: 0.0))
+    asked = [asyncio.create_task(health.trouble()) for _ in range(3)]
+    asyncio.get_running_loop().call_soon(gate.set)
+    assert await asyncio.gather(*asked) == [None, None, None]
 
 
 @pytest.mark.parametrize("fault", [in_sqlite, in_postgres, without_room])

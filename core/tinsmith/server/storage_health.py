@@ -52,10 +52,12 @@ class StorageHealth:
         """A database that is away holds a write for long: look whether the last try has come back."""
         if self._writes is None:
             self._writes = asyncio.create_task(self._try_writing(), name="try-writing")
-        await asyncio.wait([self._writes], timeout=_PATIENCE_S)
-        if not self._writes.done():
+        tried = self._writes
+        await asyncio.wait([tried], timeout=_PATIENCE_S)
+        if not tried.done():
             return Told(f"the request store has not taken a write for more than {_PATIENCE_S:g} s")
-        tried, self._writes = self._writes, None
+        if self._writes is tried:  # else somebody who waited as well has begun the next
+            self._writes = None
         return tried.result()
 
     async def _try_writing(self) -> Told | None:
