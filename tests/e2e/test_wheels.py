@@ -25,6 +25,7 @@ INSTALLS = re.compile(r"(?:^|[`\s/])(?:uv )?pip install ([^`\n#&)]+)")
 OURS = re.compile(r"tinsmith|^\.|\s\.")
 NAME = re.compile(r'^name = "(.+)"', re.MULTILINE)
 NEWEST_PYTHON = "python3.13"
+DATA = ("--data-dir", "data")  # not in the home directory: what is there is not ours
 
 URL = "https://example.org/team/tinsmith"
 
@@ -146,11 +147,11 @@ def test_the_wheels_work_without_a_clone(installed: Environment) -> None:
     assert str(ROOT) not in installed.run("python", "-c", imported)
     installed.run("tinsmith", "tiny-model", "tiny")
     assert "jax" in installed.run("tinsmith", "plugins")
-    assert installed.run("tinsmith", "doctor", "tiny").endswith("healthy\n")
+    assert installed.run("tinsmith", "doctor", "tiny", *DATA).endswith("healthy\n")
     told = installed.run("tinsmith", "demo")
     assert "(right)" in told
     assert "tinsmith serve" in told
-    process = installed.start("tinsmith", "serve", "--base-model", "tiny", "--port", "0")
+    process = installed.start("tinsmith", "serve", "--base-model", "tiny", "--port", "0", *DATA)
     assert process.stderr is not None
     with process.stderr as lines:
         assert any(line.startswith("ready") for line in lines)
