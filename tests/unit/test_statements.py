@@ -58,6 +58,13 @@ def test_an_insert_returns_its_key_and_rows_have_the_types_of_their_fields(conne
     assert BY_ID.first(connection, ids=[3]) is None
 
 
+def test_lists_may_be_named_alike_and_come_twice(connection: Connection) -> None:
+    INSERT.run_each(connection, [RED, BLUE])
+    text = "SELECT * FROM things WHERE id IN :id AND (colour IN :ids OR colour IN :id_of_colour) OR NOT id IN :id"
+    found = Query(text, Thing).all(connection, id=[2], ids=["blue"], id_of_colour=["red"])
+    assert sorted(each.id for each in found) == [1, 2]
+
+
 def test_a_change_is_made_once_for_each_of_the_values(connection: Connection) -> None:
     INSERT.run_each(connection, [RED, {**BLUE, "colour": None}])
     told: list[tuple[Any, ...]] = []

@@ -60,8 +60,7 @@ class _Text:
         lengths = tuple(len(values[name]) for name in self._lists)
         if (text := self._of_sqlite.get(lengths)) is None:
             text = _LOCKS.sub("", self._text.replace("DATABASE_NOW", NOW_IN["sqlite"]))
-            for name, length in zip(self._lists, lengths, strict=True):
-                text = text.replace(f"IN :{name}", f"IN ({', '.join(f':{name}{n}' for n in range(length))})")
+            text = _LIST.sub(lambda found: f"IN ({_members(found[1], len(values[found[1]]))})", text)
             self._of_sqlite[lengths] = text
         return text
 
@@ -150,6 +149,10 @@ def _with_members(values: Values, lists: Sequence[str]) -> Values:
         return values
     members = {f"{name}{n}": each for name in lists for n, each in enumerate(values[name])}
     return {**members, **{name: each for name, each in values.items() if name not in lists}}
+
+
+def _members(name: str, length: int) -> str:
+    return ", ".join(f":{name}{n}" for n in range(length))
 
 
 def _bound(values: Values) -> dict[str, Any]:
