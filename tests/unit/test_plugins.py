@@ -343,7 +343,7 @@ def test_routes_commands_and_paths_of_a_good_plugin_survive_a_bad_one(tmp_path: 
     plugins = Plugins.load([Extender(fails=False), Extender(fails=True)])
     group = typer.Typer()
     plugins.add_commands(group)
-    assert sorted(command.name or "" for command in group.registered_commands) == ["mine", "tiny-model"]
+    assert {"mine", "tiny-model"} <= {command.name for command in group.registered_commands}
     routers = {router.prefix for router in plugins.routes(Settings(), a_routes_context(tmp_path))}
     assert routers == {"/8000", ""}, "its own, and the one of /metrics"
     assert plugins.resolve_base_model("a/b") == Path("/models/a/b")

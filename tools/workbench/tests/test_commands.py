@@ -30,3 +30,10 @@ def test_without_a_backend_its_commands_say_what_to_install(monkeypatch: pytest.
             told = rf"`tinsmith {command}` computes with tinsmith-{backend}.* install ./plugins/{backend}_backend in"
             with pytest.raises(ConfigError, match=told):
                 typed(command, "--model", "Qwen3-8B", "--help")
+
+
+@pytest.mark.parametrize("command", [("compile-table",), ("rehearsal-table", "--model", "Qwen3-8B")], ids=" ".join)
+def test_a_file_that_is_not_there_is_an_error_of_the_user(command: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(build_group(Plugins.load()), [*command, "absent"], catch_exceptions=False)
+    assert done.exit_code == 2
+    assert "'absent' does not exist" in done.output

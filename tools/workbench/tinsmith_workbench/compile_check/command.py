@@ -57,7 +57,9 @@ def compile_check(
 
 
 def compile_table(
-    files: Annotated[list[Path], typer.Argument(help="what compile-check --json has written")],
+    files: Annotated[
+        list[Path], typer.Argument(exists=True, dir_okay=False, help="what compile-check --json has written")
+    ],
     kind: Annotated[str, typer.Option(help=", ".join(TABLES))] = "passes",
 ) -> None:
     """Print figures of several runs as a Markdown table."""

@@ -47,7 +47,7 @@ def rehearse(
 
 
 def rehearsal_table(
-    files: Annotated[list[Path], typer.Argument(help="what rehearse --json has written")],
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="what rehearse --json has written")],
     model: Annotated[str, typer.Option(help="whose figures")],
     replicas: Annotated[bool, typer.Option(help="those of runs with --shard-size")] = False,
 ) -> None:
