@@ -28,7 +28,7 @@ from live_tenants import CONTEXT_TOKENS, LiveTenant, Seen, let_live, served
 
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, SamplingBackend, TrainingBackend
-from tinsmith.engine.holdings import Holdings
+from tinsmith.engine.claims import Holdings
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.sql_store.config import SqlStoreConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.builtin.toy_backend import ToyBackend
-from tinsmith.engine.pass_results import completed
+from tinsmith.engine.models import completed
 from tinsmith.store.codec import encode_operation
 
 POISON = 13  # a token that kills the engine

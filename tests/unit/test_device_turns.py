@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tinsmith.engine.backend_calls import TrainingThread
 from tinsmith.engine.device_turns import DeviceTurns, Sleeper
 from tinsmith.engine.failures import BackendFailedError
-from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.store import DeviceTurn, Side
 
 WAIT_S = 60

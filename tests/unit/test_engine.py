@@ -17,7 +17,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
-from tinsmith.engine import checkpoint_files, store_retries
+from tinsmith.engine import checkpoint_files
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
@@ -723,7 +723,7 @@ async def test_whatever_a_backend_raises_ends_the_engine(
 async def test_a_store_that_fails_for_a_moment_costs_nothing(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("tinsmith.engine.failures._RETRY_AFTER_S", (0.0, 0.0, 0.0))
     complete, failures = setup.store.complete, itertools.count()
 
     async def sometimes(lease: Lease, completions: Any) -> None:
@@ -791,7 +791,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database committed the claim, but the connection broke before the engine heard of it."""
-    monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr("tinsmith.engine.failures._RETRY_AFTER_S", (0.0, 0.0))
     claim, lost = setup.store.claim_shares, 0
 
     async def unheard(lease: Lease, **limits: Any) -> Claim:

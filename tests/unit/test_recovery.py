@@ -17,7 +17,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint
-from tinsmith.engine import recovery_points, store_retries
+from tinsmith.engine import recovery_points
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.engine.recovery_points import RecoveryPoints
@@ -666,7 +666,7 @@ async def test_a_model_that_breaks_each_recovery_is_lost_alone(setup: Setup, cli
 async def test_a_store_that_fails_during_recovery_costs_no_model(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_retries, "_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr("tinsmith.engine.failures._RETRY_AFTER_S", (0.0, 0.0))
     async with setup.engine(point_every_operations=4):
         await client.create_model()
         await train(client, *range(6))

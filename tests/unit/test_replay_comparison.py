@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.engine.replay_comparison import difference
+from tinsmith.engine.replay import difference
 
 
 def a_pass(outputs: Mapping[str, float], metrics: Mapping[str, float]) -> ops.ForwardBackwardOutput:

@@ -21,12 +21,12 @@ from tinsmith.checkpoints.format import write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.commands.open_store import opened_store
 from tinsmith.commands.run_names import find_run
+from tinsmith.engine.backend_calls import TrainingThread
 from tinsmith.engine.checkpoint_files import CheckpointReader
 from tinsmith.engine.failures import BackendFailedError
 from tinsmith.engine.models import Models
 from tinsmith.engine.replay import Rebuilt, Replayer
 from tinsmith.engine.time_travel import check_reachable, rebuild_at
-from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_trainer

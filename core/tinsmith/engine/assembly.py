@@ -10,20 +10,18 @@ from typing import Final
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.engine.backend_calls import NoSampler, TrainingThread, WatchedSampler
 from tinsmith.engine.batches import Batches
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
-from tinsmith.engine.claims import Claims
+from tinsmith.engine.claims import Claims, Decoder
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.disk_room import DiskRoom
 from tinsmith.engine.engine import Engine
-from tinsmith.engine.guarded_sampler import GuardedSampler
 from tinsmith.engine.model_operations import ModelOperations
 from tinsmith.engine.model_places import Places
 from tinsmith.engine.models import Models
-from tinsmith.engine.no_sampler import NoSampler
-from tinsmith.engine.operation_decoder import OperationDecoder
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.recovery import Recovery
 from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
@@ -31,14 +29,12 @@ from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import Replayer
 from tinsmith.engine.routed_experts import RoutedExpertsKeeper
 from tinsmith.engine.sample_line import SampleLine
-from tinsmith.engine.sampler_in_turn import SamplerInTurn
 from tinsmith.engine.sampling_lane import SamplingLane
 from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
 from tinsmith.engine.save_for_sampler import SaveForSampler
 from tinsmith.engine.snapshot_checks import MOST_WAITING, SnapshotChecks
 from tinsmith.engine.training_lane import TrainingLane
 from tinsmith.engine.training_line import TrainingLine
-from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.engine.waiting_states import WaitingStates
 from tinsmith.engine.windows import Windows
 from tinsmith.hook_values import OperationFinished
@@ -147,7 +143,7 @@ def assemble_engine(parts: EngineParts, options: EngineOptions) -> Engine:
         store, lease, snapshots, gate, tasks, most_waiting=_most_waiting(parts, sampler, options.keeping)
     )
 
-    decoder = OperationDecoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
+    decoder = Decoder(training=backend.capabilities, sampling=sampler.capabilities, losses=parts.losses)
     claims = Claims(store, lease, decoder=decoder, settings=options.recovery, gap_timeout_s=options.gap_timeout_s)
     recorder = Recorder(store, lease, claims, on_finished=parts.on_finished)
     windows = Windows(store)
@@ -203,5 +199,4 @@ def _most_waiting(parts: EngineParts, sampler: SamplingBackend, keeping: Keeping
 def _sampler(parts: EngineParts) -> SamplingBackend:
     if parts.sampler is None:
         return NoSampler(parts.backend.capabilities)
-    sampler = GuardedSampler(parts.sampler, parts.watch)
-    return sampler if parts.turns is None else SamplerInTurn(sampler, parts.turns)
+    return WatchedSampler(parts.sampler, parts.watch, parts.turns)

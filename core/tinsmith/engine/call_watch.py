@@ -28,7 +28,7 @@ _ALIKE: Final = 2  # powers of two: calls that are at most so much smaller tell 
 
 _BYTES_PER_S: Final = 10e6  # a disk that is slower counts as one that hangs
 
-_ONE: Final[Sizes] = {"calls": 1.0}
+ONE_CALL: Final[Sizes] = {"calls": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class CallWatch:
         self._looked_at_s, self._awake_s = clock(), 0.0
 
     @contextmanager
-    def call(self, kind: str, sizes: Sizes = _ONE) -> Iterator[Watched]:
+    def call(self, kind: str, sizes: Sizes = ONE_CALL) -> Iterator[Watched]:
         """Watch a call until the block ends."""
         with self._lock:
             number = next(self._numbers)

@@ -15,8 +15,7 @@ from tinsmith.checkpoints.sizes import size_of
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.disk_room import DiskRoom
-from tinsmith.engine.failures import in_a_thread
-from tinsmith.engine.store_retries import with_retries
+from tinsmith.engine.failures import in_a_thread, with_retries
 from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import ReadRight

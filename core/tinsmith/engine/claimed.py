@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith import operations as ops
@@ -96,3 +97,27 @@ class Finished:
 def failed(error: TinsmithError, *, during: str) -> ops.Failed:
     what = told(error, _log, during=during)
     return ops.Failed(message=what.public, category=error.category, cause=cleaned(what.cause))
+
+
+def usage_of(finished: Sequence[Finished], run_s: float) -> list[Usage]:
+    """Divide the time of a batch by tokens, or evenly if it has none. Failed operations count time, but no tokens."""
+    shares = [each.claimed.record.num_tokens for each in finished]
+    if not any(shares):
+        shares = [1] * len(finished)
+    return [
+        _usage(each.claimed.operation, each.outcome.result, run_s * share / sum(shares))
+        for each, share in zip(finished, shares, strict=True)
+    ]
+
+
+def _usage(operation: ops.Operation | None, result: ops.Result, engine_s: float) -> Usage:
+    match operation, result:
+        case ops.Forward(), ops.ForwardBackwardOutput():
+            return Usage(prefilled_tokens=operation.num_tokens, engine_s=engine_s)
+        case ops.ForwardBackward(), ops.ForwardBackwardOutput():
+            return Usage(trained_tokens=operation.num_tokens, engine_s=engine_s)
+        case ops.Sample(), ops.SampleOutput():
+            sampled = sum(len(sequence.tokens) for sequence in result.sequences)
+            return Usage(prefilled_tokens=len(operation.prompt_P), sampled_tokens=sampled, engine_s=engine_s)
+        case _:
+            return Usage(engine_s=engine_s)

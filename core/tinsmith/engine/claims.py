@@ -1,20 +1,116 @@
 """What one engine has claimed from the log and not yet recorded."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
-from tinsmith.engine.claimed import Claimed
-from tinsmith.engine.holdings import Holdings
-from tinsmith.engine.operation_decoder import OperationDecoder
-from tinsmith.engine.store_retries import with_retries
+from tinsmith import operations as ops
+from tinsmith.backend import Capabilities
+from tinsmith.checks import check_operation
+from tinsmith.engine.claimed import Claimed, failed
+from tinsmith.engine.failures import with_retries
+from tinsmith.errors import TinsmithError
+from tinsmith.losses import LossSpec
 from tinsmith.settings import RecoverySettings
 from tinsmith.steady_clock import SteadyClock
-from tinsmith.store import Lease, OperationRecord, RequestStore
+from tinsmith.store import ClaimRoom, Held, Lease, OperationRecord, RequestStore
+from tinsmith.store.codec import decode_operation
 
 _IDLE_S: Final = 60.0
 _MANY: Final = 64  # operations; a claim of fewer has taken everything that there is room for
+_LARGE_BYTES: Final = 1 << 17  # from this size on, operations are decoded and checked outside the event loop
+
+_EMPTY: Final = {
+    True: ClaimRoom(operations=512, num_bytes=256 << 20, reserved_bytes=2 << 20),
+    False: ClaimRoom(operations=1024, num_bytes=64 << 20, reserved_bytes=1 << 20),
+}
+"""The room for operations of models, and for samples."""
+
+
+class _One(NamedTuple):
+    tenant: str
+    num_bytes: int
+
+
+class Holdings:
+    """Counts what an engine holds, claimed and not yet recorded, for each tenant: operations of models, and samples."""
+
+    def __init__(self) -> None:
+        self._held: Mapping[bool, dict[str, _One]] = {True: {}, False: {}}  # by `ordered` and request_id
+
+    @property
+    def request_ids(self) -> set[str]:
+        return {*self._held[True], *self._held[False]}
+
+    @property
+    def has_samples(self) -> bool:
+        return bool(self._held[False])
+
+    @property
+    def training(self) -> ClaimRoom:
+        return self._room(ordered=True)
+
+    @property
+    def samples(self) -> ClaimRoom:
+        return self._room(ordered=False)
+
+    def _room(self, *, ordered: bool) -> ClaimRoom:
+        operations: Counter[str] = Counter()
+        num_bytes: Counter[str] = Counter()
+        for each in self._held[ordered].values():
+            operations[each.tenant] += 1
+            num_bytes[each.tenant] += each.num_bytes
+        held = {tenant: Held(operations=number, num_bytes=num_bytes[tenant]) for tenant, number in operations.items()}
+        return replace(_EMPTY[ordered], held=held)
+
+    def add(self, records: Iterable[OperationRecord]) -> None:
+        for record in records:
+            self._held[record.ordered][record.request_id] = _One(record.tenant, record.num_bytes)
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            for held in self._held.values():
+                held.pop(request_id, None)
+
+    def clear(self) -> None:
+        for held in self._held.values():
+            held.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Decodes what was claimed, and checks it against what trainer and sampler can do."""
+
+    training: Capabilities
+    sampling: Capabilities
+    losses: Mapping[str, LossSpec]
+
+    async def decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
+        if sum(record.num_bytes for record in records) >= _LARGE_BYTES:
+            return await asyncio.to_thread(self._decode_all, records)
+        return self._decode_all(records)
+
+    def _decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
+        return [self._decode(record) for record in records]
+
+    def _decode(self, record: OperationRecord) -> Claimed:
+        """A bad operation is refused by itself. What is claimed no longer holds the encoded bytes."""
+        assert record.payload is not None
+        claimed = replace(record, payload=None)
+        operation: ops.Operation | None = None
+        try:
+            operation = decode_operation(record.kind, record.payload)
+            check_operation(operation, self.training if record.ordered else self.sampling, self.losses)
+        except TinsmithError as error:
+            return Claimed(
+                record=claimed,
+                operation=operation,
+                refused=failed(error, during=f"{claimed.kind} {claimed.request_id}"),
+            )
+        return Claimed(record=claimed, operation=operation)
 
 
 class Claims:
@@ -29,7 +125,7 @@ class Claims:
         store: RequestStore,
         lease: Lease,
         *,
-        decoder: OperationDecoder,
+        decoder: Decoder,
         settings: RecoverySettings,
         gap_timeout_s: float,
     ) -> None:

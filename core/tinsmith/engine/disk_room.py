@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from tinsmith.engine.store_retries import with_retries
+from tinsmith.engine.failures import with_retries
 from tinsmith.errors import UserError
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import KeptBytes, RequestStore

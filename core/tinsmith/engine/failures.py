@@ -1,14 +1,17 @@
-"""How a backend's failure ends its engine."""
+"""What fails around an engine: a backend's failure ends it, and calls of a store are tried again."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Final, ParamSpec, TypeVar
 
-from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.errors import ServerError, StoreError, TinsmithError
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+_RETRY_AFTER_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 _log = logging.getLogger(__name__)
 
@@ -85,3 +88,17 @@ def engine_failed(base_model: str, during: str, error: Exception) -> EngineFaile
     _log.error("the backend failed in %s", during, exc_info=error)
     failure = error if isinstance(error, BackendFailedError) else backend_failed(error)
     return EngineFailedError(f"the engine of {base_model!r} failed in {during}: {failure}")
+
+
+async def with_retries(call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call the store. A disk that is full, or a database that is locked for a moment, costs no model.
+
+    `call` may run several times. Raise StoreError if the last attempt fails too.
+    """
+    for delay_s in _RETRY_AFTER_S:
+        try:
+            return await call(*args, **kwargs)
+        except StoreError as error:
+            _log.warning("the store failed, retrying in %g s: %s", delay_s, error)
+            await asyncio.sleep(delay_s)
+    return await call(*args, **kwargs)

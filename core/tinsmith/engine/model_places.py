@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from tinsmith.backend import Capabilities
-from tinsmith.engine.store_retries import with_retries
+from tinsmith.engine.failures import with_retries
 from tinsmith.settings import QuotaSettings
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import Lease, PlaceLimits, RequestStore

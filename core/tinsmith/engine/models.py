@@ -1,14 +1,18 @@
 """The models on one training backend, and what can be done to them: all that a replay needs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, Snapshot, TrainingBackend
+from tinsmith.divergence import NOT_FINITE
+from tinsmith.engine.backend_calls import TrainingThread
 from tinsmith.engine.failures import BackendFailedError
-from tinsmith.engine.pass_results import completed
-from tinsmith.engine.training_thread import TrainingThread
 from tinsmith.errors import OutOfMemoryError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.result_checks import WrongResultError, check_batch, check_snapshot, check_state
@@ -16,6 +20,13 @@ from tinsmith.store.codec import kind_of
 
 BatchOperation = ops.ForwardBackward | ops.OptimStep
 BatchResult = ops.ForwardBackwardOutput | ops.OptimStepOutput | ops.Failed
+Result = TypeVar("Result")
+
+ELEMENTWISE_LOSS: Final = "elementwise_loss"
+"""An output of each datum under cross_entropy: `-weights * logprobs`, as hosted Tinker answers it."""
+
+NUM_REPLAYED: Final = "routing_replayed:sum"
+"""The metric of a pass: how many of its sequences were computed by the experts that sampled them."""
 
 
 class Models:
@@ -138,3 +149,30 @@ class Models:
 
     def mark_gone(self, model_id: str, reason: str) -> None:
         self._why_gone[model_id] = reason
+
+
+def completed(operation: ops.Operation, result: Result) -> Result | ops.ForwardBackwardOutput:
+    """Add to the result of a pass what follows from its operation, whichever backend ran it; to others, nothing."""
+    if not isinstance(operation, ops.ForwardBackward) or not isinstance(result, ops.ForwardBackwardOutput):
+        return result
+    return replace(result, loss_fn_outputs=_outputs(operation, result), metrics=_metrics(operation, result))
+
+
+def _outputs(operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput) -> tuple[Mapping[str, ops.Array], ...]:
+    if operation.loss_fn != "cross_entropy":
+        return result.loss_fn_outputs
+    with np.errstate(invalid="ignore", over="ignore"):  # of a diverged model, a loss is no number either
+        return tuple(
+            {**outputs, ELEMENTWISE_LOSS: -datum.loss_inputs["weights"] * outputs["logprobs"]}
+            for datum, outputs in zip(operation.data, result.loss_fn_outputs, strict=True)
+        )
+
+
+def _metrics(operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput) -> Mapping[str, float]:
+    """Add whether the loss or, as the backend says, the gradient is not finite: always, as the SDK joins chunks."""
+    finite = math.isfinite(result.metrics["loss:sum"]) and not result.metrics.get(NOT_FINITE)
+    metrics = {**result.metrics, NOT_FINITE: float(not finite)}
+    experts = [datum.routed_experts for datum in operation.data if datum.routed_experts is not None]
+    if experts:
+        metrics[NUM_REPLAYED] = float(sum(len(each) > 0 for each in experts))
+    return metrics

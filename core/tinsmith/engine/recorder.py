@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tinsmith import operations as ops
-from tinsmith.engine.claimed import Finished
+from tinsmith.engine.claimed import Finished, usage_of
 from tinsmith.engine.claims import Claims
-from tinsmith.engine.store_retries import with_retries
-from tinsmith.engine.usage import usage_of
+from tinsmith.engine.failures import with_retries
 from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import OperationFinished
 from tinsmith.store import Completion, Lease, RequestStore

@@ -5,13 +5,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from tinsmith import operations as ops
-from tinsmith.engine.failures import BackendFailedError, EngineFailedError
+from tinsmith.engine.failures import BackendFailedError, EngineFailedError, with_retries
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import REPLAY_PAGE, History, Rebuilt, Replayer
 from tinsmith.engine.sampling_snapshots import Snapshots
 from tinsmith.engine.snapshot_checks import SnapshotChecks
-from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import LeaseLostError, ModelLostError, StoreError, TinsmithError
 from tinsmith.references import told
 from tinsmith.store import Lease, LiveModel, OperationRecord, RecoveryPointRecord, RequestStore, RunRecord

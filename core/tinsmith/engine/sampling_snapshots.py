@@ -18,8 +18,7 @@ from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.disk_room import DiskRoom
-from tinsmith.engine.failures import in_a_thread
-from tinsmith.engine.store_retries import with_retries
+from tinsmith.engine.failures import in_a_thread, with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import LoraConfig

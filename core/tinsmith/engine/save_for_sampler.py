@@ -15,10 +15,10 @@ from tinsmith.engine.checkpoint_files import CheckpointWriter
 from tinsmith.engine.claimed import Outcome
 from tinsmith.engine.consistency_gate import ConsistencyGate, refusal
 from tinsmith.engine.disk_room import DiskRoom
+from tinsmith.engine.failures import with_retries
 from tinsmith.engine.models import Models
 from tinsmith.engine.sampling_snapshots import Snapshots, persisted_id
 from tinsmith.engine.snapshot_checks import SnapshotChecks
-from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import NotFoundError
 from tinsmith.store import (
     CheckpointRecord,

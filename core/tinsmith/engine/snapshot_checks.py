@@ -16,9 +16,8 @@ from typing import Final
 
 from tinsmith.backend import Snapshot
 from tinsmith.engine.consistency_gate import ConsistencyGate, Scoring, later_refusal
-from tinsmith.engine.failures import engine_failed
+from tinsmith.engine.failures import engine_failed, with_retries
 from tinsmith.engine.sampling_snapshots import Snapshots
-from tinsmith.engine.store_retries import with_retries
 from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Consistency
 from tinsmith.references import told

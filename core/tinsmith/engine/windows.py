@@ -8,7 +8,7 @@ what it did not see: operations before its start, and requests that were refused
 from dataclasses import dataclass, field
 
 from tinsmith import operations as ops
-from tinsmith.engine.store_retries import with_retries
+from tinsmith.engine.failures import with_retries
 from tinsmith.store import EngineLog, FailedPass, OperationRecord
 
 _CLEARING = frozenset({"create_model", "optim_step", "load_state"})  # the pending gradient

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from tinsmith.backend import SamplingBackend
+from tinsmith.engine.backend_calls import SAMPLER_CALLS
 from tinsmith.engine.call_watch import CallWatch
-from tinsmith.engine.guarded_sampler import CALLS
 from tinsmith.processes.reports import EngineReports
 
 _LOOK_S: Final = 0.5
@@ -33,7 +33,7 @@ async def _watch(sampler: SamplingBackend, reports: EngineReports, watch: CallWa
     while True:
         trouble = sampler.trouble
         if trouble is not None and watch is not None:
-            watch.progressed(CALLS)
+            watch.progressed(SAMPLER_CALLS)
         if trouble != reports.record.sampler_trouble:
             _log.warning("the sampler of %r: %s", reports.record.base_model, trouble or "it works again")
             reports.sampler(trouble)

@@ -8,7 +8,7 @@ from typing import Final
 
 from tinsmith.backend import Capabilities
 from tinsmith.engine.claimed import Claimed
-from tinsmith.engine.holdings import Holdings
+from tinsmith.engine.claims import Holdings
 from tinsmith.engine.recorder import MAX_TOGETHER
 from tinsmith.engine.sample_line import SampleLine
 from tinsmith.engine.training_line import TrainingLine
