@@ -11,8 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from importlib import import_module
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,15 @@ DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 CORE = DOCS.parent / "core" / "tinsmith"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-PUBLIC_PACKAGES = ("tinsmith", "tinsmith.testing", "tinsmith.huggingface")
+PUBLIC_PACKAGES = (
+    "tinsmith",
+    "tinsmith.stores",
+    "tinsmith.testing",
+    "tinsmith.huggingface",
+    "tinsmith.workers",
+    "tinsmith.torch_workers",
+)
+_LONGEST_ALIAS = 80
 
 
 def main() -> None:
@@ -233,33 +240,71 @@ def package_table() -> str:
     return "\n".join(rows)
 
 
+def public_counts() -> str:
+    """Return how many names each public module exports."""
+    counts = {package: len(_exported(package)) for package in PUBLIC_PACKAGES}
+    rows = ["| Module | Names |", "|---|---|", *(f"| `{package}` | {count} |" for package, count in counts.items())]
+    return "\n".join([*rows, f"| together | {len({name for each in PUBLIC_PACKAGES for name in _exported(each)})} |"])
+
+
 def public_names(package: str) -> str:
     """Return what a package exports, by the module that defines it, with the first lines of the docstrings."""
-    exporting = import_module(package)
     sections: dict[str, list[str]] = {}
-    for name in exporting.__all__:
-        sections.setdefault(_home(package, name), []).append(_name_row(getattr(exporting, name), name))
+    for name in _exported(package):
+        module, doc = _definition(package, name)
+        first = doc.partition("\n")[0].replace("|", "\\|")
+        sections.setdefault(module, []).append(f"| `{name}` | {first} |")
     return "\n\n".join(
         f"### `{module}`\n\n" + "\n".join(["| Name | What it is |", "|---|---|", *rows])
         for module, rows in sorted(sections.items())
     )
 
 
-def _home(package: str, name: str) -> str:
-    """Return the module that the package imports a name from."""
-    for node in ast.walk(ast.parse(inspect.getsource(import_module(package)))):
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            return str(node.module)
-    return package
+def _exported(package: str) -> list[str]:
+    values = {
+        ast.unparse(node.targets[0]): node.value for node in _source(package).body if isinstance(node, ast.Assign)
+    }
+    return [str(name) for name in ast.literal_eval(values["__all__"])]
 
 
-def _name_row(value: object, name: str) -> str:
-    described = inspect.isclass(value) or inspect.isfunction(value)
-    doc = (inspect.getdoc(value) or "") if described else ""
-    first = (
-        "" if doc.startswith(f"{name}(") else doc.partition("\n")[0]
-    )  # a dataclass without a docstring repeats its fields
-    return f"| `{name}` | {first.replace('|', chr(92) + '|')} |"
+def _definition(module: str, name: str) -> tuple[str, str]:
+    """Return the module whose source defines a name, and the docstring that stands there, not an inherited one."""
+    body = _source(module).body
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        match node:
+            case ast.ImportFrom(module=str(home)) if any(alias.name == name for alias in node.names):
+                return _definition(home, name)
+            case ast.ClassDef(name=defined) | ast.FunctionDef(name=defined) if defined == name:
+                return module, ast.get_docstring(node) or ""
+            case ast.Assign(targets=[ast.Name(id=defined)]) | ast.AnnAssign(target=ast.Name(id=defined)):
+                if defined == name:
+                    return module, _literal(following) or _alias(node.value)
+            case _:
+                pass
+    msg = f"{module} does not define {name!r}"
+    raise LookupError(msg)
+
+
+def _literal(node: ast.stmt | None) -> str:
+    """Return the docstring of the assignment that it follows."""
+    match node:
+        case ast.Expr(value=ast.Constant(value=str(doc))):
+            return inspect.cleandoc(doc)
+        case _:
+            return ""
+
+
+def _alias(value: ast.expr | None) -> str:
+    text = ast.unparse(value) if value is not None else ""
+    return f"`{text}`" if len(text) <= _LONGEST_ALIAS else ""
+
+
+@cache
+def _source(module: str) -> ast.Module:
+    """Return the parsed source, for which nothing is imported: neither torch nor anybody's plugins."""
+    path = CORE.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: typer's click
@@ -379,6 +424,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "fields": field_status.markdown,
     "ranges": range_table,
     **generators(REFERENCE),
+    "public-counts": public_counts,
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},
     **{f"hook-{name}": partial(hook_section, name) for name in HOOK_NAMES},
 }

@@ -13,6 +13,7 @@ import yaml
 from hypothesis import strategies as st
 
 import tinsmith
+from tinsmith.backend import AnyBackendSpec, AnySamplerSpec
 from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
@@ -79,7 +80,7 @@ class Made(Exception):  # noqa: N818
 
 class Offers:
     @tinsmith.hookimpl
-    def tinsmith_register_backends(self) -> list[tinsmith.AnyBackendSpec]:
+    def tinsmith_register_backends(self) -> list[AnyBackendSpec]:
         return [
             tinsmith.BackendSpec(name="learns", config=Wants, create=refuse, demand=demand, needs_model_path=False),
             tinsmith.BackendSpec(
@@ -92,7 +93,7 @@ class Offers:
         ]
 
     @tinsmith.hookimpl
-    def tinsmith_register_samplers(self) -> tinsmith.AnySamplerSpec:
+    def tinsmith_register_samplers(self) -> AnySamplerSpec:
         return tinsmith.SamplerSpec(name="draws", config=Wants, create=refuse, demand=demand)  # type: ignore[arg-type]
 
 

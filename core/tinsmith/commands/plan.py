@@ -18,7 +18,7 @@ from tinsmith.commands.options import (
     settings_of,
 )
 from tinsmith.errors import ConfigError
-from tinsmith.huggingface import KNOWN_SHAPES
+from tinsmith.huggingface.known_shapes import KNOWN_SHAPES
 from tinsmith.placement.machine import Machine, this_machine
 from tinsmith.placement.parts import model_config
 from tinsmith.placement.plan import make_plan, with_rank

@@ -4,28 +4,29 @@ The names exported here are public: plugins that read such directories may impor
 """
 
 from tinsmith.huggingface.adapter_deltas import Delta, deltas
-from tinsmith.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, DecoderShape, ExpertShape, decoder_shape
-from tinsmith.huggingface.known_shapes import KNOWN_SHAPES, known_config
+from tinsmith.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, DecoderShape, decoder_shape
+from tinsmith.huggingface.known_shapes import known_config
 from tinsmith.huggingface.model_files import read_model_config
 from tinsmith.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
 from tinsmith.huggingface.rope import Rope, read_rope
 from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensor, StoredTensors
 from tinsmith.huggingface.sizes import WeightCounts, adapter_weights, weight_counts
 from tinsmith.huggingface.state_files import Kind, Targets
+from tinsmith.huggingface.stopping import StopRules, StopWatch
 from tinsmith.huggingface.weight_files import WeightFiles
 
 __all__ = [
     "ATTENTION",
     "EXPERTS",
     "HEAD",
-    "KNOWN_SHAPES",
     "MLP",
     "DecoderShape",
     "Delta",
-    "ExpertShape",
     "Kind",
     "Rope",
     "ShardWriter",
+    "StopRules",
+    "StopWatch",
     "StoredTensor",
     "StoredTensors",
     "Targets",

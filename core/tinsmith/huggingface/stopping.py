@@ -3,12 +3,13 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from tinsmith.errors import ConfigError, UnsupportedError
 from tinsmith.operations import SamplingParams, StopReason
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TAIL_MARGIN_TOKENS = 4
 """Tokens decoded before the longest possible match, so that a character cut at the tail's start cannot touch it."""
@@ -17,7 +18,7 @@ TAIL_MARGIN_TOKENS = 4
 class StopRules:
     """What all requests share: the end-of-sequence tokens and the tokenizer of the base model."""
 
-    def __init__(self, eos_tokens: Iterable[int], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, eos_tokens: Iterable[int], tokenizer: "Tokenizer | None") -> None:
         self.eos_tokens = frozenset(eos_tokens)
         self.tokenizer = tokenizer
 
@@ -28,6 +29,8 @@ class StopRules:
         A sequence ends with the tokenizer's `eos_token` or an id of `generation_config.json` (of `config.json`, if the
         former has none). Raise ConfigError if one of these files is broken.
         """
+        from tokenizers import Tokenizer  # not every process that imports this package needs it
+
         config_eos_tokens = _configured_eos(model_path)
         tokenizer_file = model_path / "tokenizer.json"
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
@@ -58,7 +61,7 @@ class DecodedTail:
     back as the string has bytes. Matches that end earlier were found earlier.
     """
 
-    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._strings = tuple(string for string in strings if string)
         longest = max((len(string.encode()) for string in self._strings), default=0)
@@ -110,7 +113,7 @@ def _read_json(path: Path) -> dict[str, Any]:  # Any: parsed JSON
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _tokenizer_eos(model_path: Path, tokenizer: Tokenizer | None) -> set[int]:
+def _tokenizer_eos(model_path: Path, tokenizer: "Tokenizer | None") -> set[int]:
     if tokenizer is None:
         return set()
     eos = _read_json(model_path / "tokenizer_config.json").get("eos_token")

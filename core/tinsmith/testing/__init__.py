@@ -42,11 +42,11 @@ from tinsmith.testing.backend_context import backend_context  # noqa: E402
 from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E402
 from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
 from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state  # noqa: E402
-from tinsmith.testing.engine_driver import EngineDriver, make_engine  # noqa: E402
+from tinsmith.testing.engine_driver import EngineDriver  # noqa: E402
 from tinsmith.testing.forked_workers import Nursery  # noqa: E402
 from tinsmith.testing.full_fine_tuning_contract import FullFineTuningContract  # noqa: E402
 from tinsmith.testing.full_suite import FullDriver  # noqa: E402
-from tinsmith.testing.harness import RunningServer, running_server  # noqa: E402
+from tinsmith.testing.harness import running_server  # noqa: E402
 from tinsmith.testing.loss_contract import LossContract  # noqa: E402
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data, succeeded  # noqa: E402
 from tinsmith.testing.sampling_contract import SamplingBackendContract  # noqa: E402
@@ -69,7 +69,6 @@ __all__ = [
     "Nursery",
     "RequestStoreContract",
     "RoutingReplayContract",
-    "RunningServer",
     "SamplingAbuseContract",
     "SamplingBackendContract",
     "SchedulerContract",
@@ -83,7 +82,6 @@ __all__ = [
     "backend_context",
     "in_one_loop",
     "logprobs_of",
-    "make_engine",
     "ragged_data",
     "random_experts",
     "running_server",

@@ -7,7 +7,6 @@ module in its workers, besides `tinsmith` and `tinsmith.workers`.
 from tinsmith.torch_workers.collectives import all_gather_single, reduce_scatter_single
 from tinsmith.torch_workers.full_models import FullModelOfWorker, Piece, Stepped, square_norm
 from tinsmith.torch_workers.head import (
-    GPU_LOGITS,
     HeadAdapters,
     Rows,
     Scores,
@@ -22,11 +21,10 @@ from tinsmith.torch_workers.models import Adapter, ModelsOfWorker, free_what_is_
 from tinsmith.torch_workers.process_group import join_process_group, local_devices
 from tinsmith.torch_workers.rank import TorchRank
 from tinsmith.torch_workers.sleeping import SleepingTensors, storage_bytes
-from tinsmith.torch_workers.transfers import HostCopies, begin_to_host, to_device, wait_for
+from tinsmith.torch_workers.transfers import HostCopies, to_device, wait_for
 from tinsmith.torch_workers.varlen import varlen_attention
 
 __all__ = [
-    "GPU_LOGITS",
     "Adapter",
     "FullModelOfWorker",
     "HeadAdapters",
@@ -43,7 +41,6 @@ __all__ = [
     "TorchRank",
     "Vocabulary",
     "all_gather_single",
-    "begin_to_host",
     "free_what_is_unused",
     "join_process_group",
     "local_devices",

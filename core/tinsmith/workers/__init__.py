@@ -35,7 +35,7 @@ from tinsmith.workers.sequences import (
     one_by_one,
     segments,
 )
-from tinsmith.workers.serving import Worker, alone, serve
+from tinsmith.workers.serving import Worker, alone
 from tinsmith.workers.starting import start_ranks
 from tinsmith.workers.state_files import StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
@@ -88,7 +88,6 @@ __all__ = [
     "lacks_gpus",
     "one_by_one",
     "segments",
-    "serve",
     "start_ranks",
     "whole_model",
 ]

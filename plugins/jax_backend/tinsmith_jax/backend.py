@@ -10,8 +10,8 @@ from tinsmith import (
     SamplingBackend,
     ServerError,
     Snapshot,
-    StopRules,
 )
+from tinsmith.huggingface import StopRules
 from tinsmith.workers import MakeLauncher
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Devices, Setup

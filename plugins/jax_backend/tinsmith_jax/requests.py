@@ -9,18 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinsmith import (
-    Array,
-    FloatArray,
-    IntArray,
-    Sample,
-    SampledSequence,
-    SampleOutput,
-    StopReason,
-    StopRules,
-    StopWatch,
-    TopLogprobs,
-)
+from tinsmith import Array, FloatArray, IntArray, Sample, SampledSequence, SampleOutput, StopReason, TopLogprobs
+from tinsmith.huggingface import StopRules, StopWatch
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.sampling_values import Drawn
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tinsmith import Failed, StopRules, diverged, log_privately, unless_diverged
+from tinsmith import Failed, diverged, log_privately, unless_diverged
+from tinsmith.huggingface import StopRules
 from tinsmith.workers import WorkerDiedError
 from tinsmith_jax.inbox import Inbox
 from tinsmith_jax.model_config import ModelConfig

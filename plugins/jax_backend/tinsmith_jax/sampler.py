@@ -8,17 +8,8 @@ import asyncio
 import threading
 from dataclasses import dataclass, field
 
-from tinsmith import (
-    Capabilities,
-    Failed,
-    Sample,
-    SampleOutput,
-    SamplingBackend,
-    Snapshot,
-    StopRules,
-    UnsupportedError,
-    UserError,
-)
+from tinsmith import Capabilities, Failed, Sample, SampleOutput, SamplingBackend, Snapshot, UnsupportedError, UserError
+from tinsmith.huggingface import StopRules
 from tinsmith_jax.adapters import Adapter, DeviceSnapshot, from_canonical
 from tinsmith_jax.inbox import Inbox
 from tinsmith_jax.model_config import ModelConfig

@@ -1,6 +1,7 @@
 """The sampling half of the jax backend on its own, for models that another backend trains."""
 
-from tinsmith import BackendContext, Capabilities, StopRules, Turns
+from tinsmith import BackendContext, Capabilities, Turns
+from tinsmith.huggingface import StopRules
 from tinsmith_jax import native, runtime
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxSamplerConfig, as_trainer

@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from tinsmith import AdamParams, Array, LoraConfig, ModelState, Turns, refuses_step
+from tinsmith import AdamParams, Array, Failed, LoraConfig, ModelState, Turns, step_result
 from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith_jax import adapters, memory, optimizer, state_slices
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
@@ -258,7 +258,7 @@ class TrainingDevice:
                 self._stepped(run, model, adam) for run, model, (_, adam) in zip(programs, models, steps, strict=True)
             ]
             norms = [float(norm) for _, norm in stepped]  # wait for all of them
-        refused = [refuses_step(norm, adam) for norm, (_, adam) in zip(norms, steps, strict=True)]
+        refused = [isinstance(step_result(norm, adam), Failed) for norm, (_, adam) in zip(norms, steps, strict=True)]
         for (model_id, _), dropped in zip(steps, refused, strict=True):
             self.before_replacing(model_id, _GRADIENTS if dropped else _ALL)
         for model, (state, _), dropped in zip(models, stepped, refused, strict=True):

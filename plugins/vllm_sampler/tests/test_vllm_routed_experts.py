@@ -19,10 +19,10 @@ from tinsmith import (
     ForwardBackwardOutput,
     LoraConfig,
     SampledSequence,
-    StopRules,
     TokenArray,
     TrainingBackend,
 )
+from tinsmith.huggingface import StopRules
 from tinsmith.testing import in_one_loop
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.drawing import Drawing

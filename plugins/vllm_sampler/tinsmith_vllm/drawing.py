@@ -5,18 +5,8 @@ from typing import Final
 
 import numpy as np
 
-from tinsmith import (
-    ExpertArray,
-    FloatArray,
-    Sample,
-    SampledSequence,
-    SampleOutput,
-    StopReason,
-    StopRules,
-    StopWatch,
-    TokenArray,
-    TopLogprobs,
-)
+from tinsmith import ExpertArray, FloatArray, Sample, SampledSequence, SampleOutput, StopReason, TokenArray, TopLogprobs
+from tinsmith.huggingface import StopRules, StopWatch
 from tinsmith_vllm.messages import Drawn, Generate, PromptQuestion, PromptScores
 
 _UNUSED_LOGPROB: Final = -99999.0

@@ -22,14 +22,13 @@ from tinsmith import (
     SamplingBackend,
     ServerError,
     Snapshot,
-    StopRules,
     UnsupportedError,
     UserError,
     diverged,
     log_privately,
     unless_diverged,
 )
-from tinsmith.huggingface import StoredTensors, read_model_config
+from tinsmith.huggingface import StopRules, StoredTensors, read_model_config
 from tinsmith_vllm.adapters import AdapterFiles, DivergedError
 from tinsmith_vllm.compat import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig

@@ -1,7 +1,7 @@
 """A request store: the SQL store, with its database in a directory of its own.
 
 SQLite wants a local disk; checkpoints may lie on a shared one. A store that is not SQL subclasses
-`tinsmith.RequestStore` instead, and passes the same suite.
+`tinsmith.stores.RequestStore` instead, and passes the same suite.
 """
 
 from pathlib import Path
@@ -9,16 +9,17 @@ from pathlib import Path
 from pydantic import Field
 
 import tinsmith
+from tinsmith.stores import SqlStore, SqlStoreConfig, StoreContext, StoreSpec
 
 
-class SkeletonConfig(tinsmith.SqlStoreConfig):
+class SkeletonConfig(SqlStoreConfig):
     directory: Path | None = Field(None, description="directory of the database; default: the data directory")
 
 
-class SkeletonStore(tinsmith.SqlStore):
-    def __init__(self, config: SkeletonConfig, context: tinsmith.StoreContext) -> None:
+class SkeletonStore(SqlStore):
+    def __init__(self, config: SkeletonConfig, context: StoreContext) -> None:
         self._directory = config.directory or context.data_dir
-        super().__init__(config, tinsmith.StoreContext(data_dir=self._directory))
+        super().__init__(config, StoreContext(data_dir=self._directory))
 
     async def open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)  # here: creating a store does no I/O
@@ -26,8 +27,8 @@ class SkeletonStore(tinsmith.SqlStore):
 
 
 @tinsmith.hookimpl
-def tinsmith_register_stores() -> tinsmith.StoreSpec[SkeletonConfig]:
-    return tinsmith.StoreSpec(
+def tinsmith_register_stores() -> StoreSpec[SkeletonConfig]:
+    return StoreSpec(
         name="skeleton",
         config=SkeletonConfig,
         create=SkeletonStore,

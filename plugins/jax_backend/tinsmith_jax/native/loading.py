@@ -11,7 +11,7 @@ from typing import Final
 
 import jax
 
-from tinsmith import compiler_names, find_compiler
+from tinsmith import find_compiler
 from tinsmith_jax.native import library
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,10 @@ def load(directory: Path) -> bool:
         return True
     compiler = find_compiler()
     if compiler is None:
-        told = "no C++ compiler (%s) is installed: sampling on this CPU takes two to four times as long without one"
-        logger.warning(told, ", ".join(compiler_names()))
+        logger.warning(
+            "no C++ compiler is installed (c++, g++ or clang++, or the one that CXX names): sampling on this CPU takes "
+            "two to four times as long without one"
+        )
         return False
     try:
         path = library.begin(directory, compiler).result()

@@ -9,7 +9,8 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict
 
 from tinsmith import ConfigError, LoraConfig
-from tinsmith.huggingface import KNOWN_SHAPES, known_config, read_model_config, weight_counts
+from tinsmith.huggingface import known_config, read_model_config, weight_counts
+from tinsmith.huggingface.known_shapes import KNOWN_SHAPES
 from tinsmith.placement.machine import Machine
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig

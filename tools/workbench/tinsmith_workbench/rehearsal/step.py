@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig, Scratch
-from tinsmith.torch_workers import GPU_LOGITS, Adapter, LossTable, Scores
+from tinsmith.torch_workers import Adapter, LossTable, Scores
+from tinsmith.torch_workers.head import GPU_LOGITS
 from tinsmith.workers import AdapterLayout, ModelStep, NotFinite, Segment, deal
 from tinsmith_fsdp import trainer
 from tinsmith_fsdp.architecture import architecture_of
