@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.backend import BackendContext, SamplingBackend, TrainingBackend
-from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.probes import Probes
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import AdamParams, CreateModel, Datum, ForwardBackward, LoraConfig, OptimStep
 from tinsmith.plugins.loading import Plugins
@@ -40,7 +40,7 @@ class Bench:
         self.every = every
         self.thread = ThreadPoolExecutor(1)
         self.in_thread_s = 0.0
-        self.gate = ConsistencyGate(backend, sampler, ConsistencySettings(), call=self.call)
+        self.probes = Probes(backend, sampler, ConsistencySettings(), call=self.call)
         self.saves = 0
         rng = np.random.default_rng(0)
         vocab = backend.capabilities.vocab_size
@@ -79,7 +79,7 @@ class Bench:
         snapshot = await self.call(lambda: self.backend.publish(MODEL, name))
         await self.sampler.load_snapshot(snapshot)
         if gated:
-            found = await self.gate.check(MODEL, name, LORA)
+            found = await self.probes.compare(MODEL, name, LORA)
             assert found is not None
             assert found.verdict == "consistent", found
         saved = time.perf_counter()

@@ -12,8 +12,8 @@ from plain_protocol import POISON
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.engine.context import Keeping
 from tinsmith.engine.failures import EngineFailedError
-from tinsmith.engine.sampling_snapshots import Keeping
 from tinsmith.errors import StoreError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import RecoverySettings

@@ -27,7 +27,8 @@ from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
-from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
+from tinsmith.engine.context import EngineContext
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, ServerError, TinsmithError
 from tinsmith.hook_values import Principal
 from tinsmith.processes.housekeeping import Housekeeping
@@ -50,7 +51,7 @@ from tinsmith.store import (
     RunStateChanged,
     SamplingSessionRecord,
 )
-from tinsmith.testing.engine_driver import EngineDriver, take_over
+from tinsmith.testing.engine_driver import EngineDriver, make_context, take_over
 
 Work = Callable[[], Awaitable[None]]
 
@@ -245,6 +246,11 @@ class World:
             quotas=SimpleNamespace(disk=disk),
         )
 
+    def engine(self, store: Any, lease: Lease) -> EngineContext:
+        context = make_context(store, lease, self.root.parent)
+        context.room = _Room()  # type: ignore[assignment]
+        return context
+
     async def look(self) -> None:
         try:
             found = await self.store.get_checkpoint(self.path)
@@ -273,7 +279,7 @@ class World:
 
     async def write(self, store: Any, record: OperationRecord, lease: Lease, *, ttl_s: int | None = None) -> None:
         number = next(self.numbers)
-        writer = CheckpointWriter(store, self.root, lease=lease, room=_Room())  # type: ignore[arg-type]
+        writer = CheckpointWriter(self.engine(store, lease))
         written = await writer.write(
             self.path, self.kind, self._state(number), record, ttl_seconds=ttl_s, overwrite=True
         )
@@ -393,15 +399,7 @@ class World:
         await self.reads(read)
 
     def snapshots(self) -> Snapshots:
-        return Snapshots(
-            self.store_of("sample"),
-            self.sampler,
-            lease=self.lease,
-            checkpoint_root=self.root,
-            spill_root=self.root / "spilled",
-            keeping=Keeping(max_resident=8, max_bytes=1 << 30),
-            room=_Room(),  # type: ignore[arg-type]
-        )
+        return Snapshots(self.engine(self.store_of("sample"), self.lease), self.sampler)
 
     async def open_sampling_session(self, tenant: str) -> ops.Sample:
         record = await self.store.get_checkpoint(self.path)

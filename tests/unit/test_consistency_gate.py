@@ -15,10 +15,10 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.engine import snapshot_checks
-from tinsmith.engine.consistency_gate import _PROBE_ID
+from tinsmith.engine import consistency_gate
+from tinsmith.engine.consistency_gate import MOST_WAITING
 from tinsmith.engine.engine import Engine
-from tinsmith.engine.snapshot_checks import MOST_WAITING
+from tinsmith.engine.probes import _PROBE_ID
 from tinsmith.errors import NotFoundError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
@@ -426,7 +426,7 @@ class Calls:
 @pytest.fixture
 def nobody_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons begin when they must, and never because time has passed."""
-    monkeypatch.setattr(snapshot_checks, "_LATEST_S", WAIT_S)
+    monkeypatch.setattr(consistency_gate, "_LATEST_S", WAIT_S)
 
 
 async def test_saves_between_two_steps_share_the_trainers_scores(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

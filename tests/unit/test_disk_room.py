@@ -15,8 +15,8 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.engine import assembly
-from tinsmith.engine.sampling_snapshots import Keeping
+from tinsmith.engine import context
+from tinsmith.engine.context import Keeping
 from tinsmith.errors import CapacityError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.server.limits.disk_quota import DiskQuota
@@ -139,7 +139,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
-    monkeypatch.setattr(assembly, "space_at", disk.space)
+    monkeypatch.setattr(context, "space_at", disk.space)
     return disk
 
 

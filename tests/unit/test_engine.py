@@ -19,9 +19,10 @@ from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.engine import checkpoint_files
 from tinsmith.engine.call_watch import CallWatch
+from tinsmith.engine.context import Keeping
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
-from tinsmith.engine.sampling_snapshots import Keeping, Snapshots
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import StoreError, UnsupportedError, UserError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
+from tinsmith.checkpoints.format import read_checkpoint
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.errors import NotFoundError, OutOfMemoryError
@@ -24,7 +25,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
 from tinsmith.testing.contract import assert_same_state
-from tinsmith.testing.engine_driver import EngineDriver, make_engine, take_over
+from tinsmith.testing.engine_driver import EngineDriver, make_context, make_engine, take_over
 
 MODEL = "s1:train:0"
 TOO_LARGE = 13  # a token that no device holds
@@ -340,11 +341,11 @@ async def test_a_diverged_model_is_not_saved_by_name(setup: Setup, part: str, ra
                 assert isinstance(result, ops.WeightsSaved), result
         files = list((setup.data_dir / "checkpoints" / MODEL).rglob("*.safetensors"))
         assert bool(files) == (part != "weights"), "a refused save leaves nothing behind"
-        point = RecoveryPoints(
-            setup.store, await take_over(setup.store, "toy"), root=setup.data_dir / "r", settings=RecoverySettings()
-        )
-        kept = await point.read(await point.write(MODEL, 3, setup.state))
-        assert_same_state(kept, ruined, "a recovery point")
+        context = make_context(setup.store, await take_over(setup.store, "toy"), setup.data_dir)
+        unused = cast("Any", None)
+        written = await RecoveryPoints(context, unused, unused).write(MODEL, 3, setup.state)
+        kept = read_checkpoint(context.data_dir.recovery_points("toy"), written.directory)
+        assert_same_state(kept.state, ruined, "a recovery point")
 
 
 def _ruined(arrays: Mapping[str, Array]) -> Mapping[str, Array]:

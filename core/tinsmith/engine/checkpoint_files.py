@@ -10,17 +10,17 @@ from pathlib import Path
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import SHARD_BYTES, Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.format import Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.checkpoints.sizes import size_of
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.call_watch import CallWatch
-from tinsmith.engine.disk_room import DiskRoom
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import in_a_thread, with_retries
 from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import ReadRight
 from tinsmith.settings import WatchdogSettings
-from tinsmith.store import CheckpointKind, CheckpointRecord, Lease, OperationRecord, RequestStore
+from tinsmith.store import CheckpointKind, CheckpointRecord, OperationRecord, RequestStore
 from tinsmith.store.codec import decode_result
 from tinsmith.store.revocation import loadable_checkpoint, why_gone
 
@@ -87,25 +87,9 @@ class CheckpointReader:
 class CheckpointWriter:
     """Writes the checkpoints that clients ask for, outside the event loop and the training thread."""
 
-    def __init__(
-        self,
-        store: RequestStore,
-        root: Path,
-        *,
-        lease: Lease,
-        room: DiskRoom,
-        model_path: Path | None = None,
-        shard_bytes: int = SHARD_BYTES,
-        watch: CallWatch | None = None,
-    ) -> None:
-        """`model_path` is the base model's directory; full fine-tuning copies its configuration and tokenizer."""
-        self._store = store
-        self._root = root
-        self._lease = lease
-        self._room = room
-        self._model_path = model_path
-        self._shard_bytes = shard_bytes
-        self._watch = watch or CallWatch(WatchdogSettings())
+    def __init__(self, engine: EngineContext) -> None:
+        self._engine = engine
+        self._root = engine.data_dir.checkpoints
         self._versions: dict[str, set[str]] = {}  # by path: directories of which one is recorded with the save's result
 
     @durable_boundary("checkpoint.write")
@@ -127,7 +111,7 @@ class CheckpointWriter:
         taken, the disk has no room for it, or the model has diverged.
         """
         num_bytes = size_of(state, kind)
-        await self._room.expect(record.tenant, num_bytes)
+        await self._engine.room.expect(record.tenant, num_bytes)
         now = datetime.now(UTC)
         replaced = await self._recorded(path)
         if replaced is not None and not overwrite and why_gone(replaced, None, now) is None:
@@ -140,22 +124,22 @@ class CheckpointWriter:
             write_checkpoint,
             kind=kind,
             state=state,
-            base_model=self._lease.base_model,
+            base_model=self._engine.base_model,
             user_metadata=user_metadata or {},
             created_at=now,
             overwrite=False,
-            epoch=self._lease.epoch,
-            model_path=self._model_path,
-            shard_bytes=self._shard_bytes,
+            epoch=self._engine.lease.epoch,
+            model_path=self._engine.options.model_path,
+            shard_bytes=self._engine.options.shard_bytes,
             finite=True,
         )
-        size = await in_a_thread(self._watch.files(partial(write, self._root, directory), num_bytes))
+        size = await in_a_thread(self._engine.watch.files(partial(write, self._root, directory), num_bytes))
         return CheckpointRecord(
             path=path,
             model_id=parsed.model_id,
             tenant=record.tenant,
             kind=kind,
-            base_model=self._lease.base_model,
+            base_model=self._engine.base_model,
             lora=state.lora,
             created_at=now,
             size_bytes=size,
@@ -167,7 +151,7 @@ class CheckpointWriter:
 
     async def _recorded(self, path: str) -> CheckpointRecord | None:
         try:
-            return await with_retries(self._store.get_checkpoint, path)
+            return await with_retries(self._engine.store.get_checkpoint, path)
         except NotFoundError:
             return None
 

@@ -11,12 +11,12 @@ from tinsmith import operations as ops
 from tinsmith.backend import Capabilities
 from tinsmith.checks import check_operation
 from tinsmith.engine.claimed import Claimed, failed
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
 from tinsmith.errors import TinsmithError
 from tinsmith.losses import LossSpec
-from tinsmith.settings import RecoverySettings
 from tinsmith.steady_clock import SteadyClock
-from tinsmith.store import ClaimRoom, Held, Lease, OperationRecord, RequestStore
+from tinsmith.store import ClaimRoom, Held, OperationRecord
 from tinsmith.store.codec import decode_operation
 
 _IDLE_S: Final = 60.0
@@ -120,20 +120,12 @@ class Claims:
     lease was claimed by an earlier engine, or in a claim whose answer was lost, and goes back into the queue.
     """
 
-    def __init__(
-        self,
-        store: RequestStore,
-        lease: Lease,
-        *,
-        decoder: Decoder,
-        settings: RecoverySettings,
-        gap_timeout_s: float,
-    ) -> None:
-        self._store = store
-        self._lease = lease
+    def __init__(self, engine: EngineContext, decoder: Decoder) -> None:
+        self._store = engine.store
+        self._lease = engine.lease
         self._decoder = decoder
-        self._settings = settings
-        self._gap_timeout_s = gap_timeout_s
+        self._settings = engine.options.recovery
+        self._gap_timeout_s = engine.options.gap_timeout_s
         self._look = asyncio.Event()
         self._held = Holdings()
         self._changed = True  # the store may have something new

@@ -1,221 +1,184 @@
-"""The consistency gate checks for every save for sampling that the sampler serves what was trained.
+"""The consistency gate: which snapshots may be sampled from. None, if the sampler does not serve what was trained.
 
-Trainer and sampler score the same few probe sequences: the trainer in a forward pass, the sampler from the snapshot
-that clients will sample from. `consistency_verdict.py` judges the scores. Nothing here changes a model.
+A persisted snapshot is compared before its save is answered. The save of an ephemeral one is answered at once, and its
+client may ask for samples: they are drawn together with the probes, but none is given away before the verdict, and none
+at all if the snapshot is refused.
+
+The probes would keep the devices from what comes next, so they wait for the first sample of the snapshot, though not
+for long. Before that, the trainer scores them only if the model is about to change.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-
-from tinsmith import operations as ops
-from tinsmith.backend import Capabilities, SamplingBackend, TrainingBackend
-from tinsmith.engine.consistency_verdict import FLOAT32, LOW_PRECISION, Bounds, Scores, ScoresN, compare, not_compared
-from tinsmith.errors import UserError
+from tinsmith.backend import Snapshot
+from tinsmith.engine.context import EngineContext
+from tinsmith.engine.failures import engine_failed, with_retries
+from tinsmith.engine.probes import Probes, Scoring, figures
+from tinsmith.engine.snapshots import Snapshots
+from tinsmith.errors import ServerError, TinsmithError
 from tinsmith.operations import Consistency
-from tinsmith.settings import ConsistencySettings
+from tinsmith.references import told
 
-_PROBE_ID: Final = "consistency-probe"  # as model_id and as sampling_session_id; clients' ids contain colons
-_LOSS: Final = "cross_entropy"
-_SAMPLER_TIMEOUT_S: Final = 60.0  # probes queue behind the samples of all clients
+_log = logging.getLogger(__name__)
 
-Call = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Queues a call of the training backend in the backend's thread, at once. Await its result."""
+Comparing = asyncio.Task[Consistency | None]
+"""Ends with the verdict: None if nothing is compared."""
 
-Scored = ops.ForwardBackwardOutput | ops.Failed
+_LATEST_S: Final = 0.1  # after which a snapshot is compared even if nobody samples from it
 
-_log = logging.getLogger("tinsmith.consistency")
+MOST_WAITING: Final = 4  # snapshots, which stay in the sampler until they are compared
 
 
-class ProbeError(Exception):
-    """The probes could not be scored. The message names the side that failed, and why."""
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    model_id: str
+    why: str
 
 
-class Scoring:
-    """The trainer's scores of a model as it is now: a forward pass of the probes, which is queued once it has begun.
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A comparison that runs, or waits until it is `due`."""
 
-    It must begin before anything changes the model.
-    """
-
-    def __init__(self, queue: Callable[[], Awaitable[Scored]]) -> None:
-        self._queue = queue
-        self._scored: asyncio.Future[Scored] | None = None
-
-    def begin(self) -> asyncio.Future[Scored]:
-        """Return the scores to wait for."""
-        if self._scored is None:
-            self._scored = asyncio.ensure_future(self._queue())
-            self._scored.add_done_callback(_noticed)
-        return self._scored
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended without scores."""
-        ended = self._scored
-        if ended is None or not ended.done():
-            return False
-        return ended.cancelled() or ended.exception() is not None or isinstance(ended.result(), ops.Failed)
-
-
-def _noticed(ended: asyncio.Future[Scored]) -> None:
-    """A comparison may fail before it asks for the scores: nobody else would look at what went wrong with them."""
-    if not ended.cancelled() and (error := ended.exception()) is not None:
-        _log.warning("the trainer could not score the probes: %s", error)
+    model_id: str
+    due: asyncio.Event
+    comparing: Comparing
 
 
 class ConsistencyGate:
-    """One per engine. Remembers the scores of the base model, and of the last consistent save of every model."""
+    """Knows which comparisons run, and which snapshots were refused, until their model is unloaded."""
 
     def __init__(
-        self, backend: TrainingBackend, sampler: SamplingBackend, settings: ConsistencySettings, *, call: Call
+        self, engine: EngineContext, probes: Probes, snapshots: Snapshots, *, most_waiting: int = MOST_WAITING
     ) -> None:
-        """`before_change` must be called before anything changes a model."""
-        self._backend = backend
-        self._sampler = sampler
-        self._settings = settings
-        self._call = call
-        training, sampling = backend.capabilities, sampler.capabilities
-        self._bounds = _bounds(training, sampling, settings)
-        self._probes = probe_tokens(training, sampling, settings)
-        self._impossible = _why_impossible(training, sampling)
-        self._base: Scores | None = None
-        self._last: dict[str, Scores] = {}
-        self._scorings: dict[str, Scoring] = {}  # by model_id, of models that have not changed since
+        """`most_waiting`: how many comparisons may wait for a sample; beyond that, the oldest begin."""
+        self._engine = engine
+        self._probes = probes
+        self._snapshots = snapshots
+        self._most_waiting = most_waiting
+        self._running: dict[str, _Running] = {}  # by snapshot_id, in the order of their saves
+        self._refused: dict[str, _Refused] = {}  # by snapshot_id
 
-    def refuses(self, found: Consistency) -> bool:
+    def refuses(self, found: Consistency | None) -> bool:
         """Tell whether a save with this verdict must fail."""
-        return found.verdict == "inconsistent" and self._settings.action == "refuse"
+        refusing = self._engine.options.consistency.action == "refuse"
+        return refusing and found is not None and found.verdict == "inconsistent"
 
-    def scoring(self, model_id: str) -> Scoring | None:
-        """Return the trainer's scoring of a model as it is now. It begins before the next change of the model.
-
-        Saves between two changes share it. Return None if nothing will be compared.
-        """
-        if self._settings.action == "off" or self._impossible is not None:
-            return None
-        found = self._scorings.get(model_id)
-        if found is None or found.failed:
-            queue = partial(self._call, partial(self._score, model_id))
-            found = self._scorings[model_id] = Scoring(queue)
+    async def admit(self, model_id: str, snapshot: Snapshot) -> Consistency | None:
+        """Load a snapshot and compare it with its model, which does not train meanwhile. Drop it if it is refused."""
+        if (scoring := self._probes.scoring(model_id)) is not None:
+            scoring.begin()  # while the trainer has the devices, before the sampler loads the snapshot
+        await self._snapshots.add(snapshot, model_id=model_id)
+        async with self._snapshots.use(snapshot.snapshot_id):
+            found = await self._probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
+        if self.refuses(found):
+            await self._snapshots.discard(snapshot.snapshot_id)
         return found
 
-    def before_change(self, models: Iterable[str]) -> None:
-        """Queue the scorings that have not begun, ahead of what is queued next."""
-        for model_id in models:
-            if (scoring := self._scorings.pop(model_id, None)) is not None:
-                scoring.begin()
+    async def admit_for_now(self, model_id: str, snapshot: Snapshot) -> Comparing:
+        """Load a snapshot, and compare it in the background. Its model may train at once."""
+        scoring = self._probes.scoring(model_id)
+        if scoring is not None and self._most_waiting == 0:
+            scoring.begin()
+        await self._snapshots.add(snapshot, model_id=model_id)
+        due = asyncio.Event()
+        comparing = self._engine.tasks.create_task(self._in_background(model_id, snapshot, scoring, due))
+        self._running[snapshot.snapshot_id] = _Running(model_id, due, comparing)
+        waiting = [each for each in self._running.values() if not each.due.is_set()]
+        for each in waiting[: max(0, len(waiting) - self._most_waiting)]:
+            each.due.set()
+        comparing.add_done_callback(partial(self._ended, snapshot.snapshot_id))
+        return comparing
 
-    async def check(
-        self, model_id: str, snapshot_id: str, lora: ops.LoraConfig, scoring: Scoring | None = None
+    async def admit_again(self, model_id: str, snapshot: Snapshot) -> None:
+        """Load and compare what an earlier engine had admitted. The verdict is recorded nowhere."""
+        await self._snapshots.add(snapshot, model_id=model_id)
+        await self._judge(model_id, snapshot)
+
+    def _ended(self, snapshot_id: str, _comparing: Comparing) -> None:
+        del self._running[snapshot_id]
+
+    async def _in_background(
+        self, model_id: str, snapshot: Snapshot, scoring: Scoring | None, due: asyncio.Event
     ) -> Consistency | None:
-        """Compare a loaded snapshot with the model it was taken from. Return None if the gate is off.
-
-        `scoring` is what `self.scoring` returned when the model was as the snapshot is; without it the model must not
-        train meanwhile.
-        """
-        if self._settings.action == "off":
-            return None
-        if self._impossible is not None:
-            return self._tell(snapshot_id, not_compared(self._impossible))
         try:
-            found = await self._compare(model_id, snapshot_id, lora, scoring)
-        except TimeoutError:
-            reason = f"the sampler is too busy: it did not score the probes within {_SAMPLER_TIMEOUT_S:.0f} s"
-            found = not_compared(reason)
-        except ProbeError as error:
-            found = Consistency(verdict="inconsistent", reason=str(error))
-        return self._tell(snapshot_id, found)
+            return await self._judge(model_id, snapshot, scoring, due)
+        except TinsmithError:
+            raise
+        except Exception as error:
+            raise engine_failed(self._engine.base_model, "the check of a snapshot", error) from error
+
+    async def _judge(
+        self, model_id: str, snapshot: Snapshot, scoring: Scoring | None = None, due: asyncio.Event | None = None
+    ) -> Consistency | None:
+        """Compare a loaded snapshot once it is due, and take it back if it is refused."""
+        found = await self._compare(model_id, snapshot, scoring, due)
+        if found is not None and self.refuses(found):
+            why = f"sampling snapshot {snapshot.snapshot_id!r} was taken back, because {_why_refused(found)}"
+            self._refused[snapshot.snapshot_id] = _Refused(model_id, why)
+            await self._snapshots.discard(snapshot.snapshot_id)
+            await with_retries(self._engine.store.note_run, self._engine.lease, model_id, why)
+        return found
 
     async def _compare(
-        self, model_id: str, snapshot_id: str, lora: ops.LoraConfig, scoring: Scoring | None
-    ) -> Consistency:
-        by_trainer = (scoring or Scoring(partial(self._call, partial(self._score, model_id)))).begin()
-        by_sampler = asyncio.ensure_future(self._by_sampler(snapshot_id))
+        self, model_id: str, snapshot: Snapshot, scoring: Scoring | None, due: asyncio.Event | None
+    ) -> Consistency | None:
+        """The snapshot stays in the sampler until it is compared."""
         try:
-            base = await self._base_scores(lora)
-            trainer_N = _trainer_scores(await asyncio.shield(by_trainer))  # other saves may wait for it, too
-            if not np.isfinite(trainer_N).all():
-                return not_compared("the logprobs of the model are not finite: it has diverged")
-            now = Scores(trainer_N=trainer_N, sampler_N=await by_sampler)
-        finally:
-            if not by_sampler.cancel() and not by_sampler.cancelled():
-                by_sampler.exception()  # it may have failed where the trainer's scores decide already
-        found = compare(now, base=base, last=self._last.get(model_id), bounds=self._bounds)
-        if found.verdict == "consistent":
-            self._last[model_id] = now
-        return found
+            async with self._snapshots.use(snapshot.snapshot_id):
+                if due is not None:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LATEST_S):
+                            await due.wait()
+                return await self._probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
+        except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk
+            why = told(error, _log, during=f"the check of {snapshot.snapshot_id}").public
+            return Consistency(verdict="inconsistent", reason=why)
 
-    def forget(self, model_id: str) -> None:
-        """Drop what is remembered of a model that has been unloaded."""
-        self._last.pop(model_id, None)
-        self._scorings.pop(model_id, None)
+    def hurry(self, snapshot_id: str | None) -> None:
+        """Somebody samples from a snapshot, and will wait for its verdict."""
+        if (running := self._running.get(snapshot_id or "")) is not None:
+            running.due.set()
 
-    async def _base_scores(self, lora: ops.LoraConfig) -> Scores:
-        """Score the base model once: with the sampler now, with the trainer once it has room for a new adapter."""
-        if self._base is None:
-            self._base = Scores(trainer_N=None, sampler_N=await self._by_sampler(None))
-        if self._base.trainer_N is None and lora.rank > 0:
-            try:
-                result = await self._call(partial(self._score_fresh, lora))
-            except UserError as error:  # no room: the difference on the base model stays an assumption
-                _log.info("the trainer cannot score the base model now: %s", error)
-            else:
-                self._base = replace(self._base, trainer_N=_trainer_scores(result))
-        return self._base
+    def expect_not_refused(self, snapshot_id: str | None) -> None:
+        """Raise ServerError if a snapshot was refused."""
+        refused = self._refused.get(snapshot_id or "")
+        if refused is not None:
+            raise ServerError(refused.why)
 
-    def _score_fresh(self, lora: ops.LoraConfig) -> Scored:
-        """Score with an untrained adapter, which changes nothing. The same LoRA shape reuses compiled programs."""
-        self._backend.create_model(ops.CreateModel(model_id=_PROBE_ID, lora=lora))
-        try:
-            return self._score(_PROBE_ID)
-        finally:
-            self._backend.unload_model(_PROBE_ID)
+    async def expect_passed(self, snapshot_id: str | None) -> None:
+        """Wait for the verdict on a snapshot. Raise ServerError if it was refused."""
+        if (running := self._running.get(snapshot_id or "")) is not None:
+            await asyncio.wait([running.comparing])
+        self.expect_not_refused(snapshot_id)
 
-    def _score(self, model_id: str) -> Scored:
-        (result,) = self._backend.forward([self._forward(model_id)])
-        return result
+    async def persist(self, model_id: str) -> None:
+        """Write the model's ephemeral snapshots to disk once they have passed; they are not compared again."""
+        await self._ended_of(model_id)
+        await self._snapshots.persist(model_id)
 
-    def _forward(self, model_id: str) -> ops.Forward:
-        return ops.Forward(model_id=model_id, data=tuple(_datum(probe) for probe in self._probes), loss_fn=_LOSS)
+    async def drop_model(self, model_id: str) -> None:
+        """Drop the ephemeral snapshots of a model that has been unloaded, and what is remembered of them."""
+        await self._ended_of(model_id)
+        self._probes.forget(model_id)
+        self._refused = {name: each for name, each in self._refused.items() if each.model_id != model_id}
+        await self._snapshots.drop_model(model_id)
 
-    async def _by_sampler(self, snapshot_id: str | None) -> ScoresN:
-        async with asyncio.timeout(_SAMPLER_TIMEOUT_S):
-            results = await asyncio.gather(*(self._sampler.sample(_sample(p, snapshot_id)) for p in self._probes))
-        return np.concatenate([_sampler_scores(result) for result in results])
-
-    def _tell(self, snapshot_id: str, found: Consistency) -> Consistency:
-        if found.verdict == "consistent":
-            _log.info("%s is consistent: %s", snapshot_id, figures(found))
-        elif found.verdict == "not compared":
-            _log.warning("%s was not compared with its trainer: %s", snapshot_id, found.reason)
-        else:
-            _log.error("%s does not match the trained model: %s; %s", snapshot_id, found.reason, figures(found))
-        return found
-
-
-def figures(found: Consistency) -> str:
-    """Describe the measured differences."""
-    if found.max_difference is None or found.mean_difference is None:
-        return "no differences were measured"
-    return (
-        f"logprobs of {found.num_tokens} probe tokens differ by at most {found.max_difference:.3g}, on average by "
-        f"{found.mean_difference:.3g}; the adapter's own effect is {found.effect:.3g}"
-    )
+    async def _ended_of(self, model_id: str) -> None:
+        running = [each for each in self._running.values() if each.model_id == model_id]
+        for each in running:
+            each.due.set()
+        if running:
+            await asyncio.wait([each.comparing for each in running])
 
 
 def refusal(found: Consistency) -> str:
     """Return the message of a refused save: what differs, by how much, and what to do."""
     return f"the snapshot was not saved, because {_why_refused(found)}"
-
-
-def later_refusal(snapshot_id: str, found: Consistency) -> str:
-    """Return the message of a snapshot that is refused when its save has been answered."""
-    return f"sampling snapshot {snapshot_id!r} was taken back, because {_why_refused(found)}"
 
 
 def _why_refused(found: Consistency) -> str:
@@ -224,66 +187,3 @@ def _why_refused(found: Consistency) -> str:
         "too, restart the engine, compare the versions and dtypes of trainer and sampler, and run their contract "
         "suites; models[].consistency in the configuration sets the bound, or turns the refusal into a warning"
     )
-
-
-def probe_tokens(
-    training: Capabilities, sampling: Capabilities, settings: ConsistencySettings
-) -> tuple[ops.TokenArray, ...]:
-    """Draw the probes. The same vocabulary always gives the same probes; each has different tokens."""
-    context = min(training.max_context_tokens, sampling.max_context_tokens)
-    length = min(settings.tokens, context - 1)  # the sampler appends one token to each
-    vocab_size = min(training.vocab_size, sampling.vocab_size)
-    rng = np.random.default_rng(0)
-    return tuple(rng.integers(0, vocab_size, length).astype(np.int32) for _ in range(settings.probes))
-
-
-def _bounds(training: Capabilities, sampling: Capabilities, settings: ConsistencySettings) -> Bounds:
-    exact = training.dtype == sampling.dtype == "float32"
-    bounds = FLOAT32 if exact else LOW_PRECISION
-    return bounds if settings.max_difference is None else replace(bounds, max_difference=settings.max_difference)
-
-
-def _why_impossible(training: Capabilities, sampling: Capabilities) -> str | None:
-    if not sampling.prompt_logprobs:
-        return "this sampler cannot score prompts (its prompt_logprobs capability is off)"
-    if _LOSS not in training.losses:
-        return f"this trainer does not offer the loss {_LOSS!r}, with which probes are scored"
-    return None
-
-
-def _datum(probe: ops.TokenArray) -> ops.Datum:
-    targets = probe[1:].astype(np.int64)
-    return ops.Datum(
-        tokens_T=probe[:-1], loss_inputs={"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
-    )
-
-
-def _sample(probe: ops.TokenArray, snapshot_id: str | None) -> ops.Sample:
-    return ops.Sample(
-        sampling_session_id=_PROBE_ID,
-        snapshot_id=snapshot_id,
-        prompt_P=probe,
-        params=ops.SamplingParams(max_tokens=1, seed=0),
-        prompt_logprobs=True,
-    )
-
-
-def _trainer_scores(result: Scored) -> ScoresN:
-    if isinstance(result, ops.Failed):
-        msg = f"the trainer could not score the probes: {result.message}"
-        raise ProbeError(msg)
-    return _joined([output["logprobs"] for output in result.loss_fn_outputs])
-
-
-def _sampler_scores(result: ops.SampleOutput | ops.Failed) -> ScoresN:
-    if isinstance(result, ops.Failed):
-        msg = f"the sampler could not score the probes: {result.message}"
-        raise ProbeError(msg)
-    if result.prompt_logprobs is None:
-        msg = "the sampler returned no prompt logprobs, although its prompt_logprobs capability is on"
-        raise ProbeError(msg)
-    return _joined([result.prompt_logprobs[1:]])
-
-
-def _joined(parts: Sequence[ops.Array]) -> ScoresN:
-    return np.concatenate([np.asarray(part, np.float64).reshape(-1) for part in parts])

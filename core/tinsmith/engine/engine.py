@@ -1,17 +1,18 @@
 """The engine of one base model: claims operations, runs them, records their results.
 
-Operations of models go through the training lane, one batch at a time; samples go through the sampling lane, as many
-at a time as the sampler draws. `assembly.py` builds an engine.
+Operations of models are run by `training.py`, one batch at a time; samples by `sampling.py`, as many at a time as the
+sampler draws. Each takes, runs and records. `assembly.py` builds an engine.
 """
 
 import asyncio
 import logging
 
 from tinsmith.engine.claims import Claims
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.model_places import Places
 from tinsmith.engine.recovery import Recovery, RecoveryProgress
-from tinsmith.engine.sampling_lane import SamplingLane
-from tinsmith.engine.training_lane import TrainingLane
+from tinsmith.engine.sampling import Sampling
+from tinsmith.engine.training import Training
 
 _log = logging.getLogger(__name__)
 
@@ -21,23 +22,20 @@ class Engine:
 
     def __init__(
         self,
+        context: EngineContext,
         claims: Claims,
-        training: TrainingLane,
-        sampling: SamplingLane,
+        training: Training,
+        sampling: Sampling,
         recovery: Recovery,
         places: Places,
-        *,
-        tasks: asyncio.TaskGroup,
-        stopping: asyncio.Event,
     ) -> None:
-        """The lanes start their tasks in `tasks`, and take nothing new once `stopping` is set."""
         self.training = training
         self._claims = claims
         self._sampling = sampling
         self._recovery = recovery
         self._places = places
-        self._tasks = tasks
-        self._stopping = stopping
+        self._tasks = context.tasks
+        self._stopping = context.stopping
 
     def stop(self) -> None:
         """Let `run` finish what is running, and return."""
@@ -78,7 +76,7 @@ class Engine:
         await self._claims.requeue_all()
 
     async def _feed(self) -> None:
-        """Claim what there is room for, and hand it to the lanes."""
+        """Claim what there is room for, and have it run."""
         await self._retry_suspects()
         self._claims.wake()
         while True:
@@ -100,7 +98,7 @@ class Engine:
             if claimed.record.ordered:
                 await self.training.run_alone(claimed)
             else:
-                await self._sampling.run_alone(claimed, unless=self._stopping)
+                await self._sampling.run_alone(claimed)
 
     async def _cancel_samples(self) -> None:
         for request_id in await self._claims.cancelled():

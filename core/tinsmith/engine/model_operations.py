@@ -12,11 +12,11 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
 from tinsmith.engine.claimed import Outcome, failed
+from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.models import Models
-from tinsmith.engine.recovery_point_taker import RecoveryPointTaker
+from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.save_for_sampler import SaveForSampler
-from tinsmith.engine.snapshot_checks import SnapshotChecks
-from tinsmith.engine.waiting_states import WaitingStates
 from tinsmith.engine.windows import Windows
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.store import (
@@ -37,24 +37,23 @@ ModelOperation = (
 class ModelOperations:
     def __init__(
         self,
+        engine: EngineContext,
         models: Models,
-        save_for_sampler: SaveForSampler,
-        checks: SnapshotChecks,
-        *,
+        windows: Windows,
         reader: CheckpointReader,
         writer: CheckpointWriter,
-        recovery_points: RecoveryPointTaker,
-        waiting: WaitingStates,
-        windows: Windows,
+        gate: ConsistencyGate,
+        save_for_sampler: SaveForSampler,
+        recovery_points: RecoveryPoints,
     ) -> None:
+        self._engine = engine
         self._models = models
-        self._save_for_sampler = save_for_sampler
-        self._checks = checks
+        self._windows = windows
         self._reader = reader
         self._writer = writer
+        self._gate = gate
+        self._save_for_sampler = save_for_sampler
         self._recovery_points = recovery_points
-        self._waiting = waiting
-        self._windows = windows
 
     async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
         """Run one. If the request or the disk is at fault, the outcome says so."""
@@ -130,7 +129,7 @@ class ModelOperations:
     @asynccontextmanager
     async def _captured(self, model_id: str) -> AsyncIterator[ModelState]:
         """Capture a state when there is room for it, which is kept until the block ends."""
-        async with self._waiting.place(self._models.lora(model_id)) as place:
+        async with self._engine.waiting.place(self._models.lora(model_id)) as place:
             state = await self._models.capture(model_id)
             place.holds(state)
             yield state
@@ -158,7 +157,7 @@ class ModelOperations:
 
     async def _unload(self, model_id: str) -> Outcome:
         await self._models.unload(model_id)
-        await self._checks.drop_model(model_id)
+        await self._gate.drop_model(model_id)
         unloaded = RunStateChanged(model_id=model_id, state=RunState.UNLOADED)
         return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
 

@@ -4,10 +4,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from tinsmith.backend import Capabilities
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
-from tinsmith.settings import QuotaSettings
 from tinsmith.steady_clock import SteadyClock
-from tinsmith.store import Lease, PlaceLimits, RequestStore
+from tinsmith.store import PlaceLimits
 
 _MIN_LOOK_S: Final = 1.0
 _MAX_LOOK_S: Final = 60.0
@@ -15,13 +15,11 @@ _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
 
 class Places:
-    def __init__(
-        self, store: RequestStore, lease: Lease, *, capabilities: Capabilities, settings: QuotaSettings
-    ) -> None:
-        self._store = store
-        self._lease = lease
+    def __init__(self, engine: EngineContext, capabilities: Capabilities) -> None:
+        self._store = engine.store
+        self._lease = engine.lease
         self._capabilities = capabilities
-        self._settings = settings
+        self._settings = engine.options.quotas
 
     async def watch(self) -> None:
         """Until cancelled, admit models whenever there may be a place for them."""

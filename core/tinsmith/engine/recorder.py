@@ -10,10 +10,11 @@ from typing import Final
 from tinsmith import operations as ops
 from tinsmith.engine.claimed import Finished, usage_of
 from tinsmith.engine.claims import Claims
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
 from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import OperationFinished
-from tinsmith.store import Completion, Lease, RequestStore
+from tinsmith.store import Completion
 from tinsmith.store.codec import encode_result
 from tinsmith.store.value_sizes import size_bound
 
@@ -52,11 +53,9 @@ def _verdict(ended: asyncio.Task[ops.Consistency | None]) -> ops.Consistency | N
 
 
 class Recorder:
-    def __init__(
-        self, store: RequestStore, lease: Lease, claims: Claims, *, on_finished: Callable[[OperationFinished], None]
-    ) -> None:
-        self._store = store
-        self._lease = lease
+    def __init__(self, engine: EngineContext, claims: Claims, on_finished: Callable[[OperationFinished], None]) -> None:
+        self._store = engine.store
+        self._lease = engine.lease
         self._claims = claims
         self._on_finished = on_finished
         self._turn = asyncio.Lock()

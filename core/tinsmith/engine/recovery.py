@@ -5,12 +5,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from tinsmith import operations as ops
+from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import BackendFailedError, EngineFailedError, with_retries
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import REPLAY_PAGE, History, Rebuilt, Replayer
-from tinsmith.engine.sampling_snapshots import Snapshots
-from tinsmith.engine.snapshot_checks import SnapshotChecks
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import LeaseLostError, ModelLostError, StoreError, TinsmithError
 from tinsmith.references import told
 from tinsmith.store import Lease, LiveModel, OperationRecord, RecoveryPointRecord, RequestStore, RunRecord
@@ -27,25 +28,21 @@ class Recovery:
 
     def __init__(
         self,
-        store: RequestStore,
-        lease: Lease,
+        engine: EngineContext,
         models: Models,
         replayer: Replayer,
         snapshots: Snapshots,
-        checks: SnapshotChecks,
+        gate: ConsistencyGate,
         recovery_points: RecoveryPoints,
-        *,
-        max_attempts: int,
     ) -> None:
-        """`max_attempts` bounds how often the rebuild of one model is begun."""
-        self._store = store
-        self._lease = lease
+        self._store = engine.store
+        self._lease = engine.lease
         self._models = models
         self._replayer = replayer
         self._snapshots = snapshots
-        self._checks = checks
+        self._gate = gate
         self._recovery_points = recovery_points
-        self._max_attempts = max_attempts
+        self._max_attempts = engine.options.recovery.max_retries + 1
 
     async def run(self, progress: RecoveryProgress, *, interrupted: bool) -> None:
         """Rebuild every live model. A model that cannot be rebuilt is lost by itself, with the reason.
@@ -93,7 +90,7 @@ class Recovery:
         _log.error("model %s is lost: %s", model_id, reason, exc_info=error)
         await with_retries(self._store.lose_run, self._lease, model_id, reason)
         await self._models.discard(model_id, reason)
-        await self._checks.drop_model(model_id)
+        await self._gate.drop_model(model_id)
         await self._recovery_points.forget(model_id)
 
     async def _end(self, run: RunRecord, rebuilt: Rebuilt) -> None:
@@ -119,8 +116,7 @@ class Recovery:
             return
         if self._snapshots.why_not(self._models.lora(model_id)) is None:
             snapshot = await self._models.publish(model_id, snapshot_id)
-            await self._snapshots.add(snapshot, model_id=model_id)
-            await self._checks.check(model_id, snapshot)  # the verdict is recorded nowhere
+            await self._gate.admit_again(model_id, snapshot)
 
 
 class _LiveHistory(History):

@@ -1,4 +1,4 @@
-"""The recovery points of one engine: when one is due, writing it, and removing those that are no longer needed.
+"""The recovery points of one engine: when one is due, taking it while training goes on, removing what nobody needs.
 
 A recovery point is a training checkpoint below the recovery root. It is registered in the store once it is complete.
 Its directory is named after its seq_id and its engine: a superseded engine may go on writing for a moment, but never
@@ -6,27 +6,36 @@ to a directory of its successor.
 """
 
 import asyncio
+import logging
 import secrets
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.format import delete_checkpoint, write_checkpoint
 from tinsmith.checkpoints.sizes import size_of
-from tinsmith.engine.call_watch import CallWatch
-from tinsmith.engine.failures import in_a_thread
+from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.context import EngineContext
+from tinsmith.engine.failures import EngineFailedError, ending_the_engine, in_a_thread
+from tinsmith.engine.models import Models
+from tinsmith.engine.waiting_states import Place
+from tinsmith.errors import LeaseLostError, TinsmithError
 from tinsmith.failpoints import durable_boundary
-from tinsmith.settings import RecoverySettings, WatchdogSettings
-from tinsmith.store import Lease, RecoveryPointRecord, RequestStore
+from tinsmith.store import OperationRecord, RecoveryPointRecord, RecoveryPointTaken
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Model:
+class _Progress:
+    """How far a model is."""
+
     seq_id: int = -1  # the last operation that has run
     operations: int = 0  # since the last recovery point
     taken_at_s: float = field(default_factory=time.monotonic)
@@ -35,77 +44,110 @@ class _Model:
 
 
 class RecoveryPoints:
-    """Belongs to one event loop; files are written in other threads."""
+    """Copies a model's state to the host between two batches, and writes it in the background."""
 
-    def __init__(
-        self,
-        store: RequestStore,
-        lease: Lease,
-        *,
-        root: Path,
-        settings: RecoverySettings,
-        watch: CallWatch | None = None,
-    ) -> None:
-        self._store = store
-        self._watch = watch or CallWatch(WatchdogSettings())
-        self._root = root
-        self._lease = lease
-        self._settings = settings
-        self._engine = secrets.token_hex(4)
-        self._models: dict[str, _Model] = {}
-
-    @property
-    def keep(self) -> int:
-        return self._settings.keep_points
+    def __init__(self, engine: EngineContext, models: Models, gate: ConsistencyGate) -> None:
+        self._engine = engine
+        self._models = models
+        self._gate = gate
+        self._root = engine.data_dir.recovery_points(engine.base_model)
+        self._settings = engine.options.recovery
+        self._version = secrets.token_hex(4)
+        self._progress: dict[str, _Progress] = {}  # by model_id
 
     def ran(self, model_id: str, seq_id: int, *, operations: int = 1) -> None:
         """Note that operations up to this one have run on the backend.
 
         Operations that change nothing count too, so that the log before the oldest recovery point can be pruned.
         """
-        model = self._models.setdefault(model_id, _Model())
+        model = self._of(model_id)
         model.seq_id = seq_id
         model.operations += operations
 
-    def due(self, model_id: str) -> bool:
-        model = self._models[model_id]
+    def _of(self, model_id: str) -> _Progress:
+        return self._progress.setdefault(model_id, _Progress())
+
+    async def keep(self, model_id: str, state: ModelState, record: OperationRecord) -> RecoveryPointTaken:
+        """Keep what is about to be loaded: a recovery cannot rely on the checkpoint, which may be deleted by then."""
+        taken = await self._write_if_room(model_id, record.tenant, record.seq_id, state)
+        return RecoveryPointTaken(record=taken, keep=self._settings.keep_points)
+
+    async def take_due(self, records: Sequence[OperationRecord], recorded: asyncio.Task[None]) -> None:
+        """Capture those models of a batch whose recovery point is due. Call before the next batch.
+
+        `recorded` ends when the results of the batch are in the store.
+        """
+        for model_id, tenant in {record.subject_id: record.tenant for record in records}.items():
+            model = self._progress[model_id]
+            if not self._is_due(model):
+                continue
+            place = self._engine.waiting.place_at_once(self._models.lora(model_id))
+            if place is None:
+                continue  # until the disk has taken others; it stays due
+            seq_id = model.seq_id
+            model.operations, model.taken_at_s, model.taking = 0, time.monotonic(), seq_id
+            with ending_the_engine(self._engine.base_model, "capture_state"):
+                state = await self._models.capture(model_id)
+            place.holds(state)
+            take = self._take(model_id, tenant, seq_id, state, place, recorded)
+            self._engine.tasks.create_task(take, name=f"recovery point of {model_id}")
+
+    def _is_due(self, model: _Progress) -> bool:
         if model.taking is not None or model.operations == 0:
             return False
         late = time.monotonic() - model.taken_at_s >= self._settings.point_every_s
         return late or model.operations >= self._settings.point_every_operations
 
-    def begin(self, model_id: str) -> int:
-        """Start a new count. Return the seq_id of the state that must be captured now. `end` must follow."""
-        model = self._models[model_id]
-        model.operations, model.taken_at_s, model.taking = 0, time.monotonic(), model.seq_id
-        return model.seq_id
+    async def _take(
+        self,
+        model_id: str,
+        tenant: str,
+        seq_id: int,
+        state: ModelState,
+        place: Place,
+        recorded: asyncio.Task[None],
+    ) -> None:
+        try:
+            with ending_the_engine(self._engine.base_model, "capture_state"):
+                written = await self._write_if_room(model_id, tenant, seq_id, state)
+            del state
+            place.release()
+            await asyncio.wait([recorded])  # a recovery point must never be ahead of the recorded results
+            await self.register(written)
+        except (LeaseLostError, EngineFailedError):
+            raise
+        except TinsmithError as error:
+            _log.warning("no recovery point of %s was taken; the next one may succeed: %s", model_id, error)
+        finally:
+            place.release()
+            if (model := self._progress.get(model_id)) is not None:
+                model.taking = None
 
-    def end(self, model_id: str) -> None:
-        if (model := self._models.get(model_id)) is not None:
-            model.taking = None
-
-    async def replaced_bytes(self, model_id: str) -> int:
-        """Return the size of the recovery point that the next one replaces, or 0."""
-        registered = await self._store.list_recovery_points(model_id)
-        return registered[-1].size_bytes if len(registered) >= self.keep else 0
+    async def _write_if_room(self, model_id: str, tenant: str, seq_id: int, state: ModelState) -> RecoveryPointRecord:
+        """Write it if the disk has room for what it takes more than the one that it replaces."""
+        registered = await self._engine.store.list_recovery_points(model_id)
+        replaced = registered[-1].size_bytes if len(registered) >= self._settings.keep_points else 0
+        await self._engine.room.expect(tenant, max(0, size_of(state, "training") - replaced))
+        await self._gate.persist(model_id)
+        return await self.write(model_id, seq_id, state)
 
     @durable_boundary("recovery_point.write")
     async def write(self, model_id: str, seq_id: int, state: ModelState) -> RecoveryPointRecord:
         """Make it durable. It is not used before it is registered. Raise ServerError if the disk fails."""
-        directory = f"{model_id}/{seq_id}-{self._engine}"
+        directory = f"{model_id}/{seq_id}-{self._version}"
         now = datetime.now(UTC)
         write = partial(
             write_checkpoint,
             kind="training",
             state=state,
-            base_model=self._lease.base_model,
+            base_model=self._engine.base_model,
             user_metadata={},
             created_at=now,
             overwrite=True,
-            epoch=self._lease.epoch,
+            epoch=self._engine.lease.epoch,
         )
-        async with self._models.setdefault(model_id, _Model()).writing:
-            files = self._watch.files(partial(write, self._root, directory), size_of(state, "training"))
+        async with self._of(model_id).writing:
+            files = self._engine.watch.files(partial(write, self._root, directory), size_of(state, "training"))
             size = await in_a_thread(files)
         return RecoveryPointRecord(
             model_id=model_id, seq_id=seq_id, directory=directory, size_bytes=size, created_at=now
@@ -114,20 +156,19 @@ class RecoveryPoints:
     @durable_boundary("recovery_point.register")
     async def register(self, record: RecoveryPointRecord) -> None:
         """Raise ServerError if the results up to it are not recorded, or the model has ended."""
-        await self._store.add_recovery_point(self._lease, record, keep=self.keep)
+        await self._engine.store.add_recovery_point(self._engine.lease, record, keep=self._settings.keep_points)
         await self.tidy(record.model_id)
 
     async def tidy(self, model_id: str) -> None:
         """Remove files that are not registered, except those that may be registered soon: newer ones, and our own."""
-        model = self._models.setdefault(model_id, _Model())
-        async with model.writing:
-            registered = await self._store.list_recovery_points(model_id)
+        async with self._of(model_id).writing:
+            registered = await self._engine.store.list_recovery_points(model_id)
             if registered:
                 kept = {Path(record.directory).name for record in registered}
                 await asyncio.to_thread(self._remove_older, model_id, registered[0].seq_id, kept)
 
     def _remove_older(self, model_id: str, newest: int, kept: Collection[str]) -> None:
-        taking = self._models.get(model_id, _Model()).taking
+        taking = self._progress.get(model_id, _Progress()).taking
         for name in _names(self._root / model_id) - set(kept):
             seq_id = int(name.split("-")[0])
             if seq_id <= newest and seq_id != taking:
@@ -135,8 +176,7 @@ class RecoveryPoints:
 
     async def forget(self, model_id: str) -> None:
         """Remove all recovery points of a model that has ended."""
-        model = self._models.pop(model_id, _Model())
-        async with model.writing:
+        async with self._progress.pop(model_id, _Progress()).writing:
             await asyncio.to_thread(shutil.rmtree, self._root / model_id, ignore_errors=True)
 
     async def keep_only(self, model_ids: Collection[str]) -> None:
@@ -145,12 +185,16 @@ class RecoveryPoints:
         for model_id in found - set(model_ids):
             await self.forget(model_id)
 
-    async def read(self, record: RecoveryPointRecord) -> ModelState:
-        """Raise TinsmithError if it is missing or damaged."""
-        checkpoint = await asyncio.to_thread(
-            self._watch.files(partial(read_checkpoint, self._root, record.directory), record.size_bytes)
-        )
-        return checkpoint.state
+    async def tidy_after(self, record: OperationRecord, result: ops.Result) -> None:
+        """Remove the recovery points that an operation has made useless."""
+        never_created = record.kind == "create_model" and isinstance(result, ops.Failed)
+        try:
+            if record.kind == "unload_model" or never_created:
+                await self.forget(record.subject_id)
+            elif record.kind == "load_state":
+                await self.tidy(record.subject_id)
+        except TinsmithError as error:  # the next start removes them
+            _log.warning("old recovery points of %s could not be removed yet: %s", record.subject_id, error)
 
 
 def _names(directory: Path) -> set[str]:

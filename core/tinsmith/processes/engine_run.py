@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
-from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
+from tinsmith.engine.assembly import assemble_engine
 from tinsmith.engine.call_watch import LOADING, CallWatch
+from tinsmith.engine.context import EngineContext, EngineOptions
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import contained
 from tinsmith.hook_values import OperationFinished
@@ -146,10 +147,15 @@ class EngineRun:
             self.plugins.operation_finished(event)
 
         turns = make_turns(self.model, backend, sampler, thread, tell=self.reports.turn)
-        parts = EngineParts(
+        context = EngineContext(
             store=self.store,
             lease=self.lease,
             data_dir=self.data_dir,
+            options=EngineOptions.configured(self.settings, self.model, model_path=self._model_path()),
+            watch=self.watch,
+        )
+        engine = assemble_engine(
+            context,
             backend=backend,
             sampler=sampler,
             scheduler=self.scheduler,
@@ -157,10 +163,7 @@ class EngineRun:
             on_finished=finished,
             thread=thread,
             turns=turns,
-            watch=self.watch,
         )
-        options = EngineOptions.configured(self.settings, self.model, model_path=self._model_path())
-        engine = assemble_engine(parts, options)
         try:
             await self._run_engine(engine, backend, sampler, stopping)
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
-from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.probes import Probes
 from tinsmith.operations import AdamParams, Consistency
 from tinsmith.settings import ConsistencySettings
 from tinsmith.testing.contract import assert_same_state, need, need_float32
@@ -27,12 +27,12 @@ _ids = count()
 
 
 class _Pair:
-    """A trainer, a sampler that may be faulty, and the gate between them."""
+    """A trainer, a sampler that may be faulty, and the probes that compare them."""
 
     def __init__(self, driver: ModelDriver, sampler: SamplingBackend) -> None:
         self.driver = driver
         self.sampler = FaultySampler(sampler)
-        self.gate = ConsistencyGate(driver.backend, self.sampler, ConsistencySettings(), call=_call)
+        self.probes = Probes(driver.backend, self.sampler, ConsistencySettings(), call=_call)
         self._loaded: list[str] = []
 
     def train(self, model_id: str, adam: AdamParams = _A_STEP, *, seed: int = 0, steps: int = 1) -> None:
@@ -45,7 +45,7 @@ class _Pair:
         self._loaded.append(snapshot_id)
         snapshot = self.driver.backend.publish(model_id, snapshot_id)
         await self.sampler.load_snapshot(snapshot)
-        found = await self.gate.check(model_id, snapshot_id, snapshot.lora)
+        found = await self.probes.compare(model_id, snapshot_id, snapshot.lora)
         assert found is not None
         return found
 

@@ -13,11 +13,11 @@ from typing import Any
 from tinsmith import operations as ops
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
-from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
+from tinsmith.engine.assembly import assemble_engine
 from tinsmith.engine.call_watch import CallWatch
+from tinsmith.engine.context import EngineContext, EngineOptions, Keeping
 from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.engine import Engine
-from tinsmith.engine.sampling_snapshots import Keeping
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import DataDir, WatchdogSettings
@@ -47,6 +47,14 @@ async def take_over(store: RequestStore, base_model: str, *, engine_id: str | No
         dead = found.engine_id
 
 
+def make_context(store: RequestStore, lease: Lease, data_dir: Path, **options: Any) -> EngineContext:
+    """Return what the parts of an engine share. `options` are fields of EngineOptions, and `watch`."""
+    watch = options.pop("watch", None) or CallWatch(WatchdogSettings())
+    keeping = options.pop("keeping", Keeping(max_resident=8, max_bytes=1 << 30))
+    own = EngineOptions(**{"gap_timeout_s": 600.0, "keeping": keeping, **options})
+    return EngineContext(store=store, lease=lease, data_dir=DataDir(data_dir), options=own, watch=watch)
+
+
 async def make_engine(
     store: RequestStore,
     backend: TrainingBackend,
@@ -57,16 +65,14 @@ async def make_engine(
     on_finished: Callable[[OperationFinished], None] = lambda _: None,
     thread: ThreadPoolExecutor | None = None,
     turns: DeviceTurns | None = None,
-    **options: Any,  # Any: fields of EngineOptions, and `watch`
+    **options: Any,  # Any: as in `make_context`
 ) -> Engine:
     """Build an engine of base model "toy" with the default scheduler and the built-in losses.
 
     By default it takes the lease over from whichever engine holds it.
     """
-    parts = EngineParts(
-        store=store,
-        lease=lease or await take_over(store, "toy"),
-        data_dir=DataDir(data_dir),
+    return assemble_engine(
+        make_context(store, lease or await take_over(store, "toy"), data_dir, **options),
         backend=backend,
         sampler=sampler,
         scheduler=FairScheduler(FairConfig()),
@@ -74,10 +80,7 @@ async def make_engine(
         on_finished=on_finished,
         thread=thread,
         turns=turns,
-        watch=options.pop("watch", None) or CallWatch(WatchdogSettings()),
     )
-    keeping = options.pop("keeping", Keeping(max_resident=8, max_bytes=1 << 30))
-    return assemble_engine(parts, EngineOptions(**{"gap_timeout_s": 600.0, "keeping": keeping, **options}))
 
 
 class EngineDriver:

@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
-from tinsmith.engine.assembly import EngineOptions, EngineParts, assemble_engine
+from tinsmith.engine.assembly import assemble_engine
+from tinsmith.engine.context import EngineContext, EngineOptions
 from tinsmith.engine.engine import Engine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler, make_turns
@@ -56,10 +57,9 @@ async def _start(
     thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
     starting = EngineRecord(base_model=model.name, state=EngineState.STARTING, updated_at=datetime.now(UTC))
     reports = EngineReports(store, lease, starting)
-    parts = EngineParts(
-        store=store,
-        lease=lease,
-        data_dir=settings.data_dir,
+    options = EngineOptions.configured(settings, model, model_path=model.path)
+    engine = assemble_engine(
+        EngineContext(store=store, lease=lease, data_dir=settings.data_dir, options=options),
         backend=backend,
         sampler=sampler,
         scheduler=make_scheduler(settings, plugins),
@@ -68,7 +68,6 @@ async def _start(
         thread=thread,
         turns=make_turns(model, backend, sampler, thread, tell=reports.turn),
     )
-    engine = assemble_engine(parts, EngineOptions.configured(settings, model, model_path=model.path))
     await engine.recover("the engine was restarted", lambda _what, _share: None)
     await reports.say(EngineState.READY, capabilities=capabilities_of(backend, sampler))
     return engine, reports

@@ -27,7 +27,7 @@ from vllm_harness import (
 )
 
 from tinsmith import LoraConfig, TrainingBackend
-from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.probes import Probes
 from tinsmith.settings import ConsistencySettings
 from tinsmith.testing import ConsistencyContract, FullDriver, SamplingBackendContract, in_one_loop, ragged_data
 from tinsmith.testing.snapshot_faults import FAULTS, FaultySampler
@@ -228,13 +228,13 @@ async def test_saves_of_fully_trained_models_pass_the_gate_and_faults_do_not(
     fully: TrainingBackend, with_full: VllmSampler
 ) -> None:
     sampler = FaultySampler(with_full)
-    gate = ConsistencyGate(fully, sampler, ConsistencySettings(), call=call)
+    probes = Probes(fully, sampler, ConsistencySettings(), call=call)
     ids = count()
 
     async def save(model_id: str) -> str:
         snapshot = fully.publish(model_id, f"gate-{next(ids)}")
         await sampler.load_snapshot(snapshot)
-        found = await gate.check(model_id, snapshot.snapshot_id, snapshot.lora)
+        found = await probes.compare(model_id, snapshot.snapshot_id, snapshot.lora)
         await sampler.drop_snapshot(snapshot.snapshot_id)
         assert found is not None
         return found.verdict

@@ -10,8 +10,8 @@ from tinsmith.backend import Capabilities
 from tinsmith.engine.claimed import Claimed
 from tinsmith.engine.claims import Holdings
 from tinsmith.engine.recorder import MAX_TOGETHER
-from tinsmith.engine.sample_line import SampleLine
-from tinsmith.engine.training_line import TrainingLine
+from tinsmith.engine.sampling import SampleQueue
+from tinsmith.engine.training import TrainingQueue
 from tinsmith.scheduler import Limits, Scheduler
 from tinsmith.store import Claimable, ClaimRoom
 from tinsmith_workbench.simulation.clock import Action, Clock
@@ -36,8 +36,8 @@ class Engine:
             max_sequences=backend.max_sequences,
         )
         self.device = Device(clock, times.sampling, beside=backend.beside)
-        self.training = TrainingLine(scheduler, Limits(max_batch_tokens=backend.max_batch_tokens), clock=clock.read)
-        self.samples = SampleLine(scheduler, capabilities, clock=clock.read)
+        self.training = TrainingQueue(scheduler, Limits(max_batch_tokens=backend.max_batch_tokens), clock=clock.read)
+        self.samples = SampleQueue(scheduler, capabilities, clock=clock.read)
         self.holdings = Holdings()
         self._clock = clock
         self._times = times
@@ -100,8 +100,8 @@ class Engine:
     def _claimed(self, chosen: Sequence[Request]) -> None:
         self._claiming = False
         for each in chosen:
-            line = self.training if each.claimed.record.ordered else self.samples
-            line.add(each.claimed)
+            queue = self.training if each.claimed.record.ordered else self.samples
+            queue.add(each.claimed)
         if chosen:
             self._claim_more()
         self._train_next()

@@ -16,14 +16,11 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
-from tinsmith.engine.call_watch import CallWatch
-from tinsmith.engine.disk_room import DiskRoom
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import in_a_thread, with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import LoraConfig
-from tinsmith.settings import WatchdogSettings
-from tinsmith.store import Lease, RequestStore
 from tinsmith.store.revocation import usable_checkpoint, why_gone
 
 _log = logging.getLogger(__name__)
@@ -48,15 +45,6 @@ class _Held:
         self.snapshot, self.num_bytes = snapshot, snapshot.num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Which snapshots stay in the sampler, and how long ephemeral ones stay at all."""
-
-    max_resident: int
-    max_bytes: int  # of the resident ones together
-    idle_s: float | None = None  # after so long without a sample, an ephemeral one is dropped; None: never
-
-
 class Snapshots:
     """Keeps the snapshots that were used last in the sampler, and those that are being sampled from.
 
@@ -66,26 +54,12 @@ class Snapshots:
     They live as long as it does. Another version has another id, so a sample never gets it by mistake.
     """
 
-    def __init__(
-        self,
-        store: RequestStore,
-        sampler: SamplingBackend,
-        *,
-        lease: Lease,
-        checkpoint_root: Path,
-        spill_root: Path,
-        keeping: Keeping,
-        room: DiskRoom,
-        watch: CallWatch | None = None,
-    ) -> None:
-        self._store = store
-        self._watch = watch or CallWatch(WatchdogSettings())
+    def __init__(self, engine: EngineContext, sampler: SamplingBackend) -> None:
+        self._engine = engine
         self._sampler = sampler
-        self._lease = lease
-        self._checkpoint_root = checkpoint_root
-        self._spill_root = spill_root
-        self._keeping = keeping
-        self._room = room
+        self._checkpoint_root = engine.data_dir.checkpoints
+        self._spill_root = engine.data_dir.spilled_snapshots(engine.base_model)
+        self._keeping = engine.options.keeping
         # A superseded engine may write on for a moment, but never to a directory of its successor.
         self._version = f"{VERSION_MARK}{secrets.token_hex(4)}"
         self._held: dict[str, _Held] = {}  # least recently used first
@@ -163,8 +137,8 @@ class Snapshots:
         use it, and what `use` raises.
         """
         if operation.snapshot_id is not None and _is_persisted(operation.snapshot_id):
-            session = await with_retries(self._store.get_sampling_session, operation.sampling_session_id)
-            found = await with_retries(usable_checkpoint, self._store, session, datetime.now(UTC))
+            session = await with_retries(self._engine.store.get_sampling_session, operation.sampling_session_id)
+            found = await with_retries(usable_checkpoint, self._engine.store, session, datetime.now(UTC))
             if found is not None:
                 operation = replace(operation, snapshot_id=persisted_id(found.directory))
         async with self.use(operation.snapshot_id):
@@ -196,7 +170,7 @@ class Snapshots:
 
     async def _is_gone(self, held: _Held) -> bool:
         try:
-            found = await with_retries(self._store.get_checkpoint, str(TinkerPath.of_directory(held.directory)))
+            found = await with_retries(self._engine.store.get_checkpoint, str(TinkerPath.of_directory(held.directory)))
         except NotFoundError:
             return True
         return found.directory != held.directory or why_gone(found, None, datetime.now(UTC)) is not None
@@ -268,7 +242,7 @@ class Snapshots:
         async with held.loading:
             if held.snapshot is None:
                 read = partial(read_snapshot, held.root, held.directory, snapshot_id)
-                snapshot = await asyncio.to_thread(self._watch.files(read))
+                snapshot = await asyncio.to_thread(self._engine.watch.files(read))
                 await self._sampler.load_snapshot(snapshot)
                 held.loaded(snapshot)
 
@@ -285,7 +259,7 @@ class Snapshots:
             if number <= most and size <= self._keeping.max_bytes:
                 return
             if held.users == 0 and not held.loading.locked():
-                if not held.on_disk and (why := await self._room.why_not(held.num_bytes)) is not None:
+                if not held.on_disk and (why := await self._engine.room.why_not(held.num_bytes)) is not None:
                     _log.warning("snapshot %s stays in memory: %s", name, why)
                     continue
                 await self._spill(name, held)
@@ -305,9 +279,9 @@ class Snapshots:
     @durable_boundary("snapshot.persist")
     async def _write_out(self, held: _Held, snapshot: Snapshot) -> None:
         async with self._writing:
-            if (why := await self._room.why_not(snapshot.num_bytes)) is not None:
+            if (why := await self._engine.room.why_not(snapshot.num_bytes)) is not None:
                 raise UserError(why)
-            await in_a_thread(self._watch.files(partial(self._write, held, snapshot), snapshot.num_bytes))
+            await in_a_thread(self._engine.watch.files(partial(self._write, held, snapshot), snapshot.num_bytes))
         held.on_disk = True
 
     def _write(self, held: _Held, snapshot: Snapshot) -> None:
@@ -316,11 +290,11 @@ class Snapshots:
             held.directory,
             kind="sampler",
             state=ModelState(lora=snapshot.lora, weights=snapshot.adapter_weights()),
-            base_model=self._lease.base_model,
+            base_model=self._engine.lease.base_model,
             user_metadata={},
             created_at=datetime.now(UTC),
             overwrite=True,
-            epoch=self._lease.epoch,
+            epoch=self._engine.lease.epoch,
         )
 
 

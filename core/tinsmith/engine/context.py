@@ -1,0 +1,91 @@
+"""What the parts of one engine share: store and lease, files and their room, options, tasks, and the end."""
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.engine.call_watch import CallWatch
+from tinsmith.engine.disk_room import DiskRoom
+from tinsmith.engine.waiting_states import WaitingStates
+from tinsmith.host_memory import host_memory
+from tinsmith.settings import (
+    ConsistencySettings,
+    DataDir,
+    ModelSettings,
+    QuotaSettings,
+    RecoverySettings,
+    RoutingReplaySettings,
+    Settings,
+    WatchdogSettings,
+)
+from tinsmith.store import Lease, RequestStore
+from tinsmith.store.disk_room import space_at
+
+_SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which snapshots stay in the sampler, and how long ephemeral ones stay at all."""
+
+    max_resident: int
+    max_bytes: int  # of the resident ones together
+    idle_s: float | None = None  # after so long without a sample, an ephemeral one is dropped; None: never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine is configured."""
+
+    gap_timeout_s: float
+    keeping: Keeping
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
+    consistency: ConsistencySettings = field(default_factory=ConsistencySettings)
+    quotas: QuotaSettings = field(default_factory=QuotaSettings)
+    model_path: Path | None = None  # the base model's directory
+    shard_bytes: int = SHARD_BYTES
+    routing_replay: RoutingReplaySettings = field(default_factory=RoutingReplaySettings)
+
+    @classmethod
+    def configured(cls, settings: Settings, model: ModelSettings, *, model_path: Path | None) -> "EngineOptions":
+        return cls(
+            gap_timeout_s=settings.server.gap_timeout_s,
+            keeping=Keeping(
+                max_resident=model.resident_snapshots,
+                max_bytes=model.resident_snapshot_bytes or host_memory() // _SHARE_OF_SNAPSHOTS,
+                idle_s=model.ephemeral_idle_s,
+            ),
+            recovery=settings.recovery,
+            consistency=model.consistency,
+            quotas=settings.quotas,
+            model_path=model_path,
+            shard_bytes=model.checkpoint_shard_bytes,
+            routing_replay=model.routing_replay,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineContext:
+    """Belongs to one engine, and to one event loop."""
+
+    store: RequestStore
+    lease: Lease
+    data_dir: DataDir
+    options: EngineOptions
+    watch: CallWatch = field(default_factory=lambda: CallWatch(WatchdogSettings()))  # somebody may look at it
+    tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # if one fails, the engine ends
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)  # once it is set, nothing new is started
+    room: DiskRoom = field(init=False)
+    waiting: WaitingStates = field(init=False)
+
+    def __post_init__(self) -> None:
+        space = self.watch.files(partial(space_at, self.data_dir.root))
+        self.room = DiskRoom(self.store, self.options.quotas, space)
+        self.waiting = WaitingStates(self.options.recovery.waiting_bytes)
+
+    @property
+    def base_model(self) -> str:
+        return self.lease.base_model

@@ -1,0 +1,274 @@
+"""Sampling: as many samples at a time as the sampler draws, in an order that is fair to tenants."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, cast
+
+import numpy as np
+
+from tinsmith import operations as ops
+from tinsmith.backend import Capabilities, SamplingBackend
+from tinsmith.engine.claimed import Claimed, Finished, Outcome, failed
+from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.context import EngineContext
+from tinsmith.engine.failures import engine_failed
+from tinsmith.engine.recorder import Recorder
+from tinsmith.engine.snapshots import Snapshots
+from tinsmith.errors import TinsmithError
+from tinsmith.failpoints import durable_boundary
+from tinsmith.scheduler import Limits, Pending, Scheduler
+from tinsmith.store import ExpertsSampled
+from tinsmith.store.routed_experts import digest_of, encode_experts
+
+_STAYS_S: Final = 60.0  # for which a tenant counts after its last sample; a clock that is set back ends it
+_TIDY_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A sample that waits, and what the scheduler sees of it."""
+
+    claimed: Claimed
+    pending: Pending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What a sample that is being drawn takes up."""
+
+    tenant: str
+    sequences: int
+    reserved: bool
+
+
+class SampleQueue:
+    """Samples that wait, and the places of those that are drawn. Decides whose is drawn next.
+
+    A sampler draws so many sequences at a time, and knows no tenants. So further samples wait here, and the scheduler
+    chooses among the oldest of each tenant.
+
+    While there is a single tenant, the sampler gets a quarter more than it draws, so that it never waits for the next
+    one. As soon as there is a second tenant, an eighth of the places is reserved for tenants of which nothing is being
+    drawn, so that one with long samples does not keep out the others. A tenant counts for a minute after its last
+    sample: one that sends the next when it has read the last finds a place. All other places are given in the
+    scheduler's order: a sample of many sequences waits until they fit, and nobody else takes their places meanwhile.
+
+    The reserved places have an order of their own, over those tenants alone, and count nothing in the common one. They
+    add to what a tenant gets there: one sample at a time, while nothing else of it is drawn.
+    """
+
+    def __init__(self, scheduler: Scheduler, sampling: Capabilities, *, clock: Callable[[], float] = time.time) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._places = sampling.max_sequences
+        self._limits = Limits(max_batch_tokens=sampling.max_sequences * sampling.max_context_tokens)
+        self._memory: dict[bool, Mapping[str, float]] = {False: {}, True: {}}  # the scheduler's, by `reserved`
+        self._waiting: dict[str, dict[str, _Waiting]] = {}  # by tenant and request_id, oldest first
+        self._drawn: dict[str, _Place] = {}  # by request_id
+        self._present: dict[str, float] = {}  # by tenant, when it last had a sample here
+        self._is_shared = False
+
+    def add(self, claimed: Claimed) -> None:
+        record = claimed.record
+        pending = replace(claimed.as_pending(), model_id=record.request_id)  # samples have no order
+        self._waiting.setdefault(record.tenant, {})[record.request_id] = _Waiting(claimed, pending)
+
+    def remove(self, request_id: str) -> bool:
+        """Remove a waiting sample. Return False if it is not waiting."""
+        for tenant, samples in self._waiting.items():
+            if samples.pop(request_id, None) is not None:
+                self._present[tenant] = self._clock()
+                if not samples:
+                    del self._waiting[tenant]
+                return True
+        return False
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def take(self) -> Claimed | None:
+        """Take the sample that is drawn next. Return None if there is none, or no place for it."""
+        self._look_who_is_present()
+        heads = [next(iter(samples.values())) for samples in self._waiting.values()]
+        taken = self._take_of(heads, reserved=False)
+        if taken is None:
+            drawn, free = {place.tenant for place in self._drawn.values()}, self._free(reserved=True)
+            others = [each for each in heads if each.pending.tenant not in drawn and self._sequences(each) <= free]
+            taken = self._take_of(others, reserved=True)
+        return taken
+
+    def end(self, request_id: str) -> None:
+        """Free the places of a sample."""
+        place = self._drawn.pop(request_id, None)
+        if place is not None:
+            self._present[place.tenant] = self._clock()
+
+    def _look_who_is_present(self) -> None:
+        now_s = self._clock()
+        self._present |= dict.fromkeys((*self._waiting, *(place.tenant for place in self._drawn.values())), now_s)
+        recent = {tenant: at_s for tenant, at_s in self._present.items() if abs(now_s - at_s) <= _STAYS_S}
+        self._present, self._is_shared = recent, len(recent) > 1
+
+    def _take_of(self, heads: Sequence[_Waiting], *, reserved: bool) -> Claimed | None:
+        """Take the one that the scheduler chooses, if it fits."""
+        free = self._free(reserved=reserved)
+        if all(self._sequences(each) > free for each in heads):
+            return None  # whichever it would choose
+        by_id = {each.pending.request_id: each for each in heads}
+        pending = [each.pending for each in heads]
+        batch = self._scheduler.plan(pending, limits=self._limits, now_s=self._clock(), memory=self._memory[reserved])
+        if not batch.request_ids or self._sequences(chosen := by_id[batch.request_ids[0]]) > free:
+            return None
+        self._memory[reserved] = batch.memory
+        self.remove(chosen.pending.request_id)
+        place = _Place(tenant=chosen.pending.tenant, sequences=self._sequences(chosen), reserved=reserved)
+        self._drawn[chosen.pending.request_id] = place
+        return chosen.claimed
+
+    def _free(self, *, reserved: bool) -> int:
+        size = self._num_reserved if reserved else self._num_common
+        return size - sum(place.sequences for place in self._drawn.values() if place.reserved is reserved)
+
+    @property
+    def _num_reserved(self) -> int:
+        return -(-self._places // 8) if self._is_shared and self._places > 1 else 0
+
+    @property
+    def _num_common(self) -> int:
+        ahead = 0 if self._is_shared else self._places // 4
+        return self._places + ahead - self._num_reserved
+
+    def _sequences(self, waiting: _Waiting) -> int:
+        """Return how many places a sample takes: at most all that are not reserved."""
+        if waiting.claimed.refused is not None:
+            return 0
+        return min(cast("ops.Sample", waiting.claimed.operation).num_samples, self._num_common)
+
+
+class Sampling:
+    """One task for each sample that is drawn: it runs the sample, and records the result."""
+
+    def __init__(
+        self,
+        engine: EngineContext,
+        queue: SampleQueue,
+        sampler: SamplingBackend,
+        snapshots: Snapshots,
+        gate: ConsistencyGate,
+        recorder: Recorder,
+        *,
+        on_room: Callable[[], None],
+    ) -> None:
+        """`on_room` is called whenever a sample has ended."""
+        self._engine = engine
+        self._queue = queue
+        self._sampler = sampler
+        self._snapshots = snapshots
+        self._gate = gate
+        self._recorder = recorder
+        self._on_room = on_room
+        self._running: dict[str, asyncio.Task[None]] = {}  # by request_id
+
+    def add(self, claimed: Claimed) -> None:
+        self._queue.add(claimed)
+
+    def start_waiting(self) -> None:
+        """Start those of the waiting samples for which the sampler has places."""
+        while not self._engine.stopping.is_set() and (claimed := self._queue.take()) is not None:
+            self._start(claimed)
+
+    def _start(self, claimed: Claimed) -> asyncio.Task[None]:
+        request_id = claimed.record.request_id
+        task = self._engine.tasks.create_task(self._step(claimed), name=f"sample {request_id}")
+        self._running[request_id] = task
+        task.add_done_callback(partial(self._ended, request_id))
+        return task
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        """Free the places of a task that was cancelled before its first step: nothing in `_step` has run."""
+        if self._running.get(request_id) is task:
+            self._free(request_id)
+
+    def _free(self, request_id: str) -> None:
+        del self._running[request_id]
+        self._queue.end(request_id)
+        self._on_room()
+
+    async def run_alone(self, claimed: Claimed) -> None:
+        """Start a sample, and return when it ends or the engine stops."""
+        sample, stopped = self._start(claimed), self._engine.tasks.create_task(self._engine.stopping.wait())
+        await asyncio.wait([sample, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a sample that waits or is drawn. Return False if there is none."""
+        task = self._running.get(request_id)
+        return self._queue.remove(request_id) or (task is not None and task.cancel())
+
+    def cancel_all(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+
+    async def tidy(self) -> None:
+        """Until cancelled, free the snapshots that nobody may use any more, and those left idle for too long."""
+        while True:
+            await asyncio.sleep(_TIDY_S)
+            await self._snapshots.drop_revoked()
+            await self._snapshots.drop_idle()
+
+    async def _step(self, claimed: Claimed) -> None:
+        """Run a sample, start what waited for its places, and record its result."""
+        started = time.monotonic()
+        try:
+            outcome = await self._outcome(claimed)
+        except TinsmithError as error:
+            outcome = Outcome(result=failed(error, during=f"sample {claimed.record.request_id}"))
+        except Exception as error:
+            raise engine_failed(claimed.record.base_model, "sample", error) from error
+        finally:
+            self._free(claimed.record.request_id)
+        self.start_waiting()
+        finished = Finished(claimed=claimed, outcome=outcome)
+        await self._recorder.record([finished], time.monotonic() - started)
+
+    async def _outcome(self, claimed: Claimed) -> Outcome:
+        """Draw. The experts of a sample are recorded beside its result, never in it: its client does not know them."""
+        if claimed.refused is not None:
+            return Outcome(result=claimed.refused)
+        operation = cast("ops.Sample", claimed.operation)
+        result = await self._sample(operation)
+        if not isinstance(result, ops.SampleOutput):
+            return Outcome(result=result)
+        answer = replace(result, sequences=tuple(replace(each, routed_experts=None) for each in result.sequences))
+        model_id, replay = self._snapshots.model_of(operation.snapshot_id), self._engine.options.routing_replay
+        if model_id is None or not replay.enabled:
+            return Outcome(result=answer)
+        sampled = ExpertsSampled(
+            tenant=claimed.record.tenant,
+            model_id=model_id,
+            sequences=await asyncio.to_thread(_encoded_experts, operation, result),
+            max_bytes=replay.tenant_bytes,
+        )
+        return Outcome(result=answer, effects=(sampled,))
+
+    @durable_boundary("engine.sample")
+    async def _sample(self, operation: ops.Sample) -> ops.SampleOutput | ops.Failed:
+        self._gate.expect_not_refused(operation.snapshot_id)
+        self._gate.hurry(operation.snapshot_id)
+        async with self._snapshots.for_sample(operation) as versioned:
+            result = await self._sampler.sample(versioned)
+        await self._gate.expect_passed(operation.snapshot_id)
+        if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
+            return replace(result, target_layout=operation.target_layout)
+        return result
+
+
+def _encoded_experts(operation: ops.Sample, output: ops.SampleOutput) -> dict[bytes, bytes]:
+    return {
+        digest_of(np.concatenate((operation.prompt_P, each.tokens[:-1]))): encode_experts(each.routed_experts)
+        for each in output.sequences
+        if each.routed_experts is not None
+    }

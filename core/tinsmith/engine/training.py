@@ -1,0 +1,200 @@
+"""Training: take what runs next, run it, record it.
+
+Operations that read or write files run by themselves, and hold up only their own model.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from tinsmith import operations as ops
+from tinsmith.engine.claimed import Claimed, Finished, Outcome
+from tinsmith.engine.context import EngineContext
+from tinsmith.engine.failures import ending_the_engine
+from tinsmith.engine.model_operations import ModelOperation, ModelOperations
+from tinsmith.engine.models import BatchOperation, Models
+from tinsmith.engine.recorder import Recorder
+from tinsmith.engine.recovery_points import RecoveryPoints
+from tinsmith.engine.windows import Windows, discarded
+from tinsmith.failpoints import durable_boundary
+from tinsmith.scheduler import Limits, Pending, Scheduler
+
+WhyNot = Callable[[str, ops.Operation | None], ops.Failed | None]
+"""Returns why an operation cannot run on a model, if so."""
+
+
+class TrainingQueue:
+    """Operations of models that wait. Touches neither store nor backend, so that it serves a simulation as well.
+
+    An operation that runs by itself holds its model until `end`; other models go on.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        limits: Limits,
+        why_not: WhyNot = lambda _model_id, _operation: None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._why_not = why_not
+        self._clock = clock
+        self._memory: Mapping[str, float] = {}  # the scheduler's
+        self._waiting: dict[str, Claimed] = {}  # by request_id
+        self._pending: dict[str, Pending] = {}  # what the scheduler sees of them
+        self._held: set[str] = set()  # models with an operation that runs by itself
+
+    @property
+    def waiting(self) -> Mapping[str, Claimed]:
+        """Operations whose turn has not come, by request_id."""
+        return self._waiting
+
+    def add(self, claimed: Claimed) -> None:
+        self._waiting[claimed.record.request_id] = claimed
+        self._pending[claimed.record.request_id] = claimed.as_pending()
+
+    def take(self) -> list[Claimed]:
+        """Take what runs next: a batch, or one operation that is refused or runs by itself."""
+        runnable: list[Pending] = []
+        for queue in self._queues():
+            head = self.checked(queue[0])
+            if head.refused is not None:
+                return [self._taken(head)]
+            first_refused = next((n for n, each in enumerate(queue) if each.refused is not None), len(queue))
+            runnable.extend(self._pending[each.record.request_id] for each in queue[:first_refused])
+        batch = self._scheduler.plan(runnable, limits=self._limits, now_s=self._clock(), memory=self._memory)
+        self._memory = batch.memory
+        return [self._taken(self._waiting[request_id]) for request_id in batch.request_ids]
+
+    def end(self, model_id: str) -> None:
+        """The operation that ran by itself on this model has ended."""
+        self._held.discard(model_id)
+
+    def checked(self, claimed: Claimed) -> Claimed:
+        """Return the operation, refused if its model is not there."""
+        missing = self._why_not(claimed.record.subject_id, claimed.operation)
+        return claimed if missing is None else replace(claimed, refused=claimed.refused or missing)
+
+    def _queues(self) -> list[list[Claimed]]:
+        """Return what is waiting for each model that is free, in order."""
+        queues: dict[str, list[Claimed]] = {}
+        for each in self._waiting.values():
+            if each.record.subject_id not in self._held:
+                queues.setdefault(each.record.subject_id, []).append(each)
+        return [sorted(queue, key=lambda each: each.record.seq_id) for queue in queues.values()]
+
+    def _taken(self, claimed: Claimed) -> Claimed:
+        del self._waiting[claimed.record.request_id], self._pending[claimed.record.request_id]
+        if not claimed.runs_in_batch:
+            self._held.add(claimed.record.subject_id)
+        return claimed
+
+
+class Training:
+    """Takes steps until the engine stops. A step is a batch, or one operation that runs by itself."""
+
+    def __init__(
+        self,
+        engine: EngineContext,
+        queue: TrainingQueue,
+        models: Models,
+        windows: Windows,
+        operations: ModelOperations,
+        recovery_points: RecoveryPoints,
+        recorder: Recorder,
+    ) -> None:
+        self._engine = engine
+        self._queue = queue
+        self._models = models
+        self._windows = windows
+        self._operations = operations
+        self._recovery_points = recovery_points
+        self._recorder = recorder
+        self._changed = asyncio.Event()  # there may be something to take
+
+    @property
+    def waiting(self) -> Mapping[str, Claimed]:
+        """Operations whose turn has not come, by request_id."""
+        return self._queue.waiting
+
+    def add(self, claimed: Claimed) -> None:
+        self._queue.add(claimed)
+
+    def wake(self) -> None:
+        """Look at what is waiting, or notice that the engine should stop."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Run what is added until the engine stops."""
+        stopping = self._engine.stopping
+        while not stopping.is_set():
+            await self._changed.wait()
+            self._changed.clear()
+            while not stopping.is_set() and (taken := self._queue.take()):
+                await self._step(taken)
+
+    async def run_alone(self, claimed: Claimed) -> None:
+        """Run one operation and record its result, while nothing else runs."""
+        await asyncio.wait([await self._step([self._queue.checked(claimed)])])
+
+    async def _step(self, taken: Sequence[Claimed]) -> asyncio.Task[None]:
+        """Run a batch, or start what runs by itself. Return when the next step may begin.
+
+        The task that is returned ends when everything is recorded.
+        """
+        first = taken[0]
+        if not first.runs_in_batch:
+            name = f"{first.record.kind} of {first.record.subject_id}"
+            return self._engine.tasks.create_task(self._run_single(first), name=name)
+        started = time.monotonic()
+        with ending_the_engine(first.record.base_model, first.record.kind):
+            finished = await self._run_batch(taken)
+        recorded = self._engine.tasks.create_task(self._recorder.record(finished, time.monotonic() - started))
+        await self._recovery_points.take_due([each.record for each in taken], recorded)
+        return recorded
+
+    async def _run_batch(self, taken: Sequence[Claimed]) -> list[Finished]:
+        results = await self._discarded_steps(taken)
+        running = [each for each in taken if each.record.request_id not in results]
+        if running:
+            found = await self._models.run_batch([cast("BatchOperation", each.operation) for each in running])
+            results |= {each.record.request_id: result for each, result in zip(running, found, strict=True)}
+        return [self._finished(each, Outcome.of(results[each.record.request_id])) for each in taken]
+
+    async def _discarded_steps(self, taken: Sequence[Claimed]) -> dict[str, ops.Result]:
+        """Discard the steps whose window holds a failed pass: drop their gradients, and return their results."""
+        found: dict[str, ops.Result] = {}
+        for record in (each.record for each in taken if each.record.kind == "optim_step"):
+            failed = await self._windows.failed_pass(record)
+            if failed is not None:
+                await self._models.drop_gradient(record.subject_id)
+                found[record.request_id] = discarded(failed)
+        return found
+
+    @durable_boundary("engine.run_single")
+    async def _run_single(self, claimed: Claimed) -> None:
+        """The model stays held until the result is recorded: a retry must find what the store knows of its files."""
+        started = time.monotonic()
+        record = claimed.record
+        with ending_the_engine(record.base_model, record.kind):
+            outcome = await self._outcome(claimed)
+        await self._recorder.record([self._finished(claimed, outcome)], time.monotonic() - started)
+        await self._operations.tidy_after(claimed.operation)
+        await self._recovery_points.tidy_after(record, outcome.result)
+        self._queue.end(record.subject_id)
+        self.wake()
+
+    async def _outcome(self, claimed: Claimed) -> Outcome:
+        if claimed.refused is not None:
+            return self._operations.refuse(claimed.operation, claimed.refused)
+        return await self._operations.run(cast("ModelOperation", claimed.operation), claimed.record)
+
+    def _finished(self, claimed: Claimed, outcome: Outcome) -> Finished:
+        """Note that an operation has run on its model."""
+        self._windows.ran(claimed.record, outcome.result)
+        self._recovery_points.ran(claimed.record.subject_id, claimed.record.seq_id)
+        return Finished(claimed=claimed, outcome=outcome)
