@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import field_status
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -32,7 +33,6 @@ from tinsmith.placement.plan import make_plan
 from tinsmith.placement.report import described, memory_rows
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
-from tinsmith.protocol import field_status
 from tinsmith.ranges import ranges_of
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith.settings.sources import Flag

@@ -9,13 +9,12 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import field_status
 import pydantic
 import pytest
 import tinker.types
 from google.protobuf.descriptor import Descriptor
 from tinker.proto import tinker_public_pb2 as sdk_pb
-
-from tinsmith.protocol import field_status
 
 PAGE = Path(__file__).parents[2] / "docs/reference/protocol.md"
 # Only built by the SDK for calls that go out as protobuf, which have entries of their own.

@@ -1,8 +1,8 @@
 """The JSON bodies of the Tinker API, field for field as SDK 0.38.0 sends and reads them.
 
 In a body that changes numbers (`_ExactBody`), a field that no SDK has is refused: `unknown_fields.py`. In all others it
-is ignored, so that a newer SDK still works. `field_status.py` lists what happens to the known ones, and `bounds.py` how
-much each may hold. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
+is ignored, so that a newer SDK still works. `docs/field_status.py` lists what happens to the known ones, and `bounds.py`
+how much each may hold. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
 """
 
 from datetime import datetime

@@ -1,7 +1,7 @@
 """What happens to every field that SDK 0.38.0 can send: it is honoured, refused by name, or has no meaning here.
 
 Nothing deviates silently. A test walks the SDK's own types and calls and fails if one of their fields is not listed;
-docs/reference/protocol.md shows this table (`python -m tinsmith.protocol.field_status` prints it).
+`generate.py` writes the table into reference/protocol.md.
 """
 
 from dataclasses import dataclass
@@ -302,7 +302,3 @@ def markdown() -> str:
         for name, status in fields.items():
             lines.append(f"| {message} | `{name}` | {status.verdict} | {status.note} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown())  # noqa: T201 - it is the command's output
