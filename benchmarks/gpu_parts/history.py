@@ -41,7 +41,7 @@ def publish(reports: Sequence[Path]) -> None:
     runs = json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.is_file() else []
     runs = [{**run, "notes": [], "parts": parts}, *runs]
     RUNS.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
-    print(f"{RUNS} has {len(runs)} runs; say in its notes what failed; docs/generate.py shows them", file=sys.stderr)
+    print(f"{RUNS} has {len(runs)} runs; docs/generate.py shows the newest of each part; notes are for who measures next", file=sys.stderr)
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

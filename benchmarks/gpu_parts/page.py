@@ -16,7 +16,17 @@ _ABOUT_A_PART: Final = ("part_took_s", "error", "not_measured")
 def render(runs: Sequence[Run]) -> str:
     """Return the runs as Markdown, after a sentence if SkyRL's JAX backend was in none of them."""
     lacking = [] if any(list(_beside(run["parts"])) for run in runs) else [_NOT_BESIDE]
-    return "\n\n".join([*lacking, *(part for run in runs for part in _run(run))])
+    return "\n\n".join([*lacking, *(part for run in _newest(runs) for part in _run(run))])
+
+
+def _newest(runs: Sequence[Run]) -> Iterator[Run]:
+    """Yield the runs, the newest first, each without the parts that a newer one measured on the same card."""
+    shown: set[tuple[str, str]] = set()
+    for run in runs:
+        parts = {name: part for name, part in run["parts"].items() if (run["card"], name) not in shown}
+        shown |= {(run["card"], name) for name in parts}
+        if parts:
+            yield {**run, "parts": parts}
 
 
 def _run(run: Run) -> Iterator[str]:
@@ -43,7 +53,6 @@ def _facts(run: Run) -> Iterator[str]:
         for word in ("error", "not_measured"):
             if word in figures:
                 yield f"- **{name}**: {'failed' if word == 'error' else 'not measured'}: {figures[word]}."
-    yield from (f"- {note}" for note in run["notes"])
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]], align: str = "--:") -> Iterator[str]:

@@ -137,12 +137,14 @@ def test_a_published_run_is_on_the_page_with_what_failed(tmp_path: Path, monkeyp
         "training": {"tenants: 1": step, "kernels, tenants: 1": {"by_kind_s": {"matmul": 0.99, "idle": 0.01}}},
         "experts": {"error": "took longer than 90 s"},
     }
-    for number in range(2):
-        (tmp_path / "report.json").write_text(json.dumps({**report, "run": {**machine, "when": f"day {number}"}}))
+    for number, more in enumerate(({"drawing": {"rows": 256}}, {})):
+        run = {**machine, "when": f"day {number}"}
+        (tmp_path / "report.json").write_text(json.dumps({**report, **more, "run": run}))
         history.publish([tmp_path / "report.json"])
     shown = page.render(json.loads((tmp_path / "gpu.json").read_text()))
     assert shown.index("### day 1, a card") < shown.index("### day 0, a card")
-    assert "| `training`, tenants: 1 | 1.5 | 10,900 | 45.1% |  |  |" in shown
+    assert shown.count("| `training`, tenants: 1 | 1.5 | 10,900 | 45.1% |  |  |") == 1, "the newest of each part"
+    assert "| `drawing` | rows 256 |" in shown
     assert "| `training`, kernels, tenants: 1 | 990 | 10 |" in shown
     assert "785 TFLOP/s in a product of matrices" in shown
     assert "- **experts**: failed: took longer than 90 s." in shown
