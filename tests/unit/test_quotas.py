@@ -66,24 +66,25 @@ async def store(tmp_path: Path, migrated: Path) -> AsyncIterator[WatchedStore]:
 
 def test_a_bucket_gives_its_burst_and_then_its_rate(clock: Clock) -> None:
     buckets = TokenBuckets(clock)
-    take = [buckets.take("ann", per_s=2.0, burst=3) for _ in range(4)]
-    assert take == [0.0, 0.0, 0.0, 0.5]
-    clock.now_s += 0.5
-    assert [buckets.take("ann", per_s=2.0, burst=3) for _ in range(2)] == [0.0, 0.5]
+    take = [buckets.take("ann", per_s=0.5) for _ in range(3)]
+    assert take == [0.0, 0.0, 1.0]
+    clock.now_s += 1.0
+    assert [buckets.take("ann", per_s=0.5) for _ in range(2)] == [0.0, 2.0]
     clock.now_s += 1000.0
-    assert [buckets.take("ann", per_s=2.0, burst=3) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert [buckets.take("ann", per_s=0.5) for _ in range(3)] == [0.0, 0.0, 1.0]
+    assert [buckets.take("slow", per_s=0.1) for _ in range(2)] == [0.0, 10.0]  # at least one at once
 
 
 def test_buckets_that_have_filled_up_are_forgotten(clock: Clock) -> None:
     buckets = TokenBuckets(clock)
     for number in range(5000):
-        buckets.take(f"key-{number}", per_s=1.0, burst=1)
-        clock.now_s += 1.0
+        buckets.take(f"key-{number}", per_s=1.0)
+        clock.now_s += 5.0
     assert len(buckets._buckets) <= 1001
 
 
 async def test_a_tenant_that_sends_too_much_learns_when_to_come_again(store: WatchedStore, clock: Clock) -> None:
-    settings = QuotaSettings.model_validate({"request_burst": 1, "tenants": {"slow": {"requests_per_s": 0.1}}})
+    settings = QuotaSettings.model_validate({"tenants": {"slow": {"requests_per_s": 0.1}}})
     quotas = Quotas(store, settings, clock=clock)
     quotas.admit_request("slow", lambda: None)
     with pytest.raises(CapacityError, match=r"more than 0.1 requests per second.*\(quotas.requests_per_s\)") as refused:
@@ -93,9 +94,9 @@ async def test_a_tenant_that_sends_too_much_learns_when_to_come_again(store: Wat
 
 
 async def test_each_key_of_a_tenant_can_have_a_rate(store: WatchedStore, clock: Clock) -> None:
-    quotas = Quotas(store, QuotaSettings(key_requests_per_s=0.1, requests_per_s=0.5, request_burst=1), clock=clock)
+    quotas = Quotas(store, QuotaSettings(key_requests_per_s=0.1, requests_per_s=0.2), clock=clock)
     quotas.admit_request("ann", lambda: "laptop")
-    clock.now_s += 2.0
+    clock.now_s += 5.0
     with pytest.raises(CapacityError, match=r"0.1 requests per second.*\(quotas.key_requests_per_s\)"):
         quotas.admit_request("ann", lambda: "laptop")
     quotas.admit_request("ann", lambda: "cluster")

@@ -21,14 +21,14 @@ from tinsmith.hook_values import Principal
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
 from tinsmith.server.limits import bounded_http, strangers
-from tinsmith.server.limits.probes import BURST as PROBES_AT_ONCE
-from tinsmith.server.limits.probes import PROBES
+from tinsmith.server.limits.probes import PER_S, PROBES
 from tinsmith.settings import Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
 
 KEY, BURST = {"x-api-key": "tml-mine"}, 5
+PROBES_AT_ONCE = round(5 * PER_S)
 MOST = 16  # connections, the fewest that are allowed
 WRONG = {"x-api-key": "tml-wrong"}
 
@@ -52,7 +52,7 @@ class Server:
             path = f"tinsmith.server.limits.{module}.__init__.__kwdefaults__"
             self._monkeypatch.setitem(_defaults(path), "clock", lambda: 0.0)
             self._monkeypatch.setitem(_defaults(path), "pause", pause)
-        limits = {"keyless_burst": burst, "keyless_requests_per_s": 0.001, "connections": MOST}
+        limits = {"keyless_requests_per_s": burst / 5, "connections": MOST}
         server: dict[str, Any] = {"limits": limits}
         if keys:
             server["api_keys"] = [{"key": KEY["x-api-key"], "tenant": "ann"}]
@@ -208,7 +208,7 @@ async def test_a_caller_is_known_whatever_a_proxy_adds(server: Server) -> None:
 
 @pytest.mark.parametrize("name", _TELLING.split())
 async def test_who_differs_in_what_may_tell_callers_apart_is_not_known(name: str) -> None:
-    callers = strangers.Strangers(per_s=0.001, burst=1, clock=lambda: 0.0)
+    callers = strangers.Strangers(per_s=0.001, clock=lambda: 0.0)
     callers.take()
     ann, eve = ({"headers": [(b"host", b"h"), (name.encode(), value)]} for value in (b"ann", b"eve"))
     callers.note_known(ann)
@@ -381,11 +381,11 @@ async def listening(server: Server) -> AsyncIterator[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("path", ["/api/v1/sessions", "/healthz"], ids=["refused", "late probes"])
-async def test_who_waits_for_a_late_answer_makes_room_before_a_tenant_that_is_idle(
-    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    monkeypatch.setattr("tinsmith.server.limits.probes.BURST", 0)
-    await spend(await server.start())
+async def test_who_waits_for_a_late_answer_makes_room_before_a_tenant_that_is_idle(server: Server, path: str) -> None:
+    http = await server.start()
+    await spend(http)
+    for _ in range(PROBES_AT_ONCE):
+        await http.get("/healthz")
     server.pauses_end.clear()
     async with listening(server) as connect:
         tenant = await connect()

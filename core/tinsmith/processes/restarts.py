@@ -1,7 +1,11 @@
 """Whether and when an engine that has died is started again."""
 
+from typing import Final
+
 from tinsmith.processes.deaths import Cause, Death
 from tinsmith.settings import RecoverySettings, SupervisorSettings
+
+_LONGEST_DELAY_S: Final = 60.0
 
 
 class Restarts:
@@ -37,7 +41,7 @@ class Restarts:
         self.number += 1
         self.attempt += 1
         delay_s = self._next_delay_s
-        self._next_delay_s = min(2 * delay_s, self._supervisor.restart_backoff_max_s)
+        self._next_delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
         return delay_s
 
     def _is_one_too_many(self, cause: Cause) -> bool:

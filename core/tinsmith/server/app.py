@@ -77,15 +77,11 @@ async def create_app(
     error_answers.install(app)
     bounds, asks_plugins = settings.server.limits, plugins.authenticators() != [api_keys]
     identify = partial(identified, plugins=plugins) if asks_plugins else partial(_identified_by_key, api_keys)
-    strangers = Strangers(per_s=bounds.keyless_requests_per_s, burst=bounds.keyless_burst)
+    strangers = Strangers(per_s=bounds.keyless_requests_per_s)
     app.add_middleware(
         BodyLimit,
-        limits=BodyLimits(
-            data_bytes=settings.server.max_request_bytes,
-            json_bytes=min(bounds.json_bytes, settings.server.max_request_bytes),
-            unpack_ratio=bounds.unpack_ratio,
-        ),
-        budget=BodyBudget(total_bytes=bounds.body_bytes, tenant_bytes=bounds.tenant_body_bytes),
+        limits=BodyLimits(data_bytes=settings.server.max_request_bytes),
+        budget=BodyBudget(total_bytes=bounds.body_bytes),
         heavy=context.heavy,
         authenticate=identify,
     )

@@ -151,23 +151,11 @@ class KeySource:
 class LimitsSettings(_Section):
     """What requests and connections may take of the server's memory and time."""
 
-    json_bytes: int = Field(
-        1 << 20,
-        ge=1 << 16,
-        description="size in bytes of the largest accepted body of requests without training data or prompts; larger "
-        "ones get a 413",
-    )
-    unpack_ratio: int = Field(
-        256, ge=1, description="times its own size that a zstd body may unpack to; more than that and 8 MiB gets a 413"
-    )
-    tenant_body_bytes: int = Field(
-        128 << 20,
-        ge=1 << 20,
-        description="bytes of unpacked request bodies of one tenant in memory at a time; further ones wait, then get "
-        "a 429, and the SDK retries",
-    )
     body_bytes: int = Field(
-        1 << 30, ge=1 << 20, description="bytes of unpacked request bodies of all tenants in memory at a time"
+        1 << 30,
+        ge=1 << 20,
+        description="bytes of unpacked request bodies in memory at a time, of which one tenant may have an eighth; "
+        "further ones wait, then get a 429, and the SDK retries",
     )
     connections: int = Field(
         10_000,
@@ -178,10 +166,10 @@ class LimitsSettings(_Section):
     keyless_requests_per_s: float = Field(
         50.0,
         gt=0,
-        description="requests per second of all callers without a valid key together; more get a 429 after some "
-        "seconds. Health probes do not count: beyond 20 per second from one address, they are answered late",
+        description="requests per second of all callers without a valid key together, and five times as many at once "
+        "after a pause; more get a 429 after some seconds. Health probes do not count: beyond 20 per second from one "
+        "address, they are answered late",
     )
-    keyless_burst: int = Field(200, ge=1, description="requests without a valid key allowed at once after a pause")
 
 
 class ServerSettings(_Section):
@@ -260,10 +248,8 @@ class SupervisorSettings(_Section):
     restart_backoff_s: float = Field(
         1.0,
         gt=0,
-        description="seconds before an engine is restarted; the delay doubles until it is ready, up to "
-        "`restart_backoff_max_s`",
+        description="seconds before an engine is restarted; the delay doubles until it is ready, up to a minute",
     )
-    restart_backoff_max_s: float = Field(60.0, gt=0, description="longest delay in seconds between two restarts")
     max_restarts: int = Field(
         5,
         ge=0,
@@ -367,12 +353,14 @@ class TenantQuotas(_Section):
     """What one tenant may have. `null` is no limit."""
 
     requests_per_s: float | None = Field(
-        1000.0, gt=0, description="requests per second, counted by each server; more get a 429, and the SDK retries"
+        1000.0,
+        gt=0,
+        description="requests per second, counted by each server, and five times as many at once after a pause; more "
+        "get a 429, and the SDK retries",
     )
     key_requests_per_s: float | None = Field(
         None, gt=0, description="requests per second with one API key; default: no limit beyond the tenant's"
     )
-    request_burst: int = Field(5000, ge=1, description="requests allowed at once after a pause")
     requests_in_progress: int | None = Field(
         6000,
         ge=1,

@@ -64,19 +64,19 @@ class BodyTooLargeError(UnreadableBodyError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
     data_bytes: int
-    json_bytes: int
-    unpack_ratio: int
+    json_bytes: int = 1 << 20  # of requests without training data or prompts
+    unpack_ratio: int = 256  # times its own size that a body of zstd may unpack to, or UNPACKED_FREELY if that is more
 
     def of(self, path: str) -> int:
         small = path.startswith(f"{API_PREFIX}/") and path not in LARGE_ROUTES
-        return self.json_bytes if small else self.data_bytes
+        return min(self.json_bytes, self.data_bytes) if small else self.data_bytes
 
     def check(self, path: str, num_bytes: int, start: Callable[[], bytes]) -> None:
         """Raises BodyTooLargeError if a body for that path is too large."""
         limit = self.of(path)
         if num_bytes > limit:
-            setting = "server.max_request_bytes" if limit == self.data_bytes else "server.limits.json_bytes"
-            msg = f"the request body is over the limit of {limit} bytes; send less at a time, or raise {setting}"
+            remedy = ", or raise server.max_request_bytes" if limit == self.data_bytes else ""
+            msg = f"the request body is over the limit of {limit} bytes; send less at a time{remedy}"
             raise BodyTooLargeError(msg, start())
 
     def check_ratio(self, num_packed: int, num_bytes: int, start: Callable[[], bytes]) -> None:
@@ -84,7 +84,7 @@ class BodyLimits:
         if num_bytes > max(UNPACKED_FREELY, self.unpack_ratio * num_packed):
             msg = (
                 f"the request body of {num_packed} bytes unpacks to over {self.unpack_ratio} times as many; send it "
-                "without content-encoding, or raise server.limits.unpack_ratio"
+                "without content-encoding"
             )
             raise BodyTooLargeError(msg, start())
 

@@ -20,6 +20,9 @@ _WAIT_S: Final = 10.0
 _MAX_WAITING: Final = 64
 """How many requests of a tenant may wait. Further ones are refused at once."""
 
+_TENANTS: Final = 8
+"""How many tenants may use up their budgets at the same time."""
+
 FREE_BYTES: Final = 1 << 16
 """Smaller bodies are not counted, so small requests never wait for large ones."""
 
@@ -33,9 +36,10 @@ class BodyBudget:
     `BodyLimits` limits the size of a single request.
     """
 
-    def __init__(self, *, total_bytes: int, tenant_bytes: int) -> None:
+    def __init__(self, *, total_bytes: int, tenant_bytes: int | None = None) -> None:
+        """`tenant_bytes`: one tenant's budget; by default an eighth of the whole."""
         self._total_bytes = total_bytes
-        self._tenant_bytes = tenant_bytes
+        self._tenant_bytes = total_bytes // _TENANTS if tenant_bytes is None else tenant_bytes
         self._held: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._held_bytes = 0
@@ -124,7 +128,7 @@ class BodyBudget:
         if self._tenant_is_over(lease, more):
             msg = (
                 f"the server is reading {self._held[lease.tenant]} bytes of your requests, and this one needs {more} "
-                f"more; allowed: {self._tenant_bytes} (server.limits.tenant_body_bytes); send fewer at a time, then "
+                f"more; allowed: {self._tenant_bytes}, a share of server.limits.body_bytes; send fewer at a time, then "
                 "repeat this one"
             )
             return CapacityError(msg)

@@ -20,9 +20,7 @@ from tinsmith.server.limits.token_buckets import TokenBuckets
 PROBES: Final = frozenset(f"{prefix}/{name}" for prefix in ("", API_PREFIX) for name in ("healthz", "readyz"))
 
 PER_S: Final = 20.0  # of one address
-BURST: Final = 100
 ALL_PER_S: Final = 200.0
-ALL_BURST: Final = 1000
 LATE_S: Final = 5.0
 """On average, for an address that sends more."""
 ALL_LATE_S: Final = 0.4
@@ -72,9 +70,9 @@ class Probes:
             await send(message)
 
     def _late_s(self, scope: Scope) -> float:
-        if self._buckets.take(_address(scope), per_s=PER_S, burst=BURST) > 0:
+        if self._buckets.take(_address(scope), per_s=PER_S) > 0:
             return LATE_S
-        return ALL_LATE_S if self._all.take("", per_s=ALL_PER_S, burst=ALL_BURST) > 0 else 0.0
+        return ALL_LATE_S if self._all.take("", per_s=ALL_PER_S) > 0 else 0.0
 
     async def _ask(self, kept: _Kept, scope: Scope, receive: Receive, send: Send) -> None:
         messages: list[Message] = []

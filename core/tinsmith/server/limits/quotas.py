@@ -53,12 +53,12 @@ class Quotas:
         """Count a request towards the rate of its tenant, and of its key if keys have a limit."""
         limits = self._settings.of(tenant)
         if limits.key_requests_per_s is not None and (key := key_id()) is not None:
-            self._take(f"{tenant} {key}", limits.key_requests_per_s, limits.request_burst, "key_requests_per_s")
+            self._take(f"{tenant} {key}", limits.key_requests_per_s, "key_requests_per_s")
         if limits.requests_per_s is not None:
-            self._take(tenant, limits.requests_per_s, limits.request_burst, "requests_per_s")
+            self._take(tenant, limits.requests_per_s, "requests_per_s")
 
-    def _take(self, whose: str, per_s: float, burst: int, setting: str) -> None:
-        wait_s = self._buckets.take(whose, per_s=per_s, burst=burst)
+    def _take(self, whose: str, per_s: float, setting: str) -> None:
+        wait_s = self._buckets.take(whose, per_s=per_s)
         if wait_s > 0:
             msg = (
                 f"you send more than {per_s:g} requests per second, your limit (quotas.{setting}); send fewer, or "

@@ -59,17 +59,16 @@ class Strangers:
     """One per app."""
 
     def __init__(
-        self, *, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic, pause: Pause = asyncio.sleep
+        self, *, per_s: float, clock: Callable[[], float] = time.monotonic, pause: Pause = asyncio.sleep
     ) -> None:
         self._per_s = per_s
-        self._burst = burst
         self._buckets = TokenBuckets(clock)
         self._pause = pause
         self._known: OrderedDict[bytes, None] = OrderedDict()  # headers of callers that were identified
 
     def take(self) -> float:
         """Count a request of a stranger. Return 0, or the seconds after which there is room for one."""
-        return self._buckets.take("", per_s=self._per_s, burst=self._burst)
+        return self._buckets.take("", per_s=self._per_s)
 
     async def refuse(self, wait_s: float, scope: Scope, send: Send) -> None:
         """Answer late, without reading the body, and close the connection if there may be one."""
@@ -95,7 +94,7 @@ class Strangers:
         """Return 0, or the seconds after which it may be asked who sent a request."""
         if _fingerprint(scope["headers"]) in self._known:
             return 0.0
-        return self._buckets.wait("", per_s=self._per_s, burst=self._burst)
+        return self._buckets.wait("", per_s=self._per_s)
 
     def note_known(self, scope: Scope) -> None:
         fingerprint = _fingerprint(scope["headers"])
