@@ -120,7 +120,7 @@ def work(backend: Backend, tenants: int, options: argparse.Namespace) -> list[Fo
     return ops
 
 
-def datum(text: Any) -> Datum:  # Any: an array of integers
+def datum(text: Any) -> Datum:
     inputs = {"target_tokens": text[1:].astype(np.int64), "weights": np.ones(len(text) - 1, np.float32)}
     return Datum(tokens_T=text[:-1].astype(np.int32), loss_inputs=inputs)
 

@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 import psutil
 
+from tinsmith.json_values import Json
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith_workbench.simulation.workload import TenantClass, Wanted, life
 
@@ -152,7 +153,7 @@ class LiveTenant:
         tokens = wanted.tokens * max(1, wanted.sequences)
         self._seen.answers.append((wanted.kind, tokens, ended - began, ended))
 
-    async def _submit(self, wanted: Wanted) -> dict[str, Any]:  # Any: JSON
+    async def _submit(self, wanted: Wanted) -> dict[str, Json]:
         if wanted.kind == "forward_backward":
             return await self._post("forward_backward", _pass(self._model_id, next(self._seq_ids), wanted.tokens))
         if wanted.kind == "optim_step":
@@ -172,7 +173,7 @@ class LiveTenant:
         }
         return await self._post("asample", body)
 
-    async def _post(self, path: str, body: object) -> dict[str, Any]:  # Any: JSON
+    async def _post(self, path: str, body: object) -> dict[str, Json]:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         media = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
         answer = await self._http.post(path, content=content, headers={"Content-Type": media})

@@ -38,6 +38,7 @@ import httpx
 import numpy as np
 import psutil
 
+from tinsmith.json_values import Json
 from tinsmith.processes.serve import allow_many_files
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
@@ -214,7 +215,7 @@ class Tenant:
         }
         return str((await self._post("asample", body))["request_id"])
 
-    async def _post(self, path: str, body: object, *, method: str = "POST") -> dict[str, Any]:  # Any: JSON
+    async def _post(self, path: str, body: object, *, method: str = "POST") -> dict[str, Json]:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         media = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
         while True:

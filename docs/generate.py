@@ -107,7 +107,7 @@ def plugin_tables() -> str:
     )
 
 
-def _plugin_section(kind: str, name: str, spec: Any) -> str:  # Any: a spec of any kind
+def _plugin_section(kind: str, name: str, spec: Any) -> str:
     rows = [(f"`{key}`", *_described(field)) for key, field in spec.config.model_fields.items()]
     options = _table("Key", rows) if rows else "No options."
     return f"### {kind} `{name}`\n\n{spec.description[:1].upper()}{spec.description[1:]}.\n\n{options}"
@@ -307,7 +307,7 @@ def _source(module: str) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: typer's click
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from _commands(command, f"{prefix}{name} ")
@@ -315,7 +315,7 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any
             yield f"{prefix}{name}", command
 
 
-def _command_section(name: str, command: Any, level: str = "##") -> str:  # Any: typer's click
+def _command_section(name: str, command: Any, level: str = "##") -> str:
     parameters = [each for each in command.params if each.name != "help"]
     parts = [f"{level} `tinsmith {name}`", _usage(name, parameters), " ".join((command.help or "").split())]
     if parameters:
@@ -323,7 +323,7 @@ def _command_section(name: str, command: Any, level: str = "##") -> str:  # Any:
     return "\n\n".join(parts)
 
 
-def _usage(name: str, parameters: Sequence[Any]) -> str:  # Any: typer's click
+def _usage(name: str, parameters: Sequence[Any]) -> str:
     arguments = [each for each in parameters if each.param_type_name == "argument"]
     options = [each for each in parameters if each.param_type_name == "option"]
     words = ["$ tinsmith", name]
@@ -333,7 +333,7 @@ def _usage(name: str, parameters: Sequence[Any]) -> str:  # Any: typer's click
     return f"```console\n{' '.join(words)}\n```"
 
 
-def _parameter(parameter: Any) -> tuple[str, str, str]:  # Any: typer's click
+def _parameter(parameter: Any) -> tuple[str, str, str]:
     meaning = parameter.help or ""
     if parameter.param_type_name == "argument":
         return f"`{parameter.name.upper()}`", "required" if parameter.required else "", meaning
@@ -370,17 +370,17 @@ def _of_section(field: FieldInfo) -> FieldInfo:
     return FieldInfo(annotation=str, default=None, description=description)
 
 
-def _nested(annotation: Any) -> type[BaseModel] | None:  # Any: a type expression
+def _nested(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_nested, getattr(annotation, "__args__", ()))), None)
 
 
-def _is_mapping(annotation: Any) -> bool:  # Any: a type expression
+def _is_mapping(annotation: Any) -> bool:
     return getattr(annotation, "__origin__", None) is dict
 
 
-def _is_list(annotation: Any) -> bool:  # Any: a type expression
+def _is_list(annotation: Any) -> bool:
     return getattr(annotation, "__origin__", None) in (list, tuple)
 
 

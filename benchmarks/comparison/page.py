@@ -8,7 +8,7 @@ from statistics import median as _median
 from statistics import quantiles
 from typing import Any, Final
 
-Json = Mapping[str, Any]  # Any: JSON
+Figures = Mapping[str, Any]
 
 _FEW: Final = 4
 _EVEN: Final = 1.0
@@ -18,7 +18,7 @@ def median(values: Sequence[float]) -> float:
     return float(_median(values))
 
 
-def render(found: Json) -> str:
+def render(found: Figures) -> str:
     """Return the page's generated part."""
     parts = [_circumstances(found)]
     parts += [_model(model) for model in found["models"]]
@@ -27,7 +27,7 @@ def render(found: Json) -> str:
     return "\n\n".join(parts)
 
 
-def ratios(figure: Json, ours: str, peer: str) -> list[float]:
+def ratios(figure: Figures, ours: str, peer: str) -> list[float]:
     """Return how many times as fast we are, round by round. Nothing if one of the two has no figure."""
     pairs = zip(figure["values"].get(ours, []), figure["values"].get(peer, []), strict=False)
     if figure["unit"] == "count":
@@ -36,7 +36,7 @@ def ratios(figure: Json, ours: str, peer: str) -> list[float]:
     return [(mine / theirs if more_is_better else theirs / mine) for mine, theirs in pairs]
 
 
-def _circumstances(found: Json) -> str:
+def _circumstances(found: Figures) -> str:
     machine = found["machine"]
     lines = [
         f"- **When:** {found['when']}, tinsmith at {found['commit']}.",
@@ -49,7 +49,7 @@ def _circumstances(found: Json) -> str:
     return "\n".join(lines)
 
 
-def _model(model: Json) -> str:
+def _model(model: Figures) -> str:
     names = [server["name"] for server in model["servers"]]
     ours, *peers = names
     header = [
@@ -65,7 +65,7 @@ def _model(model: Json) -> str:
     return "\n".join(lines)
 
 
-def _row(figure: Json, ours: str, peers: Sequence[str]) -> list[str]:
+def _row(figure: Figures, ours: str, peers: Sequence[str]) -> list[str]:
     names = [ours, *peers]
     values = [_values(figure, name) for name in names]
     compared = [_spread(ratios(figure, ours, peer), "x") for peer in peers]
@@ -73,7 +73,7 @@ def _row(figure: Json, ours: str, peers: Sequence[str]) -> list[str]:
     return [figure["figure"], figure["unit"], *values, *compared, *cpu]
 
 
-def _values(figure: Json, name: str) -> str:
+def _values(figure: Figures, name: str) -> str:
     if name in figure["errors"]:
         return "failed"
     return _spread(figure["values"].get(name, []))
@@ -90,7 +90,7 @@ def _spread(values: Sequence[float], prefix: str = "") -> str:
     return f"{middle} ({_number(low)} to {_number(high)})"
 
 
-def _server(server: Json) -> str:
+def _server(server: Figures) -> str:
     cache = "programs of an earlier run at hand" if server["cache_was_warm"] else "nothing compiled before"
     return (
         f"- {server['name']}: peak memory {server['peak_mib']:,.0f} MiB; the start took {server['start_cpu_s']:.0f} "
@@ -98,7 +98,7 @@ def _server(server: Json) -> str:
     )
 
 
-def _losses(models: Iterable[Json]) -> str:
+def _losses(models: Iterable[Figures]) -> str:
     lost, failed = [], []
     for model in models:
         ours, *peers = [server["name"] for server in model["servers"]]
@@ -115,7 +115,7 @@ def _losses(models: Iterable[Json]) -> str:
     return text + ("\n\n### What failed\n\n" + "\n".join(failed) if failed else "")
 
 
-def _thrown_away(found: Json) -> str:
+def _thrown_away(found: Figures) -> str:
     limit = found["method"]["most_cores_of_others"]
     if found["method"]["load_was_allowed"]:
         return "**This run kept disturbed rounds** (`--allow-load`): its figures prove nothing."

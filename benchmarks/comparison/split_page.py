@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-Run = Mapping[str, Any]  # Any: JSON, as where_time_goes.py writes it
+Run = Mapping[str, Any]
 Figures = Mapping[str, Any]
 
 _SPLIT: Final = (

@@ -23,7 +23,7 @@ class Workbench:
         self._base_model = base_model
         self._vocab_size = vocab_size
         self._rank = rank
-        self.services: list[Any] = []  # Any: the SDK, whatever its version
+        self.services: list[Any] = []
         self._tenants: list[Any] = []
 
     def tenant(self, index: int = 0) -> Any:

@@ -41,7 +41,7 @@ def publish(reports: Sequence[Path]) -> None:
     runs = json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.is_file() else []
     runs = [{**run, "notes": [], "parts": parts}, *runs]
     RUNS.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
-    print(f"{RUNS} has {len(runs)} runs; docs/generate.py shows the newest of each part; notes are for who measures next", file=sys.stderr)
+    print(f"{RUNS} has {len(runs)} runs; add notes for who measures next; docs/generate.py shows it", file=sys.stderr)
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-Run = Mapping[str, Any]  # Any: JSON, as history.py writes it
+Run = Mapping[str, Any]
 Figures = Mapping[str, Any]
 
 _SHARES: Final = ("share_of_matmul_limit", "share_of_bandwidth_limit")

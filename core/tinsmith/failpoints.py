@@ -176,7 +176,7 @@ def _watched(name: str, function: F) -> F:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def watched_coroutine(*args: Any, **kwargs: Any) -> Any:  # Any: of any function
+        async def watched_coroutine(*args: Any, **kwargs: Any) -> Any:
             if delay_s := _pass(before):
                 await asyncio.sleep(delay_s)
             result = await function(*args, **kwargs)
@@ -187,7 +187,7 @@ def _watched(name: str, function: F) -> F:
         return cast("F", watched_coroutine)
 
     @functools.wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:  # Any: as above
+    def watched(*args: Any, **kwargs: Any) -> Any:
         if delay_s := _pass(before):
             time.sleep(delay_s)
         result = function(*args, **kwargs)

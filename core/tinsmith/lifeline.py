@@ -44,7 +44,7 @@ class Tethered(subprocess.Popen[bytes]):
         command: Sequence[str | Path],
         *,
         env: Mapping[str, str],
-        **options: Any,  # Any: those of Popen
+        **options: Any,
     ) -> None:
         """Raise OSError if there is no such program."""
         program = [str(part) for part in command]

@@ -90,7 +90,7 @@ def test_tenants_at_once_have_their_solo_curves(
         _, rate, decay, clip = TENANTS[tenant]
         return tinker.AdamParams(learning_rate=rate, weight_decay=decay, grad_clip_norm=clip)
 
-    def submit(model: tinker.TrainingClient, tenant: int, number: int) -> tuple[Any, Any]:  # Any: the SDK's futures
+    def submit(model: tinker.TrainingClient, tenant: int, number: int) -> tuple[Any, Any]:
         passed = model.forward_backward(sequences(100 * tenant + number), "cross_entropy")
         return passed, model.optim_step(adam(tenant))
 

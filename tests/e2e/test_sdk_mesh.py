@@ -40,7 +40,7 @@ def new_model(client: tinker.ServiceClient, seed: int) -> tinker.TrainingClient:
     return client.create_lora_training_client(base_model="tiny", rank=4, seed=seed).result(timeout=WAIT_S)
 
 
-def submit_steps(model: tinker.TrainingClient, steps: range) -> list[Any]:  # Any: the SDK's futures
+def submit_steps(model: tinker.TrainingClient, steps: range) -> list[Any]:
     return [
         future
         for seed in steps

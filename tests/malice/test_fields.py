@@ -24,7 +24,7 @@ from tinsmith.protocol.unknown_fields import validated
 from tinsmith.server.unknown_field_counts import MOST_NAMES
 
 Place = tuple[str | int, ...]
-Fields = dict[str, Any]  # Any: JSON
+Fields = dict[str, Any]
 
 REFUSED = "is not known, "
 DISCARDED = "this step is discarded"  # because an earlier pass was refused, which is named
@@ -121,11 +121,11 @@ TARGETS = (
         ("sampling_session_id", "seq_id"),
     ),
 )
-Json = tuple[Target, Place, str, Any]  # Any: JSON
+Json = tuple[Target, Place, str, Any]
 PLACES = [(target, place) for target in TARGETS for place in target.places]
 
 
-def at(body: Any, place: Place) -> Any:  # Any: JSON, or an instance of a model
+def at(body: Any, place: Place) -> Any:
     for step in place:
         body = body[step] if isinstance(body, dict | list) else getattr(body, str(step))
     return body
@@ -138,7 +138,7 @@ def known_names(target: Target, place: Place) -> list[str]:
     return sorted(inner.model_fields)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:  # Any: a type expression
+def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_in, get_args(annotation))), None)

@@ -42,7 +42,7 @@ class MortalStore:
     how: How = "before"
     dead: bool = False
 
-    def __getattr__(self, name: str) -> Any:  # Any: whatever a store has
+    def __getattr__(self, name: str) -> Any:
         if not callable(value := getattr(self.store, name)):
             return value
         return lambda *args, **kwargs: self._call(name, args, kwargs)
@@ -119,7 +119,7 @@ class MortalEngine:
         self.stopping = asyncio.Event()
         self.task = asyncio.create_task(self._live(self.seen, self.stopping))
 
-    async def _live(self, seen: Any, stopping: asyncio.Event) -> None:  # Any: it stands in for a RequestStore
+    async def _live(self, seen: Any, stopping: asyncio.Event) -> None:
         self.backend = a_backend(FragileBackend, self.data_dir)
         engine = await make_engine(
             seen,

@@ -123,7 +123,7 @@ def read(directory: Path, scratch: Path) -> str:
     return "refused" if any(told) else "read"
 
 
-def attempt(what: Any) -> bool:  # Any: a function without arguments
+def attempt(what: Any) -> bool:
     try:
         what()
     except TinsmithError:

@@ -171,7 +171,7 @@ class _Collector:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.name.startswith(_OF_AUTHORS)]
         for item in items:
-            suite: Any = getattr(item, "cls", None)  # Any: a class of plugin_suites
+            suite: Any = getattr(item, "cls", None)
             kind, name = suite.offer
             function = getattr(item, "originalname", item.name)
             area = getattr(suite, "area", None) or _area(suite, function)
@@ -198,7 +198,7 @@ class _Collector:
             if self._progress is not None:
                 self._progress(self._num_done, len(self._tests))
 
-    def _keep_properties(self, offer: Offered, properties: Mapping[str, Any]) -> None:  # Any: whatever tests record
+    def _keep_properties(self, offer: Offered, properties: Mapping[str, Any]) -> None:
         if _CAPABILITIES in properties:
             self._capabilities[offer] = properties[_CAPABILITIES]
         if _ISOLATION_DIFFERENCE in properties:

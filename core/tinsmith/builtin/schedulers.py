@@ -9,7 +9,7 @@ from tinsmith.scheduler import SchedulerSpec
 
 
 @hookimpl
-def tinsmith_register_schedulers() -> list[SchedulerSpec[Any]]:  # Any: their configs differ
+def tinsmith_register_schedulers() -> list[SchedulerSpec[Any]]:
     return [
         SchedulerSpec(
             name="fair",

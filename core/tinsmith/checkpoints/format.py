@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -42,6 +42,7 @@ from tinsmith.huggingface.safetensors_files import (
     shard_files,
 )
 from tinsmith.huggingface.state_files import ADAPTER_FILES, FILES, GRADIENTS, M_PREFIX, MODEL, OPTIMIZER, V_PREFIX, Kind
+from tinsmith.json_values import Json
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.store import CheckpointKind
 
@@ -292,12 +293,12 @@ def write_peft_adapter(directory: Path, state: ModelState, *, base_model: str) -
     _write_adapter(directory, *peft_experts.to_peft(base_model, state.lora, state.weights))
 
 
-def _write_adapter(directory: Path, weights: Mapping[str, Array], config: Mapping[str, Any]) -> None:  # Any: JSON
+def _write_adapter(directory: Path, weights: Mapping[str, Array], config: Mapping[str, Json]) -> None:
     _write_arrays(directory / _WEIGHTS, weights)
     _write_config(directory, config)
 
 
-def _write_config(directory: Path, config: Mapping[str, Any]) -> None:  # Any: JSON
+def _write_config(directory: Path, config: Mapping[str, Json]) -> None:
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

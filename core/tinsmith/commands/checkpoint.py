@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 from rich.console import Console
@@ -26,6 +26,7 @@ from tinsmith.commands.open_store import opened_store
 from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
+from tinsmith.json_values import Json
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.processes.printable import console as new_console
@@ -87,7 +88,7 @@ def show(
         console.print(f"{escape(name)}  {file['size']:,} bytes  {escape(file['sha256'] or '')}")
 
 
-def _print_tensors(console: Console, what: str, tensors: dict[str, dict[str, Any]]) -> None:  # Any: JSON
+def _print_tensors(console: Console, what: str, tensors: dict[str, dict[str, Json]]) -> None:
     total = sum(each["bytes"] for each in tensors.values())
     table = Table(f"{what} ({len(tensors)}, {total:,} bytes)", "dtype", "shape", box=None, pad_edge=False)
     for name, each in tensors.items():

@@ -10,7 +10,7 @@ WORKBENCH: Final = ("simulate", "rehearse", "rehearsal-table", "compile-check", 
 
 
 class CommandGroup(TyperGroup):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # Any: typer's click
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Raise UserError for a command of the workbench that nobody has added."""
         if args[0] in WORKBENCH and self.get_command(ctx, args[0]) is None:
             msg = (

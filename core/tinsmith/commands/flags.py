@@ -16,7 +16,7 @@ from tinsmith.settings.schema import field_of
 from tinsmith.settings.sources import Flag
 
 
-def setting_flag(key: str) -> Any:  # Any: typer does not export the class
+def setting_flag(key: str) -> Any:
     """Return a short option for a setting, described as the setting is."""
     return typer.Option(help=field_of(Settings, key).description)
 

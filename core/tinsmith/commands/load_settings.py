@@ -116,7 +116,7 @@ def _read_layers(
     return layers, tuple(files)
 
 
-def _remember_secrets(tree: Mapping[str, Any]) -> None:  # Any: not validated yet
+def _remember_secrets(tree: Mapping[str, Any]) -> None:
     """Remember them before anything is said about mistakes, wherever in a wrong configuration they are."""
     hidden(dict(tree))
     server = tree.get("server")
@@ -155,7 +155,7 @@ class _Problems:
         raise ConfigError(msg)
 
 
-def _validate(model: type[BaseModel], tree: object, prefix: KeyPath, problems: _Problems) -> Any:  # Any: a `model`
+def _validate(model: type[BaseModel], tree: object, prefix: KeyPath, problems: _Problems) -> Any:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -165,7 +165,7 @@ def _validate(model: type[BaseModel], tree: object, prefix: KeyPath, problems: _
         return None
 
 
-def _reason(model: type[BaseModel], location: KeyPath, details: dict[str, Any]) -> str:  # Any: pydantic's details
+def _reason(model: type[BaseModel], location: KeyPath, details: dict[str, Any]) -> str:
     kind = details["type"]
     if kind == "extra_forbidden":
         known = _fields_at(model, location[:-1])
@@ -191,7 +191,7 @@ def _fields_at(model: type[BaseModel], location: KeyPath) -> list[str]:
     return sorted(model.model_fields)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:  # Any: a type expression
+def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in getattr(annotation, "__args__", ()):

@@ -15,10 +15,10 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
 from tinsmith.settings.sources import Flag
 
-ANY_SETTING: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_options": True}  # Any: click's
+ANY_SETTING: Final[dict[str, Any]] = {"allow_extra_args": True, "ignore_unknown_options": True}
 """The context of a command that takes `--section.key value` for every setting."""
 
-WITH_MODEL: Final[dict[str, Any]] = {"ignore_unknown_options": True}  # Any: click's
+WITH_MODEL: Final[dict[str, Any]] = {"ignore_unknown_options": True}
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML configuration file; default: $TINSMITH_CONFIG")

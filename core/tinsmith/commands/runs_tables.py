@@ -234,6 +234,6 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDE, emoji=False)  # run ids contain :train:
 
 
-def _print_json(value: Any) -> None:  # Any: a dataclass of the store's records
+def _print_json(value: Any) -> None:
     # In ASCII, of which a terminal obeys nothing: msgspec escapes fewer characters.
     print(json.dumps(json.loads(msgspec.json.encode(value)), indent=2))  # noqa: T201 - the command's answer

@@ -14,6 +14,7 @@ from tinsmith.huggingface.sizes import WeightCounts, adapter_weights, weight_cou
 from tinsmith.huggingface.state_files import Kind, Targets
 from tinsmith.huggingface.stopping import StopRules, StopWatch
 from tinsmith.huggingface.weight_files import WeightFiles
+from tinsmith.json_values import Json
 
 __all__ = [
     "ATTENTION",
@@ -22,6 +23,7 @@ __all__ = [
     "MLP",
     "DecoderShape",
     "Delta",
+    "Json",
     "Kind",
     "Rope",
     "ShardWriter",

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tinsmith.errors import ConfigError
 from tinsmith.huggingface.int8 import Int8, read_int8
+from tinsmith.json_values import Json
 
 ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP: Final = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -69,7 +70,7 @@ class DecoderShape:
 _WITH_EXPERTS: Final = ("Qwen3MoeForCausalLM",)
 
 
-def decoder_shape(config: Mapping[str, Any], path: Path, *, supported: Collection[str]) -> DecoderShape:  # Any: JSON
+def decoder_shape(config: Mapping[str, Json], path: Path, *, supported: Collection[str]) -> DecoderShape:
     """Read the sizes from a parsed config.json. `path` names the file in errors.
 
     Raise ConfigError if the architecture is not among the supported ones, if a size is missing, or if the weights are
@@ -100,7 +101,7 @@ def decoder_shape(config: Mapping[str, Any], path: Path, *, supported: Collectio
         raise ConfigError(msg) from error
 
 
-def _expert_shape(config: Mapping[str, Any], path: Path) -> ExpertShape:  # Any: JSON
+def _expert_shape(config: Mapping[str, Json], path: Path) -> ExpertShape:
     for key, uniform in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if config.get(key, uniform) not in (uniform, None):
             msg = f"{path}: {key} is {config[key]!r}: models of which some layers are dense are not supported"

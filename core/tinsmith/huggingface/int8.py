@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import ConfigError
+from tinsmith.json_values import Json
 
 PACKED: Final = "_packed"
 SCALE: Final = "_scale"
 SHAPE: Final = "_shape"
 """What follows a matrix's name in the names of its three tensors."""
 
-W8A16: Final[dict[str, Any]] = {  # Any: JSON
+W8A16: Final[dict[str, Json]] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "quantization_status": "compressed",
@@ -59,7 +60,7 @@ class Int8:
         return 1 if self.group_size is None else -(-columns // self.group_size)
 
 
-def read_int8(config: Mapping[str, Any], path: Path) -> Int8 | None:  # Any: parsed JSON
+def read_int8(config: Mapping[str, Json], path: Path) -> Int8 | None:
     """Return how the matrices of the layers are quantised; None: they are not.
 
     `path` names config.json in errors. Raise ConfigError if the model is quantised in another way.
@@ -76,7 +77,7 @@ def read_int8(config: Mapping[str, Any], path: Path) -> Int8 | None:  # Any: par
     return Int8(int(group["weights"]["group_size"]) if group["weights"]["strategy"] == "group" else None)
 
 
-def _settings(config: Mapping[str, Any]) -> list[tuple[str, Any, tuple[Any, ...]]]:  # Any: JSON
+def _settings(config: Mapping[str, Json]) -> list[tuple[str, Json, tuple[Json, ...]]]:
     """List what decides about the layout: where it is, what it is, and what it may be."""
     groups = config.get("config_groups") or {}
     name: str = next(iter(groups), "group_0")

@@ -3,16 +3,17 @@
 Sizes and types are facts from the models' published config.json.
 """
 
-from typing import Any, Final
+from typing import Final
 
 from tinsmith.huggingface.int8 import W8A16
+from tinsmith.json_values import Json
 
 _QWEN3: Final = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "num_key_value_heads": 8, "head_dim": 128}
 _LLAMA: Final = {"vocab_size": 128_256, "max_position_embeddings": 131_072, "num_key_value_heads": 8}
 
 _EXPERTS: Final = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
-_KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # Any: parsed JSON
+_KINDS: Final[dict[str, tuple[str, dict[str, Json]]]] = {
     "qwen3": ("Qwen3ForCausalLM", _QWEN3),
     "llama": ("LlamaForCausalLM", _LLAMA),
     "moe": ("Qwen3MoeForCausalLM", {**_QWEN3, **_EXPERTS, "num_key_value_heads": 4}),
@@ -46,7 +47,7 @@ _SHORT_CONTEXT: Final = {"Llama-3-8B": 8192, "Llama-3-70B": 8192}
 KNOWN_SHAPES: Final = tuple(_SIZES)
 
 
-def known_config(name: str) -> dict[str, Any] | None:  # Any: parsed JSON
+def known_config(name: str) -> dict[str, Json] | None:
     """Return the config.json of a model, as far as its sizes go, or None if the name is not known.
 
     An owner in front of the name and an ending such as `-Instruct` do not matter, nor does the case. The ending

@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.huggingface.outside_files import read_json
 from tinsmith.huggingface.safetensors_files import shard_files
+from tinsmith.json_values import Json
 
 BESIDE_THE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 """Patterns of configuration and tokenizer files."""
@@ -15,7 +16,7 @@ BESIDE_THE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _NOT_OURS: Final = ("adapter_config.json", "tinsmith.json")
 
 
-def read_model_config(directory: Path) -> dict[str, Any]:  # Any: JSON
+def read_model_config(directory: Path) -> dict[str, Json]:
     """Read config.json. Raise ConfigError if it is missing or is not a JSON object."""
     file = directory / "config.json"
     try:

@@ -6,7 +6,9 @@ import re
 import stat
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from tinsmith.json_values import Json
 
 MAX_JSON: Final = 32_000_000  # bytes: parsed, they may take some twenty times as many
 _MAX_DEPTH: Final = 64
@@ -24,7 +26,7 @@ def open_regular(file: Path) -> BufferedReader:
     return opened
 
 
-def read_json(file: Path) -> Any:  # Any: JSON
+def read_json(file: Path) -> Json:
     """Parse a file. Raise OSError, or ValueError if it is not JSON, too large or nested too deeply."""
     with open_regular(file) as opened:
         if os.fstat(opened.fileno()).st_size > MAX_JSON:
@@ -33,7 +35,7 @@ def read_json(file: Path) -> Any:  # Any: JSON
         return parse_json(opened.read())
 
 
-def parse_json(content: bytes) -> Any:  # Any: JSON
+def parse_json(content: bytes) -> Json:
     """Parse JSON. Raise ValueError if it is none or nested too deeply."""
     check_depth(content)
     return json.loads(content)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import ConfigError
+from tinsmith.json_values import Json
 
 KNOWN_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -26,7 +27,7 @@ class Rope:
     factor: float = 1.0
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, source: str) -> Rope:  # Any: parsed JSON
+def read_rope(config: Mapping[str, Json], head_dim: int, source: str) -> Rope:
     """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Raise ConfigError for unknown types."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tinsmith.errors import ServerError
 from tinsmith.huggingface import int8
 from tinsmith.huggingface.outside_files import open_regular, parse_json, read_json
+from tinsmith.json_values import Json
 from tinsmith.operations import Array, FloatArray
 
 DTYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -150,7 +151,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _stored_tensor(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:  # Any: JSON
+def _stored_tensor(file: Path, name: str, entry: Json, data_start: int) -> StoredTensor:
     try:
         start, end = map(int, entry["data_offsets"])
         if not 0 <= start <= end or any(int(size) < 0 for size in entry["shape"]):
@@ -303,7 +304,7 @@ def write_index(directory: Path, stem: str, weight_map: Mapping[str, str], num_b
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def encode_header(entries: Mapping[str, Any], room: int = 0) -> bytes:  # Any: JSON
+def encode_header(entries: Mapping[str, Json], room: int = 0) -> bytes:
     """Return the start of a file: the length of its header, and the header, padded to `room` bytes."""
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     room = room or len(header) + -len(header) % 8
@@ -329,7 +330,7 @@ class ShardWriter:
         self._room += -self._room % 8
         self._shards: list[list[str]] = []
         self._file: BinaryIO | None = None
-        self._header: dict[str, Any] = {}  # Any: JSON
+        self._header: dict[str, Json] = {}
         self._end = 0
         self._total = 0
 

@@ -6,9 +6,10 @@ Several processes can then write their own parts of the same files.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from tinsmith.huggingface.safetensors_files import StoredTensor, encode_header, shard_name, write_index
+from tinsmith.json_values import Json
 
 Kind = Literal["weights", "adam_m", "adam_v", "gradients"]
 """The tensors of a model's training state, as ModelState names them."""
@@ -82,7 +83,7 @@ def _shards(
 def _created(
     file: Path, shard: Iterable[tuple[Kind, str]], shapes: Mapping[str, tuple[int, ...]], prefixes: Mapping[Kind, str]
 ) -> Iterator[StoredTensor]:
-    entries: dict[str, Any] = {}  # Any: JSON
+    entries: dict[str, Json] = {}
     end = 0
     for kind, name in shard:
         size = _num_bytes(shapes[name])

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tinsmith.errors import ConfigError, UnsupportedError
+from tinsmith.json_values import Json
 from tinsmith.operations import SamplingParams, StopReason
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _configured_eos(model_path: Path) -> tuple[int, ...]:
     return ()
 
 
-def _read_json(path: Path) -> dict[str, Any]:  # Any: parsed JSON
+def _read_json(path: Path) -> dict[str, Json]:
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from tinsmith.errors import UserError
 from tinsmith.huggingface.safetensors_files import ShardWriter
 from tinsmith.huggingface.tiny_tokenizer import chat_template, special_tokens, train_tokenizer
+from tinsmith.json_values import Json
 from tinsmith.operations import FloatArray
 
 Family = Literal["qwen3", "llama", "qwen3_moe"]
@@ -139,7 +140,7 @@ def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
         yield "lm_head.weight", matrix(shape.vocab_size, hidden, _EMBEDDING_STD)
 
 
-def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Any]:  # Any: JSON
+def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Json]:
     return {
         "architectures": [_ARCHITECTURES[shape.family]],
         "model_type": shape.family,
@@ -168,7 +169,7 @@ def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Any]:  # Any: JS
     }
 
 
-def _expert_config(shape: TinyShape) -> dict[str, Any]:  # Any: JSON
+def _expert_config(shape: TinyShape) -> dict[str, Json]:
     return {
         "num_experts": shape.num_experts,
         "num_experts_per_tok": shape.experts_per_token,
@@ -179,7 +180,7 @@ def _expert_config(shape: TinyShape) -> dict[str, Any]:  # Any: JSON
     }
 
 
-def _generation_config(ids: dict[str, int]) -> dict[str, Any]:  # Any: JSON
+def _generation_config(ids: dict[str, int]) -> dict[str, Json]:
     return {
         "bos_token_id": ids["bos_token"],
         "eos_token_id": [ids["eos_token"], ids["pad_token"]],
@@ -188,7 +189,7 @@ def _generation_config(ids: dict[str, int]) -> dict[str, Any]:  # Any: JSON
     }
 
 
-def _tokenizer_config(shape: TinyShape) -> dict[str, Any]:  # Any: JSON
+def _tokenizer_config(shape: TinyShape) -> dict[str, Json]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": shape.max_context_tokens,
@@ -204,5 +205,5 @@ def _like(family: Family) -> str:
     return "llama" if family == "llama" else "qwen3"
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:  # Any: JSON
+def _write_json(file: Path, content: dict[str, Json]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tinsmith.backend import BackendConfig, Demand, Placement
 from tinsmith.errors import ConfigError
 from tinsmith.huggingface import known_config, read_model_config
+from tinsmith.json_values import Json
 from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
@@ -91,7 +92,7 @@ def roles_of(model: ModelSettings, plugins: Plugins) -> Iterator[tuple[Role, Any
         yield "sampler", plugins.samplers.get(model.sampler.plugin), model.sampler
 
 
-def model_config(model: ModelSettings) -> Mapping[str, Any] | None:  # Any: JSON
+def model_config(model: ModelSettings) -> Mapping[str, Json] | None:
     """Read the model's config.json, or return that of a well-known model of its name."""
     if model.path is not None:
         return read_model_config(model.path)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from tinsmith.backend import Placement
+from tinsmith.json_values import Json
 from tinsmith.placement.machine import Machine
 from tinsmith.placement.parts import PartError, parts_of, roles_of
 from tinsmith.placement.placing import Placed, place
@@ -67,7 +67,7 @@ def with_placement(settings: Settings, plan: Sequence[Placed]) -> Settings:
 def _told(model: ModelSettings, placed: Placed) -> ModelSettings:
     section = model.backend if placed.part.role == "backend" else model.sampler
     before = {"plugin": placed.part.spec.name} if section is None else section.model_dump()
-    given: dict[str, Any] = {}  # Any: as in a configuration file
+    given: dict[str, Json] = {}
     if placed.placement.devices:
         given["devices"] = list(placed.placement.devices)
     if placed.placement.memory_bytes is not None:

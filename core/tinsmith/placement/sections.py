@@ -16,7 +16,7 @@ def device_settings(section: PluginSection | None, spec: AnySpec) -> DeviceSetti
     return DeviceSettings.model_validate({key: options[key] for key in DeviceSettings.model_fields if key in options})
 
 
-def own_options(section: PluginSection | None, spec: AnySpec) -> dict[str, Any]:  # Any: checked by the plugin's config
+def own_options(section: PluginSection | None, spec: AnySpec) -> dict[str, Any]:
     """Return the keys that are the plugin's."""
     options = {} if section is None else section.options()
     if spec.demand is None:

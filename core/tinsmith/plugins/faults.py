@@ -47,7 +47,7 @@ def refuse_unmarked_hooks(plugin: object) -> None:
             raise PluginError(msg)
 
 
-def check_spec(spec: Any) -> None:  # Any: one of the types of loading.SPEC_TYPES
+def check_spec(spec: Any) -> None:
     if not isinstance(spec.name, str) or not spec.name:
         msg = f"{type(spec).__name__} has the name {spec.name!r}; it must be a non-empty string"
         raise PluginError(msg)

@@ -51,7 +51,7 @@ class Offer:
     """One thing that a plugin offers."""
 
     kind: str  # "backend"; as messages say it
-    spec: Any  # Any: the spec type of that kind
+    spec: Any
 
 
 class Named(Protocol):

@@ -103,7 +103,7 @@ class EngineRun:
         make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop))
         making = loop.run_in_executor(thread, contained(partial(self._watched, make)))
         stopped = asyncio.create_task(stopping.wait())
-        either: list[asyncio.Future[Any]] = [making, stopped]  # Any: futures of two types
+        either: list[asyncio.Future[Any]] = [making, stopped]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not making.done():

@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from tinsmith.errors import UserError
+from tinsmith.json_values import Json
 
 MAX_NAME_CHARS: Final = 1024
 """Of ids, names, paths, tags and the like."""
@@ -145,7 +146,7 @@ def stop(value: object) -> object:
 # Whole bodies ---------------------------------------------------------------------------------------------------------
 
 
-def json_content(body: bytes) -> Any:  # Any: JSON
+def json_content(body: bytes) -> Json:
     """Decode a JSON body, unless what it holds would take many times its own size in memory.
 
     Raises orjson.JSONDecodeError, or UserError for what would.
@@ -164,7 +165,7 @@ def json_content(body: bytes) -> Any:  # Any: JSON
     return orjson.loads(body)
 
 
-def refuse_repeated_names(body: bytes, content: dict[str, Any]) -> None:  # Any: JSON
+def refuse_repeated_names(body: bytes, content: dict[str, Json]) -> None:
     """Raise UserError if an object in a body of up to MAX_COMPARED_BYTES has one name twice: the last would count.
 
     `content` is what the body holds. If nothing is gone, it accounts for all colons of the body, so hardly any body is
@@ -180,7 +181,7 @@ def refuse_repeated_names(body: bytes, content: dict[str, Any]) -> None:  # Any:
         raise UserError(msg) from error
 
 
-def _num_colons(value: str | dict[str, Any] | list[Any]) -> int:  # Any: JSON
+def _num_colons(value: str | dict[str, Json] | list[Json]) -> int:
     """Count them behind names and in texts."""
     if isinstance(value, str):
         return value.count(":")

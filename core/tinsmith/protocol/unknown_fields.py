@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from tinsmith.errors import UnsupportedError
+from tinsmith.json_values import Json
 
 SDK_VERSIONS: Final = "0.22.3 to 0.38.0"
 """Of the SDKs whose every field is known here."""
@@ -27,7 +28,6 @@ SDK_VERSIONS: Final = "0.22.3 to 0.38.0"
 _MOST_NAMED: Final = 5
 _SHOWN_CHARS: Final = 100
 
-Json = dict[str, Any]  # Any: whatever a client sent
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -46,7 +46,7 @@ class UnknownFieldError(UnsupportedError):
         self.fields = fields
 
 
-def validated(model: type[Model], content: Json) -> Model:
+def validated(model: type[Model], content: dict[str, Json]) -> Model:
     """Return an instance of the model. `content` is the caller's to give: nulls and the like may be removed from it.
 
     Raises UnknownFieldError, or ValidationError for what is wrong otherwise.
@@ -95,7 +95,7 @@ def _shown(value: object) -> str:
             return repr(value)
 
 
-def _tidied(model: type[BaseModel], content: Json, where: str) -> Iterator[tuple[UnknownField, str]]:
+def _tidied(model: type[BaseModel], content: dict[str, Json], where: str) -> Iterator[tuple[UnknownField, str]]:
     """Remove what counts as left out, and yield the unknown fields that do not, each with what is to be said.
 
     An object of another type than the one known here keeps none of its fields: whatever they say, it is refused by its
@@ -115,7 +115,7 @@ def _tidied(model: type[BaseModel], content: Json, where: str) -> Iterator[tuple
                     yield from _tidied(inner, part, f"{where}{name}{'' if at is None else f'[{at}]'}.")
 
 
-def _is_of_other_type(model: type[BaseModel], content: Json) -> bool:
+def _is_of_other_type(model: type[BaseModel], content: dict[str, Json]) -> bool:
     field = model.model_fields.get("type")
     return field is not None and content.get("type") not in (None, field.default)
 
@@ -127,7 +127,7 @@ def _models_in(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return {name: inner for name, inner in found.items() if inner is not None}
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:  # Any: a type expression
+def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for each in get_args(annotation) if (found := _model_in(each)) is not None), None)

@@ -1,8 +1,8 @@
 """The JSON bodies of the Tinker API, field for field as SDK 0.38.0 sends and reads them.
 
 In a body that changes numbers (`_ExactBody`), a field that no SDK has is refused: `unknown_fields.py`. In all others it
-is ignored, so that a newer SDK still works. `docs/field_status.py` lists what happens to the known ones, and `bounds.py`
-how much each may hold. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
+is ignored, so that a newer SDK still works. `docs/field_status.py` has the status of each known one, `bounds.py` its
+bounds. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
 """
 
 from datetime import datetime
@@ -22,11 +22,10 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from tinsmith.json_values import Json
 from tinsmith.protocol import bounds
 
-# Any: JSON values the client chose, kept and handed back as they came.
-Json = dict[str, Any]
-JsonMetadata = Annotated[Json, BeforeValidator(bounds.metadata)]
+JsonMetadata = Annotated[dict[str, Json], BeforeValidator(bounds.metadata)]
 TextMetadata = Annotated[dict[str, str], BeforeValidator(bounds.metadata)]
 Name = Annotated[str, StringConstraints(max_length=bounds.MAX_NAME_CHARS), AfterValidator(bounds.plain)]
 """An id, a name, a path or the like."""
@@ -585,7 +584,7 @@ class TraceExport(BaseModel):
     error: str | None = None
 
 
-def as_text(metadata: Json | None) -> dict[str, str] | None:
+def as_text(metadata: dict[str, Json] | None) -> dict[str, str] | None:
     """Convert metadata for answers: the API takes any JSON values and returns strings."""
     if metadata is None:
         return None

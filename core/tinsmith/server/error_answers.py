@@ -80,7 +80,7 @@ def validation_detail(error: Exception) -> str:
     return "; ".join(_line(problem) for problem in problems[:5]) or "the request is not valid"
 
 
-def _line(problem: Mapping[str, Any]) -> str:  # Any: as pydantic has it
+def _line(problem: Mapping[str, Any]) -> str:
     where = ".".join(str(part)[:100] for part in problem["loc"])
     if problem["type"] == "json_invalid":  # the location is an offset; the reason is in the context
         return f"body is not JSON at byte {problem['loc'][-1]}: {problem['ctx']['error']}"
@@ -88,7 +88,7 @@ def _line(problem: Mapping[str, Any]) -> str:  # Any: as pydantic has it
     return f"{where}: {reason}" if problem["type"] == "missing" else f"{where}: {reason}; it is {_shown(problem)}"
 
 
-def _shown(problem: Mapping[str, Any]) -> str:  # Any: as above
+def _shown(problem: Mapping[str, Any]) -> str:
     match problem.get("input"):
         case str(text):
             return repr(text) if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]!r}... of {len(text)} characters"

@@ -41,7 +41,7 @@ class _StrictRequest(Request):
             self._body = b"".join([chunk async for chunk in self.stream() if chunk])
         return self._body
 
-    async def json(self) -> Any:  # Any: an instance of the model, or else what the client sent; the route refuses that
+    async def json(self) -> Any:  # an instance of the model, or else what the client sent; the route refuses that
         body = await self.body()
         heavy = context_of(self).heavy
         return await heavy.run(lease_of(self).tenant, len(body), partial(_decoded, body, self.model))
@@ -60,7 +60,7 @@ async def _refuse_other_types(request: Request) -> None:
         raise MediaTypeError(msg, offered=JSON)
 
 
-def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:  # Any: as above
+def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:
     try:
         content = bounds.json_content(body)
         if model is None or not isinstance(content, dict):
@@ -128,7 +128,7 @@ class DirectRoute(JsonRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         solve, endpoint = super().get_route_handler(), self.endpoint
-        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None  # Any: a form
+        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
 

@@ -8,12 +8,13 @@ import hashlib
 import hmac
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import jwt
 
 from tinsmith.errors import InvalidTokenError
 from tinsmith.hook_values import Principal
+from tinsmith.json_values import Json
 
 AUDIENCE: Final = "tinsmith"
 _ALGORITHM: Final = "HS256"
@@ -75,7 +76,7 @@ class KeyTokens:
 
     def _decoded(self, token: str) -> KeyToken:
         try:
-            claims: dict[str, Any] = jwt.decode(  # Any: JSON
+            claims: dict[str, Json] = jwt.decode(
                 token,
                 self._secret,
                 algorithms=[_ALGORITHM],

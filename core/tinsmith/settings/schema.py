@@ -60,7 +60,7 @@ class PluginSection(BaseModel):
         return self
 
     @model_serializer(mode="plain")
-    def _dump(self, info: SerializationInfo) -> dict[str, Any]:  # Any: as in `options`
+    def _dump(self, info: SerializationInfo) -> dict[str, Any]:
         found: dict[str, Any] = {"plugin": self.plugin, **(self.model_extra or {})}
         if info.exclude_none:
             found = {name: value for name, value in found.items() if value is not None}
@@ -69,7 +69,7 @@ class PluginSection(BaseModel):
         change = revealed if info.context == REVEAL else shown
         return {name: change(value) for name, value in found.items()}
 
-    def options(self) -> dict[str, Any]:  # Any: checked by the plugin's config class
+    def options(self) -> dict[str, Any]:
         """Return the settings with their secrets as plain text."""
         return {name: revealed(value) for name, value in (self.model_extra or {}).items()}
 

@@ -78,7 +78,7 @@ def decode_result(kind: str, payload: bytes) -> ops.Result:
     return result
 
 
-def _decode(types: dict[str, Any], kind: str, payload: bytes) -> Any:  # Any: one of the two unions above
+def _decode(types: dict[str, Any], kind: str, payload: bytes) -> Any:  # one of the two unions above
     try:
         packed = stored_bytes.decompress(payload)
         return msgspec.msgpack.decode(packed, type=types[kind], dec_hook=_decode_array)
@@ -94,7 +94,7 @@ def _encode_array(value: object) -> object:
     raise NotImplementedError(msg)
 
 
-def _decode_array(_: type, stored: Any) -> np.ndarray[Any, Any]:  # Any: decoded MessagePack
+def _decode_array(_: type, stored: Any) -> np.ndarray[Any, Any]:
     return stored_bytes.widen(stored)
 
 

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from tinsmith.errors import UserError
+from tinsmith.json_values import Json
 
 MAX_METADATA_BYTES: Final = 64 << 10
 
 
-def refuse_large_metadata(metadata: Mapping[str, Any] | None) -> None:  # Any: JSON values the client chose
+def refuse_large_metadata(metadata: Mapping[str, Json] | None) -> None:
     """Raise UserError if the metadata takes too many bytes as JSON, in which form it is stored."""
     size = len(json.dumps(metadata)) if metadata else 0
     if size > MAX_METADATA_BYTES:

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from tinsmith.backend import Capabilities
+from tinsmith.json_values import Json
 from tinsmith.operations import Failed, LoraConfig, Result
 
-Metadata = dict[str, Any]  # Any: JSON values the client chose
+Metadata = dict[str, Json]
 
 WAITS_FOR_PLACE: Final = -1
 """The `next_seq_id` of a model that waits for a place on the backend: none of its operations can be claimed."""

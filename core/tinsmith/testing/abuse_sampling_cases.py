@@ -43,7 +43,7 @@ def cases_of(capabilities: Capabilities, shapes: Shapes | None, group: str, num_
             return _GROUPS[group](capabilities)
 
 
-def _case(capabilities: Capabilities, params: Mapping[str, Any], **fields: Any) -> Case:  # Any: of the operation
+def _case(capabilities: Capabilities, params: Mapping[str, Any], **fields: Any) -> Case:
     op = Sample(
         **{
             "sampling_session_id": ATTACKER,

@@ -115,5 +115,5 @@ class ConsistencyContract(TrainingSuite):
         await pair.drop_all()
 
 
-async def _call(call: Callable[[], Any]) -> Any:  # Any: whatever the backend returns
+async def _call(call: Callable[[], Any]) -> Any:
     return call()

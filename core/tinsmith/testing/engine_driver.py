@@ -65,7 +65,7 @@ async def make_engine(
     on_finished: Callable[[OperationFinished], None] = lambda _: None,
     thread: ThreadPoolExecutor | None = None,
     turns: DeviceTurns | None = None,
-    **options: Any,  # Any: as in `make_context`
+    **options: Any,
 ) -> Engine:
     """Build an engine of base model "toy" with the default scheduler and the built-in losses.
 

@@ -56,7 +56,7 @@ class Nursery:
         self._process.stdout.close()
         atexit.unregister(self.close)
 
-    def ask(self, *request: Any) -> Any:  # Any: JSON
+    def ask(self, *request: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")

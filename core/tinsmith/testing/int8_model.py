@@ -4,20 +4,21 @@ import copy
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tinsmith.huggingface import ATTENTION, MLP
 from tinsmith.huggingface.int8 import PACKED, SCALE, SHAPE, W8A16
+from tinsmith.json_values import Json
 from tinsmith.operations import Array
 
 _MATRICES: Final = tuple(f".{path}.weight" for path in (*ATTENTION, *MLP))
 _OF_EXPERT: Final = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 
 
-def int8_config(group_size: int | None = None) -> dict[str, Any]:  # Any: JSON
+def int8_config(group_size: int | None = None) -> dict[str, Json]:
     """Return the quantization_config of a model with a scale for so many columns of a row (None: for all)."""
     config = copy.deepcopy(W8A16)
     strategy = "channel" if group_size is None else "group"
@@ -57,7 +58,7 @@ def _packed(rounded: Array) -> Array:
     return padded.view("<i4")
 
 
-def _write(source: Path, target: Path, tensors: dict[str, Array], changes: dict[str, Any]) -> None:  # Any: JSON
+def _write(source: Path, target: Path, tensors: dict[str, Array], changes: dict[str, Json]) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))

@@ -84,7 +84,7 @@ class LossContract(Contract):
 
     @pytest.mark.parametrize("package", _NAMESPACES)
     def test_any_namespace_gives_the_same(self, loss: LossSpec, package: str) -> None:
-        xp: Any = pytest.importorskip(_NAMESPACES[package])  # Any: array namespaces have no common type
+        xp: Any = pytest.importorskip(_NAMESPACES[package])
         logp_T, inputs = _tokens(loss)
         theirs = {name: xp.asarray(array.astype(np.float32)) for name, array in inputs.items()}
         config = {name: xp.asarray(np.full(_NUM_TOKENS, value, np.float32)) for name, value in loss.config.items()}

@@ -36,7 +36,7 @@ _SHAPE: Final = TinyShape(  # heads of 32: vLLM's attention on CPUs takes no sma
 CAPABILITIES: Final = "capabilities"
 """The test property that holds the capabilities of the backend under test."""
 
-Suites = dict[str, Any]  # Any: test classes, and the fixtures that they ask for, by the names that pytest goes by
+Suites = dict[str, Any]
 Options = Mapping[str, object]
 
 
@@ -249,7 +249,7 @@ def _made(
     return made
 
 
-def _asked(request: pytest.FixtureRequest, name: str, kind: type[Any]) -> Any:  # Any: an instance of `kind`
+def _asked(request: pytest.FixtureRequest, name: str, kind: type[Any]) -> Any:
     backend = request.getfixturevalue(name)
     request.node.user_properties.append((CAPABILITIES, backend.capabilities))
     assert isinstance(backend, kind), f"create returned a {type(backend).__name__}, which is no {kind.__name__}"

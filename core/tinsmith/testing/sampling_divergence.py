@@ -101,7 +101,7 @@ def overflowing_snapshot(shapes: Shapes) -> Snapshot:
 
 def _questions(capabilities: Capabilities, snapshot_id: str) -> list[Sample]:
     prompt = random_prompt(60, 40, capabilities.vocab_size)
-    asked: list[dict[str, Any]] = [  # Any: the fields of Sample
+    asked: list[dict[str, Any]] = [
         {"params": params(), "num_samples": 2},
         {"params": params(temperature=0.0)},
         {"params": params(top_k=5, top_p=0.5, stop_tokens=(3,))},

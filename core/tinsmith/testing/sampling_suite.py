@@ -79,7 +79,7 @@ def random_prompt(seed: int, length: int, vocab_size: int) -> TokenArray:
     return np.random.default_rng([seed, length]).integers(0, vocab_size, length).astype(np.int32)
 
 
-def params(**fields: Any) -> SamplingParams:  # Any: the fields of SamplingParams
+def params(**fields: Any) -> SamplingParams:
     """Return parameters: by default, eight tokens without any stop condition."""
     return SamplingParams(**{"max_tokens": 8, "seed": 1, "stop_at_eos": False, **fields})
 

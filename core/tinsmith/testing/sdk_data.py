@@ -28,7 +28,7 @@ def rl_datum(tokens: Sequence[int], logprobs: Sequence[float], advantage: float)
     )
 
 
-def _inputs(**lists: list[Any]) -> Any:  # Any: the SDK takes lists and says TensorData
+def _inputs(**lists: list[Any]) -> Any:
     return lists
 
 

@@ -36,12 +36,12 @@ LORA = LoraConfig(rank=8, seed=7)
 MakeStore = Callable[[], RequestStore]
 
 
-def a_session(session_id: str = "s1", **more: Any) -> SessionRecord:  # Any: fields of the record
+def a_session(session_id: str = "s1", **more: Any) -> SessionRecord:
     values: dict[str, Any] = {"tenant": "ann", "created_at": NOW, "last_seen_at": NOW, **more}
     return SessionRecord(session_id=session_id, **values)
 
 
-def a_run(model_id: str = "s1:train:0", **more: Any) -> RunRecord:  # Any: as above
+def a_run(model_id: str = "s1:train:0", **more: Any) -> RunRecord:
     values: dict[str, Any] = {
         "session_id": model_id.split(":")[0],
         "tenant": "ann",
@@ -54,7 +54,7 @@ def a_run(model_id: str = "s1:train:0", **more: Any) -> RunRecord:  # Any: as ab
     return RunRecord(model_id=model_id, **values)
 
 
-def an_operation(subject_id: str = "s1:train:0", seq_id: int = 0, **more: Any) -> NewOperation:  # Any: as above
+def an_operation(subject_id: str = "s1:train:0", seq_id: int = 0, **more: Any) -> NewOperation:
     values: dict[str, Any] = {
         "base_model": BASE,
         "kind": "optim_step",
@@ -68,16 +68,16 @@ def an_operation(subject_id: str = "s1:train:0", seq_id: int = 0, **more: Any) -
     return NewOperation(subject_id=subject_id, seq_id=seq_id, **values)
 
 
-def a_creation(model_id: str = "s1:train:0", **more: Any) -> NewOperation:  # Any: as above
+def a_creation(model_id: str = "s1:train:0", **more: Any) -> NewOperation:
     payload = encode_operation(CreateModel(model_id=model_id, lora=LORA))
     return an_operation(model_id, 0, kind="create_model", payload=payload, **more)
 
 
-def a_sample(seq_id: int = 0, subject_id: str = "s1:sample:0", **more: Any) -> NewOperation:  # Any: as above
+def a_sample(seq_id: int = 0, subject_id: str = "s1:sample:0", **more: Any) -> NewOperation:
     return an_operation(subject_id, seq_id, kind="sample", ordered=False, **more)
 
 
-def a_checkpoint(name: str = "first", **more: Any) -> CheckpointRecord:  # Any: as above
+def a_checkpoint(name: str = "first", **more: Any) -> CheckpointRecord:
     values: dict[str, Any] = {
         "model_id": "s1:train:0",
         "tenant": "ann",
@@ -111,7 +111,7 @@ async def a_model(store: RequestStore, model_id: str = "s1:train:0", tenant: str
     return request_id
 
 
-async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> list[str]:  # Any: claim's keywords
+async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> list[str]:
     records = await store.claim(await lease_of(store), max_operations=max_operations, **more)
     return [record.request_id for record in records]
 
@@ -132,7 +132,7 @@ async def complete(store: RequestStore, completions: Sequence[Completion]) -> No
     await store.complete(await lease_of(store), completions)
 
 
-def done(request_id: str, result: Result | None = None, *effects: Any) -> Completion:  # Any: Effect
+def done(request_id: str, result: Result | None = None, *effects: Any) -> Completion:
     return Completion(request_id=request_id, result=result or OptimStepOutput(), effects=effects)
 
 

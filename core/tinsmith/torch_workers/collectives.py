@@ -5,7 +5,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 
-def _either(name: str, earlier: str) -> Any:  # Any: a collective
+def _either(name: str, earlier: str) -> Any:
     return getattr(dist, name, None) or getattr(dist, earlier)
 
 

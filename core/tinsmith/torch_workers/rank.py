@@ -50,7 +50,7 @@ class TorchRank(LoadingProgram[Setup, Loaded], Generic[Setup, Loaded, Trainer]):
         if self._worker.rank == 0:
             self._worker.report("loading weights", fraction)
 
-    def __getattr__(self, name: str) -> Any:  # Any: the trainer's methods
+    def __getattr__(self, name: str) -> Any:
         if name == "_trainer":
             msg = "the model is not loaded"
             raise AttributeError(msg)

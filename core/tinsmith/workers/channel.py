@@ -120,7 +120,7 @@ class Channel:
             self._peer.sendall(buffer)
             self._peer.sendall(bytes(_padded(buffer.nbytes) - buffer.nbytes))
 
-    def receive(self) -> Any:  # Any: messages.py
+    def receive(self) -> Any:
         """Raises EOFError or OSError if the other end is gone. Arrays in the message can be written to."""
         head = bytearray(_HEADER.size)
         count, descriptors = self._receive_start(head)

@@ -105,7 +105,7 @@ class WorkerGroup(Generic[Program_co]):
         """Call the method with different arguments on each worker."""
         return self._answers(method.__name__, [Call(method.__name__, own) for own in arguments])
 
-    def _answers(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> list[Any]:  # Any: the method's
+    def _answers(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> list[Any]:
         with self._turn:
             if self._broken is not None:
                 raise WorkerDiedError(self._broken)
@@ -115,7 +115,7 @@ class WorkerGroup(Generic[Program_co]):
                 self._broken = self._broken or f"the workers were left in the middle of {method}: {error!r}"
                 raise
 
-    def _exchanged(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> list[Any]:  # Any: as above
+    def _exchanged(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> list[Any]:
         for rank, own in enumerate(messages):
             self._send(rank, method, own)
         answers: dict[int, Any] = {}

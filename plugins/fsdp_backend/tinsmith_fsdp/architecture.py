@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import HEAD, DecoderShape, decoder_shape, read_model_config
+from tinsmith.huggingface import HEAD, DecoderShape, Json, decoder_shape, read_model_config
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """transformers classes that are a plain chain of embedding, layers, norm and head, and whose layers use the same names
@@ -22,7 +21,7 @@ def read_architecture(directory: Path) -> DecoderShape:
     return architecture_of(read_model_config(directory), directory / "config.json")
 
 
-def architecture_of(config: Mapping[str, Any], path: Path) -> DecoderShape:  # Any: parsed JSON
+def architecture_of(config: Mapping[str, Json], path: Path) -> DecoderShape:
     """Do the same with what has been read. `path` names the file in errors."""
     shape = decoder_shape(config, path, supported=ARCHITECTURES)
     _check_groups(shape, path)
@@ -42,7 +41,7 @@ def _check_groups(shape: DecoderShape, path: Path) -> None:
             raise ConfigError(msg)
 
 
-def _sliding_window(config: Mapping[str, Any], class_name: str) -> int | None:  # Any: parsed JSON
+def _sliding_window(config: Mapping[str, Json], class_name: str) -> int | None:
     window = config.get("sliding_window")
     slides = config.get("use_sliding_window", class_name == "MistralForCausalLM")
     return int(window) if window and slides else None

@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tinsmith import ConfigError, Demand, Placement
+from tinsmith.huggingface import Json
 from tinsmith_fsdp.admission import Budget, budget_of, least_bytes
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import Ranks
 
 
-def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+def demand(config: FsdpConfig, model: Mapping[str, Json] | None, placement: Placement) -> Demand:
     """See `tinsmith.BackendSpec`."""
     if model is None:
         return Demand(num_devices=config.num_devices, asleep_bytes=0)

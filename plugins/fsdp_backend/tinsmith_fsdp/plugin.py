@@ -27,7 +27,7 @@ def diagnose(config: FsdpConfig, model_path: Path | None) -> Sequence[Device]:
     return local_devices(config.device)
 
 
-def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+def demand(config: FsdpConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:
     """Return what a rank takes of its device."""
     from tinsmith_fsdp.demand import demand as counted
 

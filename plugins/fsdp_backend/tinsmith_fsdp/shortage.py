@@ -45,7 +45,7 @@ class Gathers:
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: FBT001, FBT002  (FSDP2's signature)
-    ) -> Any:  # Any: dist.Work or None
+    ) -> Any:  # dist.Work or None
         self.issued += 1
         try:
             return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax_harness import LOSSES
 
-from tinsmith.huggingface import DecoderShape
+from tinsmith.huggingface import DecoderShape, Json
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.config import JaxConfig, MeshConfig
@@ -21,7 +21,7 @@ from tinsmith_jax.tiles import MAX_ADAPTERS
 from tinsmith_jax.train_step import TrainPrograms
 from tinsmith_workbench.compile_check.case import base_shapes
 
-SMALL: Mapping[str, Any] = {  # Any: JSON
+SMALL: Mapping[str, Json] = {
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -74,7 +74,7 @@ class Programs:
         program: Any = programs.gradients(bucket).compile()  # of a partial of jax.stages.Compiled
         return Taken(_bytes(program.func, held), counted, held)
 
-    def sampling(self, kind: Any) -> Taken:  # Any: Kind
+    def sampling(self, kind: Any) -> Taken:
         shape, costs = self._shape, self.costs
         programs = SamplingPrograms(config=self._config, shape=shape, base_shapes=self._base)
         size = shape.prefill_tiles[-1] if kind == "prefill" else 0
@@ -84,7 +84,7 @@ class Programs:
         return Taken(_bytes(programs.named(kind, size).compile(), held), counted, held)
 
 
-def _bytes(program: Any, held: int) -> int:  # Any: jax.stages.Compiled
+def _bytes(program: Any, held: int) -> int:
     """A program that reads prompts does not have the head among its arguments."""
     plan = program.memory_analysis()
     inputs = max(0, plan.argument_size_in_bytes - held)

@@ -10,7 +10,7 @@ Of a model with experts, the factors that face the experts' inner values are eac
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ import numpy as np
 
 from tinsmith import Array, LoraConfig, Snapshot, UserError
 from tinsmith.huggingface import ATTENTION, EXPERTS, HEAD, MLP, draw_lora_A, weight_name
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.model_config import ModelConfig
 
-Adapter = Any  # a pytree as above, of jax or NumPy arrays
+Adapter = Jax  # a pytree as above, of jax or NumPy arrays
 
 HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), (*ATTENTION, *MLP), strict=True))
 """Where a dense model has each module."""
@@ -70,7 +71,7 @@ def _modules(config: ModelConfig) -> tuple[_Module, ...]:
 class DeviceSnapshot(Snapshot):
     """A snapshot that stays on the devices. `arrays` is what their sampler calls its weights."""
 
-    def __init__(self, snapshot_id: str, lora: LoraConfig, arrays: Any) -> None:
+    def __init__(self, snapshot_id: str, lora: LoraConfig, arrays: Jax) -> None:
         super().__init__(snapshot_id, lora)
         self.arrays = arrays
 
@@ -148,7 +149,7 @@ class Place(NamedTuple):
     side: int  # 0: A, 1: B
     layer: int  # 0 for the head
 
-    def leaf_of(self, adapter: Adapter) -> Any:
+    def leaf_of(self, adapter: Adapter) -> Jax:
         """Return the array that holds it: [L, ...], or the head's, which is of no layer."""
         return (adapter["head"] if self.module == "head" else adapter["layers"][self.module])[self.side]
 
@@ -262,16 +263,16 @@ def stack(adapters: Sequence[Adapter]) -> Adapter:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-3), *adapters)
 
 
-def unstack(stacked: Adapter, rows: Iterable[Any]) -> tuple[Adapter, ...]:
+def unstack(stacked: Adapter, rows: Iterable[Jax]) -> tuple[Adapter, ...]:
     """Take the adapters of these rows apart. Rows are integers, or scalars that are known when the program runs."""
     return tuple(jax.tree.map(lambda leaf, row=row: _row(leaf, row), stacked) for row in rows)
 
 
-def _row(stacked: Any, row: Any) -> Any:
+def _row(stacked: Jax, row: Jax) -> Jax:
     return jax.lax.dynamic_index_in_dim(stacked, row, stacked.ndim - 3, keepdims=False)
 
 
-def put_row(rows: tuple[Any, Any], pair: tuple[Any, Any], row: Any, scale: Any = 1.0, *, pads: bool = True) -> Any:
+def put_row(rows: tuple[Jax, Jax], pair: tuple[Jax, Jax], row: Jax, scale: Jax = 1.0, *, pads: bool = True) -> Jax:
     """Write one module's A and scaled B into a row of each array. With `pads`, fill up the rank with zeros."""
     (rows_A, rows_B), (A, B) = rows, pair
     missing = rows_A.shape[-1] - A.shape[-1] if pads else 0

@@ -12,19 +12,17 @@ Legend: T = tokens, n = tiles, c = TILE, N = kv heads, g = query heads per kv he
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import flash, splash
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.layers import kept
 from tinsmith_jax.tiles import TILE
-
-# Any below: jax arrays.
-
 
 _HUGE: Final = 1e15
 """From here on, a score could overflow in float32."""
@@ -32,7 +30,7 @@ _FLASH_SIZES: Final = (16, 32, 64, 128, 256)
 """Head sizes of the kernel for GPUs: what Triton multiplies in one piece."""
 
 
-def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any, kernels: Kernels) -> Any:
+def packed_attention(q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, kernels: Kernels) -> Jax:
     """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d]."""
     if kernels.attention == "splash":
         out_THd = _in_blocks(kernels, q_THd, k_TNd, v_TNd, first_n)
@@ -43,14 +41,14 @@ def packed_attention(q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any, kernels: 
     return out_THd.reshape(q_THd.shape[0], -1).astype(q_THd.dtype)
 
 
-def _by_head(attend: Callable[..., Any], q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
+def _by_head(attend: Callable[..., Jax], q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax) -> Jax:
     """Call a kernel that takes scaled queries, and heads first."""
     q_THd = (q_THd.astype(jnp.float32) * q_THd.shape[-1] ** -0.5).astype(q_THd.dtype)
     q, k, v = (x.transpose(1, 0, 2) for x in (q_THd, k_TNd, v_TNd))
     return attend(q, k, v, first_n).transpose(1, 0, 2)
 
 
-def _in_tiles(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
+def _in_tiles(kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax) -> Jax:
     T, num_heads, d = q_THd.shape
     num_kv = k_TNd.shape[1]
     n, group = T // TILE, num_heads // num_kv
@@ -65,7 +63,7 @@ def _in_tiles(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_blocks(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: Any) -> Any:
+def _in_blocks(kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax) -> Jax:
     """Return [T, H, d].
 
     Such a kernel multiplies foreign values by zero, which passes on a NaN. Whatever is not finite is therefore taken
@@ -74,7 +72,7 @@ def _in_blocks(kernels: Kernels, q_THd: Any, k_TNd: Any, v_TNd: Any, first_n: An
     return _in_blocks_forward(kernels, q_THd, k_TNd, v_TNd, first_n)[0]
 
 
-def _in_blocks_forward(kernels: Kernels, *qkv_and_first: Any) -> tuple[Any, Any]:
+def _in_blocks_forward(kernels: Kernels, *qkv_and_first: Jax) -> tuple[Jax, Jax]:
     *qkv, first_n = qkv_and_first
     broken_n = _broken_sequences(qkv, first_n)
     attend = partial(splash.attend, longest=kernels.longest, interpret=kernels.interpret)
@@ -82,7 +80,7 @@ def _in_blocks_forward(kernels: Kernels, *qkv_and_first: Any) -> tuple[Any, Any]
     return _marked(out, broken_n), (pull_back, broken_n, first_n)
 
 
-def _in_blocks_backward(kernels: Kernels, saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:
+def _in_blocks_backward(kernels: Kernels, saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
     del kernels
     pull_back, broken_n, first_n = saved
     broken_n = broken_n | _broken_sequences([d_out], first_n)
@@ -93,18 +91,18 @@ def _in_blocks_backward(kernels: Kernels, saved: Any, d_out: Any) -> tuple[Any, 
 _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
 
 
-def _broken_sequences(arrays: Any, first_n: Any) -> Any:
+def _broken_sequences(arrays: Jax, first_n: Jax) -> Jax:
     """Return for each tile whether its sequence holds something that is not finite."""
     n = first_n.shape[0]
     broken_n = jnp.any(jnp.stack([~(jnp.abs(x) < _HUGE).reshape(n, -1).all(axis=1) for x in arrays]), axis=0)
     return ((first_n[:, None] == first_n) & broken_n).any(axis=1)
 
 
-def _quiet(x: Any) -> Any:
+def _quiet(x: Jax) -> Jax:
     return jnp.where(jnp.abs(x) < _HUGE, x, 0)
 
 
-def _marked(x: Any, broken_n: Any) -> Any:
+def _marked(x: Jax, broken_n: Jax) -> Jax:
     broken_T = jnp.repeat(broken_n, TILE, total_repeat_length=x.shape[0])
     return jnp.where(broken_T[:, None, None], jnp.nan, x).astype(x.dtype)
 
@@ -113,16 +111,16 @@ def _marked(x: Any, broken_n: Any) -> Any:
 
 
 @jax.custom_vjp
-def _attend(q: Any, k: Any, v: Any, first_n: Any) -> Any:
+def _attend(q: Jax, k: Jax, v: Jax, first_n: Jax) -> Jax:
     return _attend_forward(q, k, v, first_n)[0]
 
 
-def _attend_forward(q: Any, k: Any, v: Any, first_n: Any) -> tuple[Any, Any]:
+def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax) -> tuple[Jax, Jax]:
     """Map q [n, N, g * c, d] and k, v [n, N, c, d] to float32 [n, N, g * c, d]."""
     n, _, rows, d = q.shape
     k_padded, v_padded = _pad_front(k), _pad_front(v)
 
-    def step(j: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
         high, total, out = carry
         same = _same_sequence(first_n, j)
         k_j, v_j = (jnp.where(same, _shifted(x, j, n), 0) for x in (k_padded, v_padded))
@@ -143,7 +141,7 @@ def _attend_forward(q: Any, k: Any, v: Any, first_n: Any) -> tuple[Any, Any]:
     return out, (q, k, v, first_n, out, high + jnp.log(total))
 
 
-def _attend_backward(saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:
+def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
     q, k, v, first_n, out, lse = saved
     n, _, rows, d = q.shape
     dtype = q.dtype
@@ -151,7 +149,7 @@ def _attend_backward(saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:
     delta = (out * d_out).sum(axis=-1)
     d_out = d_out.astype(dtype)
 
-    def step(j: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
         d_q, d_k, d_v = carry
         same = _same_sequence(first_n, j)
         k_j, v_j = (jnp.where(same, _shifted(x, j, n), 0) for x in (k_padded, v_padded))
@@ -172,35 +170,35 @@ def _attend_backward(saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _num_steps(first_n: Any) -> Any:
+def _num_steps(first_n: Jax) -> Jax:
     return jnp.max(jnp.arange(first_n.shape[0], dtype=jnp.int32) - first_n) + 1
 
 
-def _same_sequence(first_n: Any, j: Any) -> Any:
+def _same_sequence(first_n: Jax, j: Jax) -> Jax:
     tiles = jnp.arange(first_n.shape[0], dtype=jnp.int32)
     return (tiles - j >= first_n)[:, None, None, None]
 
 
-def _scores(q: Any, k_j: Any, same: Any, j: Any, rows: int) -> Any:
+def _scores(q: Jax, k_j: Jax, same: Jax, j: Jax, rows: int) -> Jax:
     query = np.arange(rows)[:, None] % TILE
     causal = jnp.asarray(query >= np.arange(TILE)[None, :])
     scores = _dot("nhqd,nhkd->nhqk", q, k_j) * q.shape[-1] ** -0.5
     return jnp.where(same & (causal | (j > 0)), scores, -jnp.inf)
 
 
-def _pad_front(x: Any) -> Any:
+def _pad_front(x: Jax) -> Jax:
     return jnp.concatenate([jnp.zeros_like(x), x])
 
 
-def _shifted(padded: Any, j: Any, n: int) -> Any:
+def _shifted(padded: Jax, j: Jax, n: int) -> Jax:
     return jax.lax.dynamic_slice_in_dim(padded, n - j, n)
 
 
-def _add_shifted(sums: Any, values: Any, j: Any, n: int) -> Any:
+def _add_shifted(sums: Jax, values: Jax, j: Jax, n: int) -> Jax:
     return jax.lax.dynamic_update_slice_in_dim(sums, _shifted(sums, j, n) + values, n - j, 0)
 
 
-def _dot(form: str, a: Any, b: Any) -> Any:
+def _dot(form: str, a: Jax, b: Jax) -> Jax:
     return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
 
 
@@ -208,7 +206,7 @@ def _dot(form: str, a: Any, b: Any) -> Any:
 
 
 @jax.custom_vjp
-def _attend_by_tile(q: Any, k: Any, v: Any, first_n: Any) -> Any:
+def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax) -> Jax:
     """Do as `_attend`, in shapes that do not depend on the length of the stream.
 
     XLA:CPU compiles a reduction over a batch differently once the batch exceeds some size, and then rounds differently,
@@ -219,11 +217,11 @@ def _attend_by_tile(q: Any, k: Any, v: Any, first_n: Any) -> Any:
     return _by_tile_forward(q, k, v, first_n)[0]
 
 
-def _by_tile_forward(q: Any, k: Any, v: Any, first_n: Any) -> tuple[Any, Any]:
-    def one_tile(query: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax) -> tuple[Jax, Jax]:
+    def one_tile(query: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         q_i, i, first = query
 
-        def step(j: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
             high, total, out = carry
             scores = _tile_scores(q_i, k[i - j], j)
             new_high = jnp.maximum(high, scores.max(axis=-1))
@@ -243,16 +241,16 @@ def _by_tile_forward(q: Any, k: Any, v: Any, first_n: Any) -> tuple[Any, Any]:
     return out, (q, k, v, first_n, out, lse)
 
 
-def _by_tile_backward(saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:
+def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
     q, k, v, first_n, out, lse = saved
     dtype, scale = q.dtype, q.shape[-1] ** -0.5
 
-    def one_tile(sums: tuple[Any, Any], query: tuple[Any, ...]) -> tuple[tuple[Any, Any], Any]:
+    def one_tile(sums: tuple[Jax, Jax], query: tuple[Jax, ...]) -> tuple[tuple[Jax, Jax], Jax]:
         q_i, out_i, lse_i, d_out_i, i, first = query
         delta = (out_i * d_out_i).sum(axis=-1)
         d_out_i = d_out_i.astype(dtype)
 
-        def step(j: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
             d_q, d_k, d_v = carry
             p = jnp.exp(_tile_scores(q_i, k[i - j], j) - lse_i[..., None])
             d_p = _dot("hqd,hkd->hqk", d_out_i, v[i - j])
@@ -274,11 +272,11 @@ def _by_tile_backward(saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:
 _attend_by_tile.defvjp(_by_tile_forward, _by_tile_backward)
 
 
-def _tile_scores(q_i: Any, k_j: Any, j: Any) -> Any:
+def _tile_scores(q_i: Jax, k_j: Jax, j: Jax) -> Jax:
     causal = jnp.asarray(np.arange(q_i.shape[1])[:, None] % TILE >= np.arange(TILE)[None, :])
     scores = _dot("hqd,hkd->hqk", q_i, k_j) * q_i.shape[-1] ** -0.5
     return jnp.where(causal | (j > 0), scores, -jnp.inf)
 
 
-def _add_to(sums: Any, i: Any, value: Any) -> Any:
+def _add_to(sums: Jax, i: Jax, value: Jax) -> Jax:
     return jax.lax.dynamic_update_index_in_dim(sums, sums[i] + value, i, 0)

@@ -8,16 +8,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import jax
 
 from tinsmith import Progress
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import give_back_free_memory
 
 logger = logging.getLogger(__name__)
 
-Compiled = Callable[..., Any]  # Any: jax's compiled functions are untyped
+Compiled = Callable[..., Jax]
 Compile = Callable[[], Compiled]
 
 _YNNPACK_FOR_PRODUCTS: Final = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT")
@@ -32,7 +33,7 @@ class Program:
     compile: Compile
 
 
-def compile_program(function: Any, arguments: Sequence[Any], *, on_cpu: bool) -> Compiled:
+def compile_program(function: Jax, arguments: Sequence[Jax], *, on_cpu: bool) -> Compiled:
     """Compile what jax.jit returned, for arguments of which the shapes are known.
 
     On a CPU, XLA leaves products to YNNPACK, in which a row's bits do not depend on the number of rows. It would leave

@@ -23,7 +23,7 @@ i, r, o = in, rank, out of a LoRA.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jax import lax
 
 from tinsmith_jax import adapters, expert_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged, row_products
 from tinsmith_jax.layers import rms_norm, rope, rope_angles
 from tinsmith_jax.mesh import Axes, gathered
@@ -56,8 +57,6 @@ from tinsmith_jax.trunk import embed, qk_norm, split_qkv
 _MATRICES = {"qkv": 0, "o": 1, "gate_up": 0, "down": 1}
 """The matrices of a layer, with the axis along which `fsdp` divides each."""
 
-# Any: nested dictionaries of arrays (described in weights.py and adapters.py).
-Tree = Any
 DrawNext = Callable[[Cache, SlotState], tuple[Cache, tuple[jax.Array, ...], jax.Array | None]]
 """Returns the cache; the tokens, their logprobs, the alternatives and theirs; and which experts have computed them."""
 
@@ -76,19 +75,19 @@ class Arithmetic(Protocol):
 
     # what lies on the device
 
-    def resident(self, pairs: Tree) -> Tree:
+    def resident(self, pairs: Jax) -> Jax:
         """Return the shapes of all that is kept of adapters, given those of their factors."""
 
-    def resident_specs(self, specs: Tree) -> Tree:
+    def resident_specs(self, specs: Jax) -> Jax:
         """Return likewise how it is divided."""
 
-    def empty(self, shapes: tuple[Cache, Tree], places: Any) -> tuple[Cache, Tree]:
+    def empty(self, shapes: tuple[Cache, Jax], places: Jax) -> tuple[Cache, Jax]:
         """Make a cache and rows of adapters in which nothing lies. `places`: on a mesh, where."""
 
-    def give_back(self, cache: Cache, resident: Tree, pages: Sequence[int], rows: Sequence[int]) -> None:
+    def give_back(self, cache: Cache, resident: Jax, pages: Sequence[int], rows: Sequence[int]) -> None:
         """Return the memory of pages and rows to the system, if the shape `grows`."""
 
-    def write_adapter(self, resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array) -> Tree:
+    def write_adapter(self, resident: Jax, adapter: Jax, row: jax.Array, scale: jax.Array) -> Jax:
         """Put an adapter into a row of all shards'."""
 
     # inside programs
@@ -111,24 +110,24 @@ class InJax:
     shape: SamplingShape
     axes: Axes
 
-    def resident(self, pairs: Tree) -> Tree:
+    def resident(self, pairs: Jax) -> Jax:
         return pairs
 
-    def resident_specs(self, specs: Tree) -> Tree:
+    def resident_specs(self, specs: Jax) -> Jax:
         return specs
 
-    def empty(self, shapes: tuple[Cache, Tree], places: Any) -> tuple[Cache, Tree]:
+    def empty(self, shapes: tuple[Cache, Jax], places: Jax) -> tuple[Cache, Jax]:
         """Make all arrays in one program: one for each shape is slow to compile."""
         zeros = jax.jit(
             lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes), out_shardings=places
         )
-        made: tuple[Cache, Tree] = zeros()
+        made: tuple[Cache, Jax] = zeros()
         return made
 
-    def give_back(self, cache: Cache, resident: Tree, pages: Sequence[int], rows: Sequence[int]) -> None:
+    def give_back(self, cache: Cache, resident: Jax, pages: Sequence[int], rows: Sequence[int]) -> None:
         """Keep the memory: these arrays do not grow."""
 
-    def write_adapter(self, resident: Tree, adapter: Tree, row: jax.Array, scale: jax.Array) -> Tree:
+    def write_adapter(self, resident: Jax, adapter: Jax, row: jax.Array, scale: jax.Array) -> Jax:
         """Pad its rank with zeros, and fold its scale into B."""
         row = self.axes.own_row(row, resident["head"][0].shape[0])  # past the end on other shards: nothing is set
         layers = {
@@ -275,7 +274,7 @@ def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
 
 
 def _layers(
-    how: InJax, base: Tree, lora: AdapterRows, cache: Cache, tiles: TokenTiles, count: jax.Array
+    how: InJax, base: Jax, lora: AdapterRows, cache: Cache, tiles: TokenTiles, count: jax.Array
 ) -> tuple[Cache, jax.Array, jax.Array | None]:
     """Run the layer stack over the first `count` tiles and write their keys and values.
 
@@ -300,7 +299,7 @@ def _layers(
     def norm(x_NTH: jax.Array, weight_H: jax.Array) -> jax.Array:
         return by_tile(partial(rms_norm, weight=weight_H, eps=config.rms_norm_eps), x_NTH)
 
-    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Tree]) -> tuple[Any, jax.Array | None]:
+    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Jax]) -> tuple[Jax, jax.Array | None]:
         x_NTH, cache = carry
         index, weights = scanned
 
@@ -341,7 +340,7 @@ def _layers(
 def _expert_mlp(
     h_NTH: jax.Array,
     layer: jax.Array,
-    weights: Tree,
+    weights: Jax,
     experts: Stacked,
     config: ModelConfig,
     lora: AdapterRows,
@@ -406,7 +405,7 @@ def _write(
     k_NJDT, v_NJTD = k_NTJD.transpose(0, 2, 3, 1), v_NTJD.transpose(0, 2, 1, 3)
     in_place = axes.kernels.equal_blocks or k_NTJD.shape[1] == PAGE
 
-    def put(part_LP: jax.Array, new: jax.Array, at: tuple[Any, ...], axis: int) -> jax.Array:
+    def put(part_LP: jax.Array, new: jax.Array, at: tuple[Jax, ...], axis: int) -> jax.Array:
         if not in_place:
             place_C = lax.broadcasted_iota(jnp.int32, part_LP.shape[2:], axis)
             new = jnp.where(place_C == at[2 + axis], new, _page_at(part_LP, at))
@@ -427,7 +426,7 @@ def _write(
     return written
 
 
-def _each(function: Callable[..., Tree], count: jax.Array, rows: tuple[Tree, ...], axes: Axes) -> Tree:
+def _each(function: Callable[..., Jax], count: jax.Array, rows: tuple[Jax, ...], axes: Axes) -> Jax:
     """Apply a function of a batch to the rows: on a CPU to the first `count`, each as a batch of one; else to all.
 
     The results of rows that are left out are zeros.
@@ -435,10 +434,10 @@ def _each(function: Callable[..., Tree], count: jax.Array, rows: tuple[Tree, ...
     if not axes.kernels.equal_blocks:
         return function(*rows)
 
-    def of(n: jax.Array) -> Tree:
+    def of(n: jax.Array) -> Jax:
         return function(*jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, n, 1), rows))
 
-    def put(n: jax.Array, out: Tree) -> Tree:
+    def put(n: jax.Array, out: Jax) -> Jax:
         return jax.tree.map(lambda results, result: lax.dynamic_update_slice_in_dim(results, result, n, 0), out, of(n))
 
     num_rows = jax.tree.leaves(rows)[0].shape[0]
@@ -520,7 +519,7 @@ def _read_pages(part_LP: jax.Array, layer: jax.Array, page_N: jax.Array) -> jax.
     return of(page_N[0])[None] if page_N.shape[0] == 1 else jax.vmap(of)(page_N)
 
 
-def _page_at(part_LP: jax.Array, at: tuple[Any, ...]) -> jax.Array:
+def _page_at(part_LP: jax.Array, at: tuple[Jax, ...]) -> jax.Array:
     read: jax.Array = lax.dynamic_slice(part_LP, (*at[:2], 0, 0, 0), (1, 1, *part_LP.shape[2:]))[0, 0]
     return read
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -15,6 +14,7 @@ from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import Buckets
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.loss_table import LossTable
 from tinsmith_jax.memory import usable_bytes
 from tinsmith_jax.mesh import device_name, make_layout
@@ -99,5 +99,5 @@ class Devices:
         self.training.close()
 
 
-def _shape_of(array: Any, *, on_mesh: bool) -> jax.ShapeDtypeStruct:
+def _shape_of(array: Jax, *, on_mesh: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding if on_mesh else None)

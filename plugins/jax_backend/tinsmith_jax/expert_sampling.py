@@ -4,22 +4,20 @@ Legend as in experts.py; B = rows of decoding, each with one token of a step.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from tinsmith_jax import experts
 from tinsmith_jax.experts import ExpertWeights, ResidentLora, Routing, activated
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.mesh import Axes
 from tinsmith_jax.sampling_adapters import AdapterRows
 from tinsmith_jax.sampling_values import BASE_MODEL
 from tinsmith_jax.tiles import Tiles
 
-# Any below: jax arrays and pytrees of them.
 
-
-def resident_lora(layers: Mapping[str, Any], layer: Any, first_expert: Any, adapted_k: Any) -> ResidentLora:
+def resident_lora(layers: Mapping[str, Jax], layer: Jax, first_expert: Jax, adapted_k: Jax) -> ResidentLora:
     """Select one layer's adapters. The experts' own factors stay where they are: a step reads some."""
     (A_gate, B_gate), (A_up, B_up), (A_down, B_down) = (layers[name] for name in ("gate", "up", "down"))
     A_gate, A_up, B_down = (lax.dynamic_index_in_dim(each, layer, keepdims=False) for each in (A_gate, A_up, B_down))
@@ -28,8 +26,8 @@ def resident_lora(layers: Mapping[str, Any], layer: Any, first_expert: Any, adap
 
 
 def prompt_mlp(
-    h_NTH: Any, routing: Routing, weights: ExpertWeights, lora: ResidentLora, row_N: Any, num_experts: int, axes: Axes
-) -> Any:
+    h_NTH: Jax, routing: Routing, weights: ExpertWeights, lora: ResidentLora, row_N: Jax, num_experts: int, axes: Axes
+) -> Jax:
     """Return the experts' outputs for tiles of prompts. Tiles of the base model use the last row, which is unused."""
     last = lora.adapted_k.shape[0] - 1
     tiles = Tiles(jnp.where(row_N == BASE_MODEL, last, row_N), jnp.ones(row_N.shape, jnp.float32))
@@ -39,14 +37,14 @@ def prompt_mlp(
 
 
 def step_mlp(
-    h_BH: Any,
+    h_BH: Jax,
     routing: Routing,
     weights: ExpertWeights,
     lora: ResidentLora,
     rows: AdapterRows,
     num_experts: int,
     axes: Axes,
-) -> Any:
+) -> Jax:
     """Return the experts' outputs for one token of each row of decoding, [B, H].
 
     Every expert that any row needs computes all rows, because reading its weights is what takes time. A row adds up
@@ -57,7 +55,7 @@ def step_mlp(
     order_E = jnp.argsort(~used_E, stable=True)
     z_gate, z_up = (_delta(h_BH, A, rows) for A in (lora.gate[0], lora.up[0]))
 
-    def one(i: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+    def one(i: Jax, sums: tuple[Jax, Jax]) -> tuple[Jax, Jax]:
         expert = order_E[i]
         gate_up, down = weights.of(expert)
         B_gate, B_up, A_down = (each[lora.first + expert] for each in (lora.gate[1], lora.up[1], lora.down[0]))
@@ -77,5 +75,5 @@ def step_mlp(
     return out_BH + _delta(low_Br, lora.down[1], rows)
 
 
-def _delta(x_Bi: Any, factor_Rio: Any, rows: AdapterRows) -> Any:
+def _delta(x_Bi: Jax, factor_Rio: Jax, rows: AdapterRows) -> Jax:
     return rows.product(x_Bi[:, None], factor_Rio)[:, 0]

@@ -5,7 +5,7 @@ Legend as in experts.py.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,21 @@ from jax import lax
 
 from tinsmith_jax import experts
 from tinsmith_jax.experts import Block, Blocks, ExpertLora, ExpertWeights, Routing, in_tiles, product_T, rows
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import tile_products
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.tiles import TILE, Tiles
 
-# Any below: jax arrays and pytrees of them.
-
 
 def expert_mlp(
-    h_TH: Any,
+    h_TH: Jax,
     routing: Routing,
     weights: ExpertWeights,
     lora: ExpertLora,
     tiles: Tiles,
     sums: ExpertLora | None = None,
     axes: Axes = ONE,
-) -> Any:
+) -> Jax:
     """Return the weighted outputs of the experts, [T, H].
 
     With `sums`, reverse differentiation by them yields the sums plus this call's gradients, as in layers.lora_delta.
@@ -46,20 +45,20 @@ def _num_experts(lora: ExpertLora) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _summing(
-    h_TH: Any, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles, axes: Axes
-) -> Any:
+    h_TH: Jax, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles, axes: Axes
+) -> Jax:
     del sums
     return experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora), axes)[0]
 
 
 def _summing_forward(
-    h_TH: Any, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles, axes: Axes
-) -> tuple[Any, Any]:
+    h_TH: Jax, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles, axes: Axes
+) -> tuple[Jax, Jax]:
     out, kept = experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora), axes)
     return out, (h_TH, routing, weights, lora, sums, tiles, kept)
 
 
-def _summing_backward(axes: Axes, saved: Any, d_TH: Any) -> Any:
+def _summing_backward(axes: Axes, saved: Jax, d_TH: Jax) -> Jax:
     """Compute the experts' inner values again, block by block, instead of having kept them."""
     h_TH, routing, weights, lora, sums, tiles, (blocks, z_TS, low_ntr) = saved
     dtype, which_n, scale = h_TH.dtype, tiles.adapter_n, tiles.scale_n[:, None, None]
@@ -68,7 +67,7 @@ def _summing_backward(axes: Axes, saved: Any, d_TH: Any) -> Any:
     d_low_Tr = (tile_products.up_backward(d_ntH, lora.down[1].astype(dtype), which_n) * scale).reshape(len(h_TH), -1)
     weight_R = jnp.zeros(blocks.token_R.shape, dtype).at[blocks.row_TC].set(routing.weight_TC)[:, None]
 
-    def compute(block: Block) -> tuple[Any, ...]:
+    def compute(block: Block) -> tuple[Jax, ...]:
         active, back = jax.vjp(experts.activated, *experts.gate_and_up(block, h_TH, z_TS, weights, lora))
         weight = lax.dynamic_slice_in_dim(weight_R, block.first, TILE)
         gate_up, down = weights.of(block.expert)
@@ -121,13 +120,13 @@ _summing.defvjp(_summing_forward, _summing_backward)
 class _RowsOfTiles(NamedTuple):
     """Finds the rows of a tile's choices, by expert."""
 
-    chosen_TC: Any
+    chosen_TC: Jax
     blocks: Blocks
     num_experts: int
-    every_n: Any  # the adapters of all tiles whose products are added here
+    every_n: Jax  # the adapters of all tiles whose products are added here
     axes: Axes
 
-    def add(self, form: str, sums: Any, a_ntr: Any, b_RI: Any) -> Any:
+    def add(self, form: str, sums: Jax, a_ntr: Jax, b_RI: Jax) -> Jax:
         """Add each tile's products with the rows of its choices to its adapter's gradients [E, k, ...], in tile order.
 
         The product is that of the whole tile: tokens that an expert does not compute are 0. So the sum over a tile's
@@ -135,19 +134,19 @@ class _RowsOfTiles(NamedTuple):
         """
         every_a, b_of_tile = self.axes.every_stream(a_ntr), self._of_tile(b_RI)
 
-        def step(n: Any, sums: Any) -> Any:
+        def step(n: Jax, sums: Jax) -> Jax:
             d = jnp.einsum(form, every_a[n], b_of_tile(n), preferred_element_type=jnp.float32)
             before = lax.dynamic_index_in_dim(sums, self.every_n[n], 1, keepdims=False)
             return lax.dynamic_update_index_in_dim(sums, before + d, self.every_n[n], 1)
 
         return lax.fori_loop(0, len(self.every_n), step, sums)
 
-    def _of_tile(self, b_RI: Any) -> Callable[[Any], Any]:
+    def _of_tile(self, b_RI: Jax) -> Callable[[Jax], Jax]:
         """Return what finds the rows [t, E, I] of a tile. If streams are joined, the rows of all choices are."""
         row_ntC, chosen_ntC = in_tiles(self.blocks.row_TC), self.axes.every_stream(in_tiles(self.chosen_TC))
         token_t = jnp.arange(TILE)[:, None]
 
-        def own(n: Any) -> Any:
+        def own(n: Jax) -> Jax:
             nowhere = jnp.full((TILE, self.num_experts), b_RI.shape[0], jnp.int32)
             return rows(b_RI, nowhere.at[token_t, chosen_ntC[n]].set(row_ntC[n]))
 
@@ -155,7 +154,7 @@ class _RowsOfTiles(NamedTuple):
             return own
         every_ntCI = self.axes.every_stream(rows(b_RI, row_ntC))
 
-        def joined(n: Any) -> Any:
+        def joined(n: Jax) -> Jax:
             nothing = jnp.zeros((TILE, self.num_experts, b_RI.shape[1]), b_RI.dtype)
             return nothing.at[token_t, chosen_ntC[n]].set(every_ntCI[n])
 

@@ -17,27 +17,26 @@ R = rows of all blocks, b = blocks, H = hidden, I = inner size of an expert, r =
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import tile_products
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
 
-# Any below: jax arrays and pytrees of them.
-
 
 class Routing(NamedTuple):
     """Which experts compute each token, and how much each counts."""
 
-    chosen_TC: Any  # int32
-    weight_TC: Any  # float32; for the products, of the dtype of the hidden states
+    chosen_TC: Jax  # int32
+    weight_TC: Jax  # float32; for the products, of the dtype of the hidden states
 
-    def of_shard(self, num_experts: int, dtype: Any, axes: Axes) -> "Routing":
+    def of_shard(self, num_experts: int, dtype: Jax, axes: Axes) -> "Routing":
         """Return what a shard with `num_experts` computes: the choices are those of `Axes.own_experts`."""
         return Routing(axes.own_experts(self.chosen_TC, num_experts), self.weight_TC.astype(dtype))
 
@@ -45,47 +44,47 @@ class Routing(NamedTuple):
 class ExpertWeights(NamedTuple):
     """The frozen weights of all layers' experts, and which of them is the first one of the layer at hand."""
 
-    gate_up: Any  # [L E, H, 2 I]
-    down: Any  # [L E, I, H]
-    first: Any
+    gate_up: Jax  # [L E, H, 2 I]
+    down: Jax  # [L E, I, H]
+    first: Jax
 
-    def of(self, expert: Any) -> tuple[Any, Any]:
+    def of(self, expert: Jax) -> tuple[Jax, Jax]:
         return self.gate_up[self.first + expert], self.down[self.first + expert]
 
 
 class Block(NamedTuple):
     """TILE rows that one expert computes with one adapter."""
 
-    first: Any  # of its rows
-    tokens: Any  # T for rows that pad the block
-    expert: Any
-    adapter: Any
+    first: Jax  # of its rows
+    tokens: Jax  # T for rows that pad the block
+    expert: Jax
+    adapter: Jax
 
 
 class Blocks(NamedTuple):
     """The choices, sorted and padded. Blocks past `num_blocks` are not computed."""
 
-    token_R: Any
-    row_TC: Any  # where a choice lies among the rows
-    expert_b: Any
-    adapter_b: Any
-    num_blocks: Any
+    token_R: Jax
+    row_TC: Jax  # where a choice lies among the rows
+    expert_b: Jax
+    adapter_b: Jax
+    num_blocks: Jax
 
 
 class ExpertLora(NamedTuple):
     """The LoRA of one layer's experts: an (A, B) pair per module. Gradients have the same form."""
 
-    gate: tuple[Any, Any]  # [k, H, r], [E, k, r, I]
-    up: tuple[Any, Any]  # likewise
-    down: tuple[Any, Any]  # [E, k, I, r], [k, r, H]
+    gate: tuple[Jax, Jax]  # [k, H, r], [E, k, r, I]
+    up: tuple[Jax, Jax]  # likewise
+    down: tuple[Jax, Jax]  # [E, k, I, r], [k, r, H]
 
-    def of_block(self, block: Block) -> tuple[Any, Any, Any]:
+    def of_block(self, block: Block) -> tuple[Jax, Jax, Jax]:
         """Return B of gate, B of up, and A of down."""
         own = (self.gate[1], self.up[1], self.down[0])
         B_gate, B_up, A_down = (factor[block.expert, block.adapter] for factor in own)
         return B_gate, B_up, A_down
 
-    def where_adapted(self, delta: Any, adapter: Any) -> Any:
+    def where_adapted(self, delta: Jax, adapter: Jax) -> Jax:
         del adapter
         return delta
 
@@ -96,16 +95,16 @@ class ResidentLora(NamedTuple):
     Scales are in B already. What a slot without an adapter has may be anything, even NaN.
     """
 
-    gate: tuple[Any, Any]
-    up: tuple[Any, Any]
-    down: tuple[Any, Any]
-    first: Any  # expert of the layer at hand
-    adapted_k: Any  # bool: the slot uses its adapter; else the base model
+    gate: tuple[Jax, Jax]
+    up: tuple[Jax, Jax]
+    down: tuple[Jax, Jax]
+    first: Jax  # expert of the layer at hand
+    adapted_k: Jax  # bool: the slot uses its adapter; else the base model
 
-    def of_block(self, block: Block) -> tuple[Any, Any, Any]:
+    def of_block(self, block: Block) -> tuple[Jax, Jax, Jax]:
         return ExpertLora(self.gate, self.up, self.down).of_block(block._replace(expert=self.first + block.expert))
 
-    def where_adapted(self, delta: Any, adapter: Any) -> Any:
+    def where_adapted(self, delta: Jax, adapter: Jax) -> Jax:
         """Mask the deltas [..., x, y] of adapters [...] that are not in use."""
         return jnp.where(self.adapted_k[adapter][..., None, None], delta, 0)
 
@@ -114,15 +113,15 @@ class Kept(NamedTuple):
     """What the backward pass takes over from the forward pass."""
 
     blocks: Blocks
-    z_TS: Any  # scale * h @ A of gate and up, side by side
-    low_ntr: Any  # scale * what the experts give the shared B of down
+    z_TS: Jax  # scale * h @ A of gate and up, side by side
+    low_ntr: Jax  # scale * what the experts give the shared B of down
 
 
-Stacked = tuple[Any, Any] | tuple[()]
+Stacked = tuple[Jax, Jax] | tuple[()]
 """The experts' matrices of all layers; empty if each layer gathers its own."""
 
 
-def take_apart(layers: Mapping[str, Any], axes: Axes = ONE) -> tuple[Mapping[str, Any], Stacked | None]:
+def take_apart(layers: Mapping[str, Jax], axes: Axes = ONE) -> tuple[Mapping[str, Jax], Stacked | None]:
     """Separate the experts' matrices, of which a layer reads some, from what a scan over the layers takes apart.
 
     They stay there if they are divided over `fsdp`: then a layer gathers all of its own. None: there are no experts.
@@ -139,14 +138,14 @@ def take_apart(layers: Mapping[str, Any], axes: Axes = ONE) -> tuple[Mapping[str
     return others, (gate_up, down)
 
 
-def of_layer(layer: Mapping[str, Any], stacked: Stacked, axes: Axes) -> ExpertWeights:
+def of_layer(layer: Mapping[str, Jax], stacked: Stacked, axes: Axes) -> ExpertWeights:
     """Return the experts' weights of one layer, given what `take_apart` returned."""
     if stacked:
         return ExpertWeights(*stacked, layer["first_expert"])
     return ExpertWeights(axes.whole(layer["expert_gate_up"], 1), axes.whole(layer["expert_down"], 2), 0)
 
 
-def route(h_TH: Any, router_HE: Any, config: ModelConfig, replayed_TC: Any | None = None) -> Routing:
+def route(h_TH: Jax, router_HE: Jax, config: ModelConfig, replayed_TC: Jax | None = None) -> Routing:
     """Choose each token's experts by softmax in float32, the most probable first. Gradients pass through weights.
 
     `replayed_TC` are experts to take instead, weighted by the same softmax; where it is negative, there are none.
@@ -163,7 +162,7 @@ def route(h_TH: Any, router_HE: Any, config: ModelConfig, replayed_TC: Any | Non
     return Routing(chosen_TC, weight_TC)
 
 
-def load_by_tile(chosen_TC: Any, count_n: Any, num_experts: int) -> Any:
+def load_by_tile(chosen_TC: Jax, count_n: Jax, num_experts: int) -> Jax:
     """Return how many of each tile's tokens every expert computes, uint8 [n, E]: what pads a tile is left out."""
     tile_T, place_T = jnp.divmod(jnp.arange(chosen_TC.shape[0]), TILE)
     is_token_T = (place_T < count_n[tile_T]).astype(jnp.int32)
@@ -172,20 +171,20 @@ def load_by_tile(chosen_TC: Any, count_n: Any, num_experts: int) -> Any:
 
 
 def forward(
-    h_TH: Any,
+    h_TH: Jax,
     routing: Routing,
     weights: ExpertWeights,
     lora: ExpertLora | ResidentLora,
     tiles: Tiles,
     num_experts: int,
     axes: Axes = ONE,
-) -> tuple[Any, Kept]:
+) -> tuple[Jax, Kept]:
     """Return the weighted outputs of all experts, [T, H]. On a mesh, `num_experts` is the number that a shard has."""
     dtype, num_adapters = h_TH.dtype, lora.gate[0].shape[0]
     blocks = _sorted(routing.chosen_TC, jnp.repeat(tiles.adapter_n, TILE), num_experts, num_adapters)
     z_TS = _shared_down(h_TH, lora, tiles)
 
-    def compute(block: Block) -> tuple[Any, Any]:
+    def compute(block: Block) -> tuple[Jax, Jax]:
         inner = activated(*gate_and_up(block, h_TH, z_TS, weights, lora))
         low = product(inner, lora.of_block(block)[2].astype(dtype))
         return inner @ weights.of(block.expert)[1], lora.where_adapted(low, block.adapter)
@@ -202,8 +201,8 @@ def forward(
 
 
 def gate_and_up(
-    block: Block, h_TH: Any, z_TS: Any, weights: ExpertWeights, lora: ExpertLora | ResidentLora
-) -> tuple[Any, Any]:
+    block: Block, h_TH: Jax, z_TS: Jax, weights: ExpertWeights, lora: ExpertLora | ResidentLora
+) -> tuple[Jax, Jax]:
     """Compute both, with their LoRA, for one block's rows."""
     dtype = h_TH.dtype
     parts = jnp.split(rows(h_TH, block.tokens) @ weights.of(block.expert)[0], 2, axis=-1)
@@ -215,7 +214,7 @@ def gate_and_up(
     return gate, up
 
 
-def _shared_down(h_TH: Any, lora: ExpertLora | ResidentLora, tiles: Tiles) -> Any:
+def _shared_down(h_TH: Jax, lora: ExpertLora | ResidentLora, tiles: Tiles) -> Jax:
     """Compute scale * h @ A of gate and up, side by side: [T, 2 r] in float32."""
     A = jnp.concatenate((lora.gate[0], lora.up[0]), axis=-1).astype(h_TH.dtype)
     z = tile_products.down(in_tiles(h_TH), A, tiles.adapter_n) * tiles.scale_n[:, None, None]
@@ -225,7 +224,7 @@ def _shared_down(h_TH: Any, lora: ExpertLora | ResidentLora, tiles: Tiles) -> An
 # Rows and blocks ------------------------------------------------------------------------------------------------------
 
 
-def _sorted(chosen_TC: Any, adapter_T: Any, num_experts: int, num_adapters: int) -> Blocks:
+def _sorted(chosen_TC: Jax, adapter_T: Jax, num_experts: int, num_adapters: int) -> Blocks:
     """Sort the choices. Those of experts past the last one have no block; their row is past the last one."""
     num_tokens, top_k = chosen_TC.shape
     num_choices, num_groups = num_tokens * top_k, num_experts * num_adapters
@@ -248,15 +247,15 @@ def _sorted(chosen_TC: Any, adapter_T: Any, num_experts: int, num_adapters: int)
     )
 
 
-def rows(x_T: Any, index: Any) -> Any:
+def rows(x_T: Jax, index: Jax) -> Jax:
     """Take rows, by indices of any shape; those past the end are 0."""
     return jnp.take(x_T, index, axis=0, mode="fill", fill_value=0)
 
 
-def each_block(blocks: Blocks, results: tuple[Any, ...], compute: Callable[[Block], tuple[Any, ...]]) -> Any:
+def each_block(blocks: Blocks, results: tuple[Jax, ...], compute: Callable[[Block], tuple[Jax, ...]]) -> Jax:
     """Fill arrays [R, ...] with what `compute` returns for each block."""
 
-    def step(b: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(b: Jax, results: tuple[Jax, ...]) -> tuple[Jax, ...]:
         first = b * TILE
         tokens = lax.dynamic_slice_in_dim(blocks.token_R, first, TILE)
         new = compute(Block(first, tokens, blocks.expert_b[b], blocks.adapter_b[b]))
@@ -268,24 +267,24 @@ def each_block(blocks: Blocks, results: tuple[Any, ...], compute: Callable[[Bloc
     return lax.fori_loop(0, blocks.num_blocks, step, results)
 
 
-def weighted_sum(weight_TC: Any, values_R: Any, blocks: Blocks) -> Any:
+def weighted_sum(weight_TC: Jax, values_R: Jax, blocks: Blocks) -> Jax:
     """Add up the rows of a token's choices, most probable first."""
     parts = (weight_TC[:, c, None] * rows(values_R, blocks.row_TC[:, c]) for c in range(weight_TC.shape[1]))
     return sum(parts, start=next(parts))
 
 
-def in_tiles(x_T: Any) -> Any:
+def in_tiles(x_T: Jax) -> Jax:
     return x_T.reshape(-1, TILE, *x_T.shape[1:])
 
 
-def activated(gate: Any, up: Any) -> Any:
+def activated(gate: Jax, up: Jax) -> Jax:
     return jax.nn.silu(gate) * up
 
 
-def product(a: Any, b: Any) -> Any:
+def product(a: Jax, b: Jax) -> Jax:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
-def product_T(a: Any, b: Any) -> Any:
+def product_T(a: Jax, b: Jax) -> Jax:
     """Compute a @ b.T in float32."""
     return jnp.einsum("xo,io->xi", a, b, preferred_element_type=jnp.float32)

@@ -9,30 +9,30 @@ rank, k = adapters in the call.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import products_of
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.tiles import TILE, Tiles
 
-# Any below: jax arrays and pytrees of them.
 _CPU_LOGITS = 1 << 22  # of one chunk; 16 MiB stay near the caches
 _DEVICE_LOGITS = 1 << 27
 
 
 class Scores(NamedTuple):
-    logp_TK: Any
-    loss_TK: Any
-    d_hidden_TH: Any = None  # with gradients: of the summed loss
-    sums: Any = None  # with gradients: the head's (A, B) sums, including this call's
+    logp_TK: Jax
+    loss_TK: Jax
+    d_hidden_TH: Jax = None  # with gradients: of the summed loss
+    sums: Jax = None  # with gradients: the head's (A, B) sums, including this call's
 
 
 class Chunk(NamedTuple):
-    hidden_CH: Any
+    hidden_CH: Jax
     tiles: Tiles
     batch: LossBatch
 
@@ -43,12 +43,12 @@ class Arithmetic(Protocol):
     @property
     def axes(self) -> Axes: ...
 
-    def logprobs(self, head_VH: Any, adapters: Any, chunk: Chunk) -> tuple[Any, Any]:
+    def logprobs(self, head_VH: Jax, adapters: Jax, chunk: Chunk) -> tuple[Jax, Jax]:
         """Return the logprobs of the targets [C, K], and what `gradients` needs besides."""
 
     def gradients(
-        self, head_VH: Any, adapters: Any, sums: Any, chunk: Chunk, saved: Any, d_logp_CK: Any
-    ) -> tuple[Any, Any]:
+        self, head_VH: Jax, adapters: Jax, sums: Jax, chunk: Chunk, saved: Jax, d_logp_CK: Jax
+    ) -> tuple[Jax, Jax]:
         """Return the derivatives by the hidden states [C, H], and the sums plus the gradients of the adapters."""
 
 
@@ -58,14 +58,14 @@ class InJax:
 
     axes: Axes = ONE
 
-    def logprobs(self, head_VH: Any, adapters: Any, chunk: Chunk) -> tuple[Any, Any]:
+    def logprobs(self, head_VH: Jax, adapters: Jax, chunk: Chunk) -> tuple[Jax, Jax]:
         logits_CV, z = _logits(head_VH, adapters, chunk, self.axes)
         logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK, self.axes)
         return logp_CK, (z, p_CV)
 
     def gradients(
-        self, head_VH: Any, adapters: Any, sums: Any, chunk: Chunk, saved: Any, d_logp_CK: Any
-    ) -> tuple[Any, Any]:
+        self, head_VH: Jax, adapters: Jax, sums: Jax, chunk: Chunk, saved: Jax, d_logp_CK: Jax
+    ) -> tuple[Jax, Jax]:
         z, p_CV = saved
         d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK, self.axes).astype(chunk.hidden_CH.dtype)
         return _backward(head_VH, adapters, sums, chunk, z, d_logits, self.axes)
@@ -78,9 +78,9 @@ def chunk_rows(vocab_size: int, platform: str, num_tokens: int) -> int:
 
 
 def score(
-    head_VH: Any,
-    adapters: Any,
-    hidden_TH: Any,
+    head_VH: Jax,
+    adapters: Jax,
+    hidden_TH: Jax,
     tiles: Tiles,
     batch: LossBatch,
     losses: LossTable,
@@ -91,7 +91,7 @@ def score(
     """Compute logprobs and losses."""
     head_VH = how.axes.whole(head_VH, 1)
 
-    def step(carry: None, chunk: Chunk) -> tuple[None, tuple[Any, Any]]:
+    def step(carry: None, chunk: Chunk) -> tuple[None, tuple[Jax, Jax]]:
         logp_CK, _ = how.logprobs(head_VH, adapters, chunk)
         return carry, (logp_CK, losses.per_token(logp_CK, chunk.batch)[0])
 
@@ -100,10 +100,10 @@ def score(
 
 
 def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
-    head_VH: Any,
-    adapters: Any,
-    sums: Any,
-    hidden_TH: Any,
+    head_VH: Jax,
+    adapters: Jax,
+    sums: Jax,
+    hidden_TH: Jax,
     tiles: Tiles,
     batch: LossBatch,
     losses: LossTable,
@@ -118,7 +118,7 @@ def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
         hidden_TH, tiles, by_row = axes.every_stream((hidden_TH, tiles, _swapped(batch)))
         batch = _swapped(by_row)
 
-    def step(sums: Any, chunk: Chunk) -> tuple[Any, tuple[Any, Any, Any]]:
+    def step(sums: Jax, chunk: Chunk) -> tuple[Jax, tuple[Jax, Jax, Jax]]:
         logp_CK, saved = how.logprobs(head_VH, adapters, chunk)
         loss_CK, d_logp_CK = losses.per_token(logp_CK, chunk.batch)
         d_hidden, sums = how.gradients(head_VH, adapters, sums, chunk, saved, d_logp_CK)
@@ -134,8 +134,8 @@ def _swapped(batch: LossBatch) -> LossBatch:
     return batch._replace(inputs_ITK=jnp.swapaxes(batch.inputs_ITK, 0, 1), config_CT=batch.config_CT.T)
 
 
-def _chunks(hidden_TH: Any, tiles: Tiles, batch: LossBatch, rows: int) -> Chunk:
-    def cut(x: Any, axis: int, size: int) -> Any:
+def _chunks(hidden_TH: Jax, tiles: Tiles, batch: LossBatch, rows: int) -> Chunk:
+    def cut(x: Jax, axis: int, size: int) -> Jax:
         split = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(split, axis, 0)
 
@@ -147,11 +147,11 @@ def _chunks(hidden_TH: Any, tiles: Tiles, batch: LossBatch, rows: int) -> Chunk:
     )
 
 
-def _unchunk(x: Any) -> Any:
+def _unchunk(x: Jax) -> Jax:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _logits(head_VH: Any, adapters: Any, chunk: Chunk, axes: Axes) -> tuple[Any, Any]:
+def _logits(head_VH: Jax, adapters: Jax, chunk: Chunk, axes: Axes) -> tuple[Jax, Jax]:
     """Return float32 logits [C, V] and the scaled low-rank activations [c, TILE, r]."""
     A, B = adapters
     hidden, which = chunk.hidden_CH, chunk.tiles.adapter_n
@@ -163,7 +163,7 @@ def _logits(head_VH: Any, adapters: Any, chunk: Chunk, axes: Axes) -> tuple[Any,
     return logits + delta.reshape(logits.shape), z
 
 
-def _logprobs(logits_CV: Any, targets_CK: Any, axes: Axes) -> tuple[Any, Any]:
+def _logprobs(logits_CV: Jax, targets_CK: Jax, axes: Axes) -> tuple[Jax, Jax]:
     """Return the targets' logprobs and all probabilities."""
     high = axes.highest(logits_CV.max(axis=-1, keepdims=True))
     exp = jnp.exp(logits_CV - high)
@@ -171,7 +171,7 @@ def _logprobs(logits_CV: Any, targets_CK: Any, axes: Axes) -> tuple[Any, Any]:
     return _picked(logits_CV, targets_CK, axes) - (high + jnp.log(total)), exp / total
 
 
-def _picked(logits_CV: Any, targets_CK: Any, axes: Axes) -> Any:
+def _picked(logits_CV: Jax, targets_CK: Jax, axes: Axes) -> Jax:
     if axes.tensor == 1:
         return jnp.take_along_axis(logits_CV, targets_CK, axis=-1)
     columns = targets_CK - axes.first_row(logits_CV.shape[1])
@@ -180,7 +180,7 @@ def _picked(logits_CV: Any, targets_CK: Any, axes: Axes) -> Any:
     return axes.total(jnp.where(own, found, 0.0))
 
 
-def _d_logits(p_CV: Any, d_logp_CK: Any, targets_CK: Any, axes: Axes) -> Any:
+def _d_logits(p_CV: Jax, d_logp_CK: Jax, targets_CK: Jax, axes: Axes) -> Jax:
     """Differentiate by the logits: onehot(target) * g - softmax * sum of g."""
     num_columns = p_CV.shape[1]
     rest = -p_CV * d_logp_CK.sum(axis=-1, keepdims=True)
@@ -194,8 +194,8 @@ def _d_logits(p_CV: Any, d_logp_CK: Any, targets_CK: Any, axes: Axes) -> Any:
 
 
 def _backward(
-    head_VH: Any, adapters: Any, sums: Any, chunk: Chunk, z: Any, d_logits_CV: Any, axes: Axes
-) -> tuple[Any, Any]:
+    head_VH: Jax, adapters: Jax, sums: Jax, chunk: Chunk, z: Jax, d_logits_CV: Jax, axes: Axes
+) -> tuple[Jax, Jax]:
     (A, B), (sums_A, sums_B) = adapters, sums
     which, dtype, k, products = chunk.tiles.adapter_n, d_logits_CV.dtype, A.shape[0], products_of(axes.kernels)
     x = chunk.hidden_CH.reshape(-1, TILE, chunk.hidden_CH.shape[-1])
@@ -209,5 +209,5 @@ def _backward(
     return d_hidden.astype(dtype), (sums_A, sums_B)
 
 
-def _matmul(form: str, a: Any, b: Any) -> Any:
+def _matmul(form: str, a: Jax, b: Jax) -> Jax:
     return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)

@@ -10,19 +10,19 @@ tenant's numbers do not depend on the other tenants in the call.
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.tiles import TILE, Tiles
 
-# Any below: jax arrays and pytrees of them.
 _KEPT: Final = "kept"
 
 Divided = Literal["outputs", "inputs"]
@@ -32,12 +32,12 @@ Divided = Literal["outputs", "inputs"]
 class Lora(NamedTuple):
     """Several LoRA modules that read the same input (q, k, v; gate, up). `sums` holds gradients to add to, or None."""
 
-    A: tuple[Any, ...]  # each [k, in, r]
-    B: tuple[Any, ...]  # each [k, r, out_i]
-    sums: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # of the same shapes, float32
+    A: tuple[Jax, ...]  # each [k, in, r]
+    B: tuple[Jax, ...]  # each [k, r, out_i]
+    sums: tuple[tuple[Jax, ...], tuple[Jax, ...]] | None = None  # of the same shapes, float32
 
 
-def kept(values: Any) -> Any:
+def kept(values: Jax) -> Jax:
     """Mark what takes long to compute. `only_kept` is the policy of jax.checkpoint that keeps nothing else."""
     return checkpoint_name(values, _KEPT)
 
@@ -45,14 +45,14 @@ def kept(values: Any) -> Any:
 only_kept = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
 
-def rms_norm(x: Any, weight: Any, eps: float) -> Any:
+def rms_norm(x: Jax, weight: Jax, eps: float) -> Jax:
     """Normalise the last axis in float32; the result has the dtype of `x`."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def by_tile(compute: Callable[[Any], Any], x_T: Any, kernels: Kernels) -> Any:
+def by_tile(compute: Callable[[Jax], Jax], x_T: Jax, kernels: Kernels) -> Jax:
     """Apply `compute` to [TILE, ...] blocks of the first axis; on a CPU, one after the other.
 
     XLA:CPU compiles a reduction over more than two axes differently once the array exceeds some size, and then rounds
@@ -63,20 +63,20 @@ def by_tile(compute: Callable[[Any], Any], x_T: Any, kernels: Kernels) -> Any:
     return jax.lax.map(compute, x_T.reshape(-1, TILE, *x_T.shape[1:])).reshape(x_T.shape)
 
 
-def rope_angles(positions: Any, inv_freq: tuple[float, ...], factor: float) -> tuple[Any, Any]:
+def rope_angles(positions: Jax, inv_freq: tuple[float, ...], factor: float) -> tuple[Jax, Jax]:
     """Return cos and sin, float32, of shape positions.shape + [head_dim / 2]."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(inv_freq, jnp.float32)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def places_in_stream(positions_T: Any, inv_freq: tuple[float, ...], factor: float) -> tuple[tuple[Any, Any], Any]:
+def places_in_stream(positions_T: Jax, inv_freq: tuple[float, ...], factor: float) -> tuple[tuple[Jax, Jax], Jax]:
     """Return the angles of a packed stream's tokens, and the first tile of each tile's sequence."""
     n = positions_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
     return rope_angles(positions_T, inv_freq, factor), first_n
 
 
-def rope(x: Any, cos: Any, sin: Any) -> Any:
+def rope(x: Jax, cos: Jax, sin: Jax) -> Jax:
     """Rotate [..., heads, head_dim] by angles [..., head_dim / 2] (halves, as Hugging Face stores them)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
@@ -90,7 +90,7 @@ def products_of(kernels: Kernels) -> ModuleType | GroupedProducts:
     return tile_products if kernels.products == "by_tile" else wide_products
 
 
-def lora_delta(x_TI: Any, lora: Lora, tiles: Tiles, axes: Axes = ONE, divided: Divided = "outputs") -> tuple[Any, ...]:
+def lora_delta(x_TI: Jax, lora: Lora, tiles: Tiles, axes: Axes = ONE, divided: Divided = "outputs") -> tuple[Jax, ...]:
     """Compute scale * x @ A @ B per module, each [T, out_i] in the dtype of `x`.
 
     With `lora.sums`, reverse differentiation by the sums yields the sums plus this call's gradients. The reference
@@ -105,8 +105,8 @@ def lora_delta(x_TI: Any, lora: Lora, tiles: Tiles, axes: Axes = ONE, divided: D
 
 
 def _delta(
-    x_TI: Any, A: tuple[Any, ...], B: tuple[Any, ...], tiles: Tiles, axes: Axes, divided: Divided
-) -> tuple[tuple[Any, ...], Any]:
+    x_TI: Jax, A: tuple[Jax, ...], B: tuple[Jax, ...], tiles: Tiles, axes: Axes, divided: Divided
+) -> tuple[tuple[Jax, ...], Jax]:
     dtype, products = x_TI.dtype, products_of(axes.kernels)
     x = x_TI.reshape(-1, TILE, x_TI.shape[-1])
     z = products.down(x, jnp.concatenate(A, axis=-1).astype(dtype), tiles.adapter_n)
@@ -122,21 +122,21 @@ def _delta(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _summing_delta(x_TI: Any, A: Any, B: Any, sums: Any, tiles: Tiles, axes: Axes, divided: Divided) -> tuple[Any, ...]:
+def _summing_delta(x_TI: Jax, A: Jax, B: Jax, sums: Jax, tiles: Tiles, axes: Axes, divided: Divided) -> tuple[Jax, ...]:
     del sums
     return _delta(x_TI, A, B, tiles, axes, divided)[0]
 
 
 def _summing_forward(
-    x_TI: Any, A: Any, B: Any, sums: Any, tiles: Tiles, axes: Axes, divided: Divided
-) -> tuple[Any, Any]:
+    x_TI: Jax, A: Jax, B: Jax, sums: Jax, tiles: Tiles, axes: Axes, divided: Divided
+) -> tuple[Jax, Jax]:
     deltas, z = _delta(x_TI, A, B, tiles, axes, divided)
     return deltas, (x_TI, z, A, B, sums, tiles)
 
 
 def _summing_backward(
-    axes: Axes, divided: Divided, saved: Any, d_deltas: tuple[Any, ...]
-) -> tuple[Any, Any, Any, Any, Any]:
+    axes: Axes, divided: Divided, saved: Jax, d_deltas: tuple[Jax, ...]
+) -> tuple[Jax, Jax, Jax, Jax, Jax]:
     x_TI, z, A, B, (sums_A, sums_B), tiles = saved
     dtype, products, k = x_TI.dtype, products_of(axes.kernels), A[0].shape[0]
     x = x_TI.reshape(-1, TILE, x_TI.shape[-1])

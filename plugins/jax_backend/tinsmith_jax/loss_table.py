@@ -4,25 +4,24 @@ Legend: T = tokens, K = targets per token, I = loss inputs by name, C = loss set
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from tinsmith import LossSpec
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.tiles import TILE
-
-# Any below: jax or NumPy arrays.
 
 
 class LossBatch(NamedTuple):
     """The inputs of the losses. Loss and gradient are zero for padding (`kind_T` is negative)."""
 
-    targets_TK: Any  # int32
-    kind_T: Any  # int32, index into LossTable.names
-    inputs_ITK: Any  # float32
-    config_CT: Any  # float32
+    targets_TK: Jax  # int32
+    kind_T: Jax  # int32, index into LossTable.names
+    inputs_ITK: Jax  # float32
+    config_CT: Jax  # float32
 
-    def tokens_of_tiles(self) -> Any:
+    def tokens_of_tiles(self) -> Jax:
         """Return how many tokens each tile has. All of them have a loss."""
         return (self.kind_T >= 0).reshape(-1, TILE).sum(axis=1, dtype=jnp.int32)
 
@@ -42,7 +41,7 @@ class LossTable:
     def input_names(self, loss: str) -> tuple[str, ...]:
         return self._specs[self.kinds[loss]].inputs
 
-    def per_token(self, logp_TK: Any, batch: LossBatch) -> tuple[Any, Any]:
+    def per_token(self, logp_TK: Jax, batch: LossBatch) -> tuple[Jax, Jax]:
         """Return loss and its derivative by the logprob, both [T, K]. Computes all losses and selects one per token."""
         loss = gradient = jnp.zeros_like(logp_TK)
         for kind, spec in enumerate(self._specs):

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinsmith import Array, ConfigError
 from tinsmith_jax.config import MeshConfig
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.choice import REFERENCE, Kernels
 from tinsmith_jax.model_config import ModelConfig
 
-# Any below: jax arrays and pytrees of them.
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 STREAMS: Final = (DATA, FSDP)
 """The axes over which sequences are divided."""
@@ -63,15 +63,15 @@ class Axes:
 
     # tensor
 
-    def enter_tensor(self, x: Any) -> Any:
+    def enter_tensor(self, x: Jax) -> Jax:
         """Give `x` to every shard of a layer's matrices. Reverse differentiation sums what they return."""
         return x if self.tensor == 1 else _enter(self, x)
 
-    def leave_tensor(self, x: Any) -> Any:
+    def leave_tensor(self, x: Jax) -> Jax:
         """Sum the shards' parts of a product. Reverse differentiation passes on what it is given."""
         return x if self.tensor == 1 else _leave(self, x)
 
-    def total(self, x: Any) -> Any:
+    def total(self, x: Jax) -> Jax:
         """Sum over the shards, outside of what is differentiated.
 
         If results are to be exact, the order is that of the shards: a ring of processes begins elsewhere for each part
@@ -83,18 +83,18 @@ class Axes:
             return jax.lax.psum(x, TENSOR)
         return functools.reduce(operator.add, jax.lax.all_gather(x, TENSOR))
 
-    def highest(self, x: Any) -> Any:
+    def highest(self, x: Jax) -> Jax:
         return x if self.tensor == 1 else jax.lax.pmax(x, TENSOR)
 
-    def first_row(self, num_rows: int) -> Any:
+    def first_row(self, num_rows: int) -> Jax:
         """Return the first of this shard's rows of the vocabulary."""
         return 0 if self.tensor == 1 else jax.lax.axis_index(TENSOR) * num_rows
 
-    def every_column(self, logits: Any) -> Any:
+    def every_column(self, logits: Jax) -> Jax:
         """Join the logits (last axis) of all shards of the vocabulary."""
         return logits if self.tensor == 1 else jax.lax.all_gather(logits, TENSOR, axis=logits.ndim - 1, tiled=True)
 
-    def own_experts(self, experts: Any, number: int) -> Any:
+    def own_experts(self, experts: Jax, number: int) -> Jax:
         """Count from this shard's first expert. `number`, of a shard's experts, stands for those of other shards."""
         if self.tensor == 1:
             return experts
@@ -103,7 +103,7 @@ class Axes:
 
     # fsdp
 
-    def whole(self, weight: Any, axis: int) -> Any:
+    def whole(self, weight: Jax, axis: int) -> Jax:
         """Gather a base weight, which is divided along `axis`."""
         if self.fsdp == 1:
             return weight
@@ -111,53 +111,53 @@ class Axes:
 
     # streams
 
-    def every_stream(self, tree: Any) -> Any:
+    def every_stream(self, tree: Jax) -> Jax:
         """Join all streams' rows (axis 0) in the order of the shards, if gradients are to be folded in that order."""
         if not self.joins_streams:
             return tree
         return jax.tree.map(lambda x: jax.lax.all_gather(x, STREAMS, axis=0, tiled=True), tree)
 
-    def own_stream(self, x: Any) -> Any:
+    def own_stream(self, x: Jax) -> Jax:
         """Undo `every_stream`."""
         if not self.joins_streams:
             return x
         rows = x.shape[0] // self.num_streams
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(STREAMS) * rows, rows)
 
-    def complete(self, x: Any, axis: int = 0) -> Any:
+    def complete(self, x: Jax, axis: int = 0) -> Jax:
         """Give every shard the rows of all streams."""
         return x if self.num_streams == 1 else jax.lax.all_gather(x, STREAMS, axis=axis, tiled=True)
 
-    def anywhere(self, flag: Any) -> Any:
+    def anywhere(self, flag: Jax) -> Jax:
         """Return whether `flag` is set on any shard."""
         return flag if self.num_streams == 1 else jax.lax.pmax(flag.astype(jnp.int32), STREAMS) > 0
 
-    def own_row(self, row: Any, num_rows: int) -> Any:
+    def own_row(self, row: Jax, num_rows: int) -> Jax:
         """Return the place of one of all shards' rows among this shard's; `num_rows` if another shard has it."""
         if self.num_streams == 1:
             return row
         own = row - jax.lax.axis_index(STREAMS) * num_rows
         return jnp.where((own >= 0) & (own < num_rows), own, num_rows)
 
-    def of_owner(self, tree: Any, *, own: Any) -> Any:
+    def of_owner(self, tree: Jax, *, own: Jax) -> Jax:
         """Give every shard what the one has for which `own` is set."""
         if self.num_streams == 1:
             return tree
         return jax.tree.map(lambda x: jax.lax.psum(jnp.where(own, x, 0), STREAMS), tree)
 
-    def fold_start(self, sums: Any, weights: Any) -> Any:
+    def fold_start(self, sums: Jax, weights: Jax) -> Jax:
         """Return where this shard's fold of the gradients begins, given its parts of their sums."""
         if self.exact or self.num_streams == 1:
             return self.joined(sums, weights)
         return jax.tree.map(jnp.zeros_like, weights)
 
-    def folded(self, sums: Any, ends: Any) -> Any:
+    def folded(self, sums: Jax, ends: Jax) -> Jax:
         """Return this shard's parts of the new sums, given where each shard's fold has ended."""
         if self.exact or self.num_streams == 1:
             return self.own_part(ends, sums)
         return jax.tree.map(lambda before, end: before + self._sum_of_streams(end, before), sums, ends)
 
-    def _sum_of_streams(self, x: Any, part: Any) -> Any:
+    def _sum_of_streams(self, x: Jax, part: Jax) -> Jax:
         axis = _divided_axis(x, part)
         if axis is None:
             return jax.lax.psum(x, STREAMS)
@@ -166,10 +166,10 @@ class Axes:
 
     # an adapter's state, which `state_specs` divides over fsdp
 
-    def own_part(self, tree: Any, like: Any) -> Any:
+    def own_part(self, tree: Jax, like: Jax) -> Jax:
         """Return this shard's part of each array. `like`: arrays of the parts' shapes."""
 
-        def own(whole: Any, part: Any) -> Any:
+        def own(whole: Jax, part: Jax) -> Jax:
             axis = _divided_axis(whole, part)
             if axis is None:
                 return whole
@@ -178,16 +178,16 @@ class Axes:
 
         return jax.tree.map(own, tree, like)
 
-    def joined(self, tree: Any, like: Any) -> Any:
+    def joined(self, tree: Jax, like: Jax) -> Jax:
         """Undo `own_part`. `like`: arrays of the whole shapes."""
 
-        def join(part: Any, whole: Any) -> Any:
+        def join(part: Jax, whole: Jax) -> Jax:
             axis = _divided_axis(whole, part)
             return part if axis is None else jax.lax.all_gather(part, FSDP, axis=axis, tiled=True)
 
         return jax.tree.map(join, tree, like)
 
-    def to_step(self, weights: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def to_step(self, weights: Jax, parts: tuple[Jax, ...]) -> tuple[Jax, ...]:
         """Return what this shard steps of an adapter, given its weights and its parts of the state: these parts.
 
         If results are to be exact, it is everything: compilers round differently at the edges of smaller arrays.
@@ -196,9 +196,9 @@ class Axes:
             return weights, *(self.joined(part, weights) for part in parts)
         return self.own_part(weights, parts[0]), *parts
 
-    def square_sums(self, gradients: Any, weights: Any) -> Iterable[Any]:
+    def square_sums(self, gradients: Jax, weights: Jax) -> Iterable[Jax]:
         """Return the sum of squares of each array of an adapter's gradients, given what `to_step` returned of them."""
-        sums: Iterable[Any] = (jnp.sum(g * g) for g in jax.tree.leaves(gradients))
+        sums: Iterable[Jax] = (jnp.sum(g * g) for g in jax.tree.leaves(gradients))
         if self.fsdp > 1 and not self.exact:
             pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(gradients), strict=True)
             divided = np.array([_divided_axis(whole, part) is not None for whole, part in pairs])
@@ -214,25 +214,25 @@ class Axes:
 ONE: Final = Axes()
 
 
-def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+def is_kept(primitive: Jax, *_: Jax, **params: Jax) -> bool:
     """Return whether a layer's value is kept for the backward pass, for jax.checkpoint: gathered weights are not."""
     return not (primitive.name == "all_gather" and FSDP in params["axis_name"])
 
 
-def _divided_axis(whole: Any, part: Any) -> int | None:
+def _divided_axis(whole: Jax, part: Jax) -> int | None:
     """Return the axis along which a part is smaller than the whole, if there is one."""
     sizes = zip(whole.shape, part.shape, strict=True)
     return next((axis for axis, (all_rows, rows) in enumerate(sizes) if rows != all_rows), None)
 
 
-def _where_divided(divided: Any, own: Iterable[Any], total: Callable[[Any], Any]) -> Iterable[Any]:
+def _where_divided(divided: Jax, own: Iterable[Jax], total: Callable[[Jax], Jax]) -> Iterable[Jax]:
     """Replace the numbers that are divided by their totals, all in one collective."""
     stacked = jnp.stack(list(own))
     return jnp.where(divided, total(stacked), stacked)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _enter(axes: Axes, x: Any) -> Any:
+def _enter(axes: Axes, x: Jax) -> Jax:
     del axes
     return x
 
@@ -241,7 +241,7 @@ _enter.defvjp(lambda _, x: (x, None), lambda axes, _, d_x: (axes.total(d_x),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _leave(axes: Axes, x: Any) -> Any:
+def _leave(axes: Axes, x: Jax) -> Jax:
     return axes.total(x)
 
 
@@ -280,11 +280,11 @@ class Layout:
     def placed(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.devices, spec)
 
-    def placed_tree(self, specs: Any) -> Any:
+    def placed_tree(self, specs: Jax) -> Jax:
         return jax.tree.map(self.placed, specs, is_leaf=lambda x: isinstance(x, Spec))
 
 
-def put(tree: Any, layout: Layout | None, specs: Any) -> Any:
+def put(tree: Jax, layout: Layout | None, specs: Jax) -> Jax:
     """Put host arrays onto the device, or divided onto the mesh. `specs` is a tree of the same structure.
 
     Every process of the mesh has the same arrays, and puts the parts of its own devices.
@@ -292,13 +292,13 @@ def put(tree: Any, layout: Layout | None, specs: Any) -> Any:
     if layout is None:
         return jax.device_put(tree)
 
-    def divided(array: Any, place: NamedSharding) -> Any:
+    def divided(array: Jax, place: NamedSharding) -> Jax:
         return jax.make_array_from_callback(np.shape(array), place, lambda index: np.asarray(array)[index])
 
     return jax.tree.map(divided, tree, layout.placed_tree(specs))
 
 
-def put_parts(shape: tuple[int, ...], layout: Layout, spec: Spec, part: Callable[[Index], Array]) -> Any:
+def put_parts(shape: tuple[int, ...], layout: Layout, spec: Spec, part: Callable[[Index], Array]) -> Jax:
     """Make an array of the parts that the devices hold. Devices with the same part share one reading of it.
 
     It waits until they hold them: else the host would go on reading, and keep the parts of several arrays.
@@ -320,19 +320,19 @@ def bounds(index: Index, shape: tuple[int, ...]) -> Index:
     return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: Jax) -> Jax:
     """Copy arrays to the host, whole. If they are divided among processes, all of these must call it."""
     return jax.tree.map(np.asarray, jax.tree.map(_whole, tree))
 
 
-def _whole(array: Any) -> Any:
+def _whole(array: Jax) -> Jax:
     if array.is_fully_addressable or array.is_fully_replicated:
         return array
     return _replicated(array.sharding.mesh)(array)
 
 
 @functools.cache
-def _replicated(devices: Mesh) -> Any:
+def _replicated(devices: Mesh) -> Jax:
     return jax.jit(lambda array: array, out_shardings=NamedSharding(devices, Spec()))
 
 
@@ -363,7 +363,7 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
     return axes
 
 
-def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices: Sequence[Any] | None = None) -> Layout:
+def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices: Sequence[Jax] | None = None) -> Layout:
     """Choose among the devices, by default all that JAX finds.
 
     Raise ConfigError if there are too few, or more than the mesh has and in several processes, each of which would have
@@ -382,7 +382,7 @@ def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices:
     return Layout(axes, Mesh(arranged(found[: axes.num_devices], axes), (DATA, FSDP, TENSOR)))
 
 
-def arranged(devices: Sequence[Any], axes: Axes) -> Any:
+def arranged(devices: Sequence[Jax], axes: Axes) -> Jax:
     """Return the devices as an array [data, fsdp, tensor]; on TPUs, those of an axis are neighbours where possible.
 
     JAX numbers TPUs by host, and those of a host are a square. In that order, messages along the next axis would pass
@@ -408,7 +408,7 @@ def _text(axes: Axes) -> str:
     return f"{DATA}={axes.data},{FSDP}={axes.fsdp},{TENSOR}={axes.tensor}"
 
 
-def base_specs(layers: Sequence[str]) -> Any:
+def base_specs(layers: Sequence[str]) -> Jax:
     """Return how the base weights are divided (weights.py has their shapes)."""
     return {
         "embed": VOCABULARY,
@@ -418,19 +418,19 @@ def base_specs(layers: Sequence[str]) -> Any:
     }
 
 
-def gathered(base: Any, axes: Axes) -> tuple[Any, Axes]:
+def gathered(base: Jax, axes: Axes) -> tuple[Jax, Axes]:
     """Gather a shard's base weights over `fsdp`. Return them, and the axes for what works on them."""
     if axes.fsdp == 1:
         return base, axes
 
-    def whole(spec: Spec, weight: Any) -> Any:
+    def whole(spec: Spec, weight: Jax) -> Jax:
         return axes.whole(weight, list(spec).index(FSDP)) if FSDP in spec else weight
 
     specs = base_specs(list(base["layers"]))
     return jax.tree.map(whole, specs, base, is_leaf=lambda x: isinstance(x, Spec)), replace(axes, fsdp=1)
 
 
-def adapter_specs(modules: Iterable[str], *, experts: bool = False) -> Any:
+def adapter_specs(modules: Iterable[str], *, experts: bool = False) -> Jax:
     """Return how an adapter is divided (adapters.py has its shapes): like the matrices that it changes.
 
     With `experts`, what each expert has for itself lies where the expert does.
@@ -443,18 +443,18 @@ def adapter_specs(modules: Iterable[str], *, experts: bool = False) -> Any:
     return {"layers": layers, "head": (Spec(), Spec(None, TENSOR))}
 
 
-def _with_experts(layers: Any) -> bool:
+def _with_experts(layers: Jax) -> bool:
     """Return whether these are the modules of an adapter for a model with experts."""
     return len(layers["down"][0].shape) == len(_EXPERTS)
 
 
-def state_specs(modules: Iterable[str], shapes: Any, axes: Axes) -> Any:
+def state_specs(modules: Iterable[str], shapes: Jax, axes: Axes) -> Jax:
     """Return how an adapter's gradients and moments are divided: like its weights, and besides over `fsdp`.
 
     That divides the inputs of A and the outputs of B. Where their number is no multiple, an array stays as it is.
     """
 
-    def divided(spec: Spec, shape: Any, axis: int) -> Spec:
+    def divided(spec: Spec, shape: Jax, axis: int) -> Spec:
         names = [*spec, *[None] * (len(shape.shape) - len(spec))]
         before = () if names[axis] is None else (names[axis],)
         if axes.fsdp == 1 or shape.shape[axis] % (axes.fsdp * (axes.tensor if before else 1)):
@@ -462,14 +462,14 @@ def state_specs(modules: Iterable[str], shapes: Any, axes: Axes) -> Any:
         names[axis] = (*before, FSDP)
         return Spec(*names)
 
-    def pair(specs: tuple[Spec, Spec], shape: tuple[Any, Any]) -> tuple[Spec, Spec]:
+    def pair(specs: tuple[Spec, Spec], shape: tuple[Jax, Jax]) -> tuple[Spec, Spec]:
         return divided(specs[0], shape[0], -2), divided(specs[1], shape[1], -1)
 
     specs = adapter_specs(modules, experts=_with_experts(shapes["layers"]))
     return jax.tree.map(pair, specs, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def resident_specs(modules: Sequence[str], *, experts: bool = False) -> Any:
+def resident_specs(modules: Sequence[str], *, experts: bool = False) -> Jax:
     """Return how the sampler's adapters are divided: like one adapter, and their rows over the streams."""
 
     def with_rows(spec: Spec, num_axes: int) -> Spec:

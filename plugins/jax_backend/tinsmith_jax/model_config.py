@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, Rope, decoder_shape, read_model_config, read_rope
+from tinsmith.huggingface import DecoderShape, Json, Rope, decoder_shape, read_model_config, read_rope
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
@@ -37,7 +36,7 @@ def read_config(directory: Path) -> ModelConfig:
     return config_of(read_model_config(directory), directory / "config.json")
 
 
-def config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:  # Any: parsed JSON
+def config_of(config: Mapping[str, Json], path: Path) -> ModelConfig:
     """Read what config.json holds. `path` names it in errors."""
     shape = decoder_shape(config, path, supported=ARCHITECTURES)
     _refuse_unsupported(config, path)
@@ -49,7 +48,7 @@ def config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:  # Any: par
     )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:  # Any: parsed JSON
+def _refuse_unsupported(config: Mapping[str, Json], path: Path) -> None:
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(key):
             msg = f"{path}: {key} = {config[key]!r} is not supported by the jax backend"

@@ -5,7 +5,7 @@ Here they are computed on the host in float64, once per step.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,8 @@ import numpy as np
 
 from tinsmith import AdamParams, LoraConfig
 from tinsmith_jax.adapters import Adapter
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.mesh import ONE, Axes
-
-# Any below: jax arrays and pytrees of them.
 
 
 class State(NamedTuple):
@@ -29,19 +28,19 @@ class State(NamedTuple):
 class Hyper(NamedTuple):
     """Scalars of one adapter's step, float32 except `rank`."""
 
-    decay: Any  # 1 - lr * weight_decay
-    step_size: Any  # lr / (1 - beta1**t)
-    beta1: Any
-    one_minus_beta1: Any
-    beta2: Any
-    one_minus_beta2: Any
-    root_correction: Any  # sqrt(1 - beta2**t)
-    eps: Any
-    clip: Any  # 0 = off
-    rank: Any  # int32; columns of A and rows of B beyond it are padding
-    attn: Any  # which parts are trained: 1 or 0
-    mlp: Any
-    unembed: Any
+    decay: Jax  # 1 - lr * weight_decay
+    step_size: Jax  # lr / (1 - beta1**t)
+    beta1: Jax
+    one_minus_beta1: Jax
+    beta2: Jax
+    one_minus_beta2: Jax
+    root_correction: Jax  # sqrt(1 - beta2**t)
+    eps: Jax
+    clip: Jax  # 0 = off
+    rank: Jax  # int32; columns of A and rows of B beyond it are padding
+    attn: Jax  # which parts are trained: 1 or 0
+    mlp: Jax
+    unembed: Jax
 
 
 def hyper(adam: AdamParams, lora: LoraConfig, step: int) -> Hyper:
@@ -67,7 +66,7 @@ def _correction(beta: float, step: int) -> float:
     return float(1 - beta**step)
 
 
-def adamw(state: State, pending: Adapter, h: Hyper, *, axes: Axes = ONE) -> tuple[State, Any]:
+def adamw(state: State, pending: Adapter, h: Hyper, *, axes: Axes = ONE) -> tuple[State, Jax]:
     """Return the state after a step, and the gradients' norm before clipping.
 
     On a mesh, moments and gradients are this shard's parts. It steps that part of the weights, and joins them.
@@ -82,7 +81,7 @@ def adamw(state: State, pending: Adapter, h: Hyper, *, axes: Axes = ONE) -> tupl
     m = jax.tree.map(lambda m, g: h.beta1 * m + h.one_minus_beta1 * g, m, clipped)
     v = jax.tree.map(lambda v, g: h.beta2 * v + h.one_minus_beta2 * (g * g), v, clipped)
 
-    def move(p: Any, m: Any, v: Any, mask: Any) -> Any:
+    def move(p: Jax, m: Jax, v: Jax, mask: Jax) -> Jax:
         moved = p * h.decay - h.step_size * (m / (jnp.sqrt(v) / h.root_correction + h.eps))
         return jnp.where(mask, moved, p)
 
@@ -99,6 +98,6 @@ def _masks(weights: Adapter, h: Hyper) -> Adapter:
     }
 
 
-def _pair_masks(pair: tuple[Any, Any], trained: Any, rank: Any) -> tuple[Any, Any]:
+def _pair_masks(pair: tuple[Jax, Jax], trained: Jax, rank: Jax) -> tuple[Jax, Jax]:
     within = (jnp.arange(pair[0].shape[-1], dtype=jnp.int32) < rank) & (trained > 0)
     return jnp.broadcast_to(within, pair[0].shape), jnp.broadcast_to(within[:, None], pair[1].shape)

@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tinsmith import Demand, Placement, find_compiler
-from tinsmith.huggingface import DecoderShape, decoder_shape
+from tinsmith.huggingface import DecoderShape, Json, decoder_shape
 from tinsmith_jax import native
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer
@@ -17,7 +17,7 @@ from tinsmith_jax.model_config import ARCHITECTURES
 _ELSEWHERE: Final = ("scheduler", "ray")  # launchers that choose the devices themselves
 
 
-def trainer_demand(config: JaxConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+def trainer_demand(config: JaxConfig, model: Mapping[str, Json] | None, placement: Placement) -> Demand:
     """See `tinsmith.BackendSpec`.
 
     What the CPU can multiply is not known here: unless `dtype` is set, float32 is counted, which takes more if the
@@ -43,9 +43,7 @@ def trainer_demand(config: JaxConfig, model: Mapping[str, Any] | None, placement
     )
 
 
-def sampler_demand(
-    config: JaxSamplerConfig, model: Mapping[str, Any] | None, placement: Placement
-) -> Demand:  # Any: as above
+def sampler_demand(config: JaxSamplerConfig, model: Mapping[str, Json] | None, placement: Placement) -> Demand:
     num_devices = 0 if _told_cpu() else _size(config)
     if model is None:
         return Demand(num_devices=num_devices)
@@ -80,13 +78,13 @@ def _layout(config: JaxConfig | JaxSamplerConfig) -> str:
 
 def _budget(
     config: JaxConfig,
-    model: Mapping[str, Any],
+    model: Mapping[str, Json],
     computing: Computing,
     placement: Placement,
     *,
     trains: bool,
     samples: bool,
-) -> tuple[int, Budget]:  # Any: as above
+) -> tuple[int, Budget]:
     """Return the least memory that is enough, and what becomes of that which there is."""
     shape = decoder_shape(model, Path("config.json"), supported=ARCHITECTURES)
     if computing.on_cpu and _suits_kernels(config, shape):

@@ -8,19 +8,18 @@ Suffixes: N = tiles, T = tokens of a tile, R = rows of adapters; i, r, o = in, r
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import row_products
 from tinsmith_jax.kernels.row_products import RowAdapters
 from tinsmith_jax.mesh import Axes
 from tinsmith_jax.sampling_values import BASE_MODEL
 
-# Any: nested dictionaries of arrays (described in adapters.py).
-Tree = Any
 Pair = tuple[jax.Array, jax.Array]
 """An adapter's A and B."""
 
@@ -33,7 +32,7 @@ class AdapterRows(NamedTuple):
     reads its own.
     """
 
-    resident: Tree
+    resident: Jax
     row_N: jax.Array
     used_N: jax.Array | None = None
     num_used: jax.Array | None = None
@@ -41,13 +40,13 @@ class AdapterRows(NamedTuple):
     interpret: bool = False  # the kernels for GPUs
 
     @classmethod
-    def of_tiles(cls, resident: Tree, row_N: jax.Array, num_tokens: int, axes: Axes) -> "AdapterRows":
+    def of_tiles(cls, resident: Jax, row_N: jax.Array, num_tokens: int, axes: Axes) -> "AdapterRows":
         """Make the one for tiles with so many tokens each."""
         tokens = RowAdapters.of(jnp.repeat(row_N, num_tokens)) if axes.kernels.triton else None
         return cls(resident, row_N, tokens=tokens, interpret=axes.kernels.interpret)
 
     @classmethod
-    def of_rows(cls, resident: Tree, row_B: jax.Array, axes: Axes) -> "AdapterRows":
+    def of_rows(cls, resident: Jax, row_B: jax.Array, axes: Axes) -> "AdapterRows":
         """Make the one for a decoding step, in which each tile is a token."""
         if not axes.kernels.equal_blocks:
             return cls.of_tiles(resident, row_B, 1, axes)

@@ -5,7 +5,7 @@ Takes and returns NumPy arrays. One thread calls it, and every dispatch takes a 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from tinsmith_jax import adapters
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged
 from tinsmith_jax.memory import out_of_memory_named
 from tinsmith_jax.mesh import Layout, put
@@ -36,7 +37,6 @@ from tinsmith_jax.sampling_values import (
 from tinsmith_jax.tiles import TILE
 from tinsmith_jax.weights import Base
 
-# Any below: compiled programs, which jax does not type.
 _KEPT_BYTES: Final = 1 << 29  # that pages may take for prefixes which nobody uses, or as much as the longest sequence
 
 
@@ -161,7 +161,7 @@ class SamplingDevice:
     def _weights(self) -> Weights:
         return Weights(self._base, self._resident)
 
-    def _program(self, kind: Kind, size: int = 0) -> Any:
+    def _program(self, kind: Kind, size: int = 0) -> Jax:
         return self._programs.get(self._sampling.named(kind, size))
 
 

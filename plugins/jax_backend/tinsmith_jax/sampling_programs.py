@@ -6,7 +6,7 @@ Small arrays come from the host and go back whole: on a mesh, every process has 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 
 from tinsmith_jax import adapters, decode, native
 from tinsmith_jax.compilation import Program, compile_program
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, Layout, Spec, adapter_specs, base_specs, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
@@ -33,7 +34,6 @@ from tinsmith_jax.sampling_values import (
 from tinsmith_jax.tiles import TILE
 from tinsmith_jax.trunk import LAYER_MODULES
 
-# Any below: compiled programs, and pytrees of arrays, shapes and specs.
 Kind = Literal["decode", "prefill", "write_adapter", "score", "copy"]
 
 TARGET_COLUMNS = 64
@@ -48,13 +48,13 @@ class Plan:
     The arrays need not exist, and the first call finds the program ready.
     """
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    into: tuple[Any, ...]
-    out: Any
+    function: Callable[..., Jax]
+    arguments: tuple[Jax, ...]
+    into: tuple[Jax, ...]
+    out: Jax
     donated: int | None = None  # of the arguments: the result takes its place
 
-    def compile(self, layout: Layout | None, *, on_cpu: bool) -> Any:
+    def compile(self, layout: Layout | None, *, on_cpu: bool) -> Jax:
         given_away = () if self.donated is None else (self.donated,)
         if layout is None:
             jitted = jax.jit(self.function, donate_argnums=given_away)
@@ -73,7 +73,7 @@ class SamplingPrograms:
 
     config: ModelConfig
     shape: SamplingShape
-    base_shapes: Any  # pytree of what has a shape and a dtype
+    base_shapes: Jax  # pytree of what has a shape and a dtype
     layout: Layout | None = None
 
     @property
@@ -101,14 +101,14 @@ class SamplingPrograms:
     def named(self, kind: Kind, size: int = 0) -> Program:
         """Return a program; `size` is a number of tiles or a padded rank, if there is a choice."""
 
-        def compiled() -> Any:
+        def compiled() -> Jax:
             return self._plan(kind, size).compile(self.layout, on_cpu=self.shape.one_by_one)
 
         return Program(("sampling", kind, size), compiled)
 
     def empty(self) -> tuple[Cache, adapters.Adapter]:
         """Make the cache and the rows of the adapters."""
-        specs: tuple[Any, Any] = jax.tree.map(lambda _: CACHE, self.cache), self._resident_specs
+        specs: tuple[Jax, Jax] = jax.tree.map(lambda _: CACHE, self.cache), self._resident_specs
         places = None if self.layout is None else self.layout.placed_tree(specs)
         return self.how.empty((self.cache, self.resident), places)
 
@@ -184,11 +184,11 @@ class SamplingPrograms:
         return Weights(base_specs(list(self.base_shapes["layers"])), self._resident_specs)
 
     @property
-    def _resident_specs(self) -> Any:
+    def _resident_specs(self) -> Jax:
         return self.how.resident_specs(resident_specs(LAYER_MODULES, experts=self.config.experts is not None))
 
     @property
-    def adapter_specs(self) -> Any:
+    def adapter_specs(self) -> Jax:
         """Return how an adapter is divided that is to be put into a slot."""
         return adapter_specs(LAYER_MODULES, experts=self.config.experts is not None)
 
@@ -229,5 +229,5 @@ def no_tiles(shape: SamplingShape, num_tiles: int) -> TokenTiles:
     )
 
 
-def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
+def _shape(shape: tuple[int, ...], dtype: Jax) -> Jax:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

@@ -8,12 +8,13 @@ per token.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tinsmith import Array, FloatArray, IntArray, TokenArray
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE
@@ -51,7 +52,7 @@ def experts_of_token(config: ModelConfig) -> tuple[int, int]:
     return config.num_layers, config.experts.top_k
 
 
-def expert_dtype(config: ModelConfig) -> Any:  # Any: a NumPy dtype
+def expert_dtype(config: ModelConfig) -> Jax:
     """Return the smallest dtype that holds an expert's number."""
     assert config.experts is not None, "only models with experts return them"
     return np.min_scalar_type(config.experts.num_experts - 1)
@@ -199,53 +200,53 @@ class Drawn:
 class Weights(NamedTuple):
     """What programs multiply with."""
 
-    base: Any  # weights.py describes it
-    resident: Any  # the rows of adapters; adapters.py describes one
+    base: Jax  # weights.py describes it
+    resident: Jax  # the rows of adapters; adapters.py describes one
 
 
 class Cache(NamedTuple):
     """Keys (rotated) and values. Page 0 stands for pages that are not there: what is written to it is never read."""
 
-    k_LPJDC: Any
-    v_LPJCD: Any
+    k_LPJDC: Jax
+    v_LPJCD: Jax
 
 
 class TokenTiles(NamedTuple):
     """Runs of consecutive tokens, each of one sequence. The last tiles may be padding."""
 
-    tokens_NT: Any  # -1 past the end of a prompt
-    start_N: Any  # position of a tile's first token, in padding -1
-    table_NG: Any  # the pages of its sequence; a tile of a prompt fills one, and those of one prompt come in order
-    adapter_N: Any  # row of its adapter, or BASE_MODEL
+    tokens_NT: Jax  # -1 past the end of a prompt
+    start_N: Jax  # position of a tile's first token, in padding -1
+    table_NG: Jax  # the pages of its sequence; a tile of a prompt fills one, and those of one prompt come in order
+    adapter_N: Jax  # row of its adapter, or BASE_MODEL
 
 
 class SlotState(NamedTuple):
     """The state of each row. All arrays are [B] except the tables. Rows in use come first."""
 
-    token_B: Any  # the latest token, not yet in the cache
-    position_B: Any  # its position
-    left_B: Any  # tokens still to draw; 0 = idle
-    stop_BX: Any  # STOP_TABLE stop tokens, padded with -1
-    table_BG: Any  # the pages of its sequence
-    adapter_B: Any  # row of its adapter, or BASE_MODEL
+    token_B: Jax  # the latest token, not yet in the cache
+    position_B: Jax  # its position
+    left_B: Jax  # tokens still to draw; 0 = idle
+    stop_BX: Jax  # STOP_TABLE stop tokens, padded with -1
+    table_BG: Jax  # the pages of its sequence
+    adapter_B: Jax  # row of its adapter, or BASE_MODEL
 
 
 class RowParams(NamedTuple):
     """The sampling parameters of each row. All arrays are [B] except `seed_words_B2`, the seed's two 32-bit halves."""
 
-    seed_words_B2: Any  # uint32, high word first
-    sample_index_B: Any  # uint32: the sample's index among the request's num_samples
-    temperature_B: Any  # 0 = greedy
-    top_k_B: Any  # int32; values below 1 = off
-    top_p_B: Any  # 1 = off
+    seed_words_B2: Jax  # uint32, high word first
+    sample_index_B: Jax  # uint32: the sample's index among the request's num_samples
+    temperature_B: Jax  # 0 = greedy
+    top_k_B: Jax  # int32; values below 1 = off
+    top_p_B: Jax  # 1 = off
 
 
 class Switches(NamedTuple):
     """Run-time switches for what the slots of a dispatch need. They do not trigger a compilation."""
 
-    num_steps: Any
-    any_truncated: Any
-    any_top: Any
+    num_steps: Jax
+    any_truncated: Jax
+    any_top: Jax
 
 
 class Dispatch(NamedTuple):
@@ -259,12 +260,12 @@ class Dispatch(NamedTuple):
 class Steps(NamedTuple):
     """The tokens drawn by a dispatch of at most X steps. Steps past `num_steps` are meaningless."""
 
-    num_steps: Any
-    tokens_XB: Any  # -1 where the slot was idle
-    logprobs_XB: Any
-    top_ids_XBK: Any
-    top_logprobs_XBK: Any
-    experts_XBLC: Any | None  # that computed the token before the drawn one; None if nobody asks
+    num_steps: Jax
+    tokens_XB: Jax  # -1 where the slot was idle
+    logprobs_XB: Jax
+    top_ids_XBK: Jax
+    top_logprobs_XBK: Jax
+    experts_XBLC: Jax | None  # that computed the token before the drawn one; None if nobody asks
 
 
 # The seam between the sampler and its device --------------------------------------------------------------------------
@@ -279,9 +280,9 @@ class SamplerDevice(Protocol):
 
     def is_intact(self) -> bool: ...
 
-    def put_adapter(self, adapter: Any) -> Any: ...  # Any: adapters.Adapter, and what the device calls it by
+    def put_adapter(self, adapter: Jax) -> Jax: ...
 
-    def write_adapter(self, row: int, adapter: Any, scale: float) -> None: ...  # Any: what put_adapter returned
+    def write_adapter(self, row: int, adapter: Jax, scale: float) -> None: ...
 
     def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None: ...
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
@@ -21,10 +21,10 @@ from tinsmith.huggingface import Kind, StoredTensor
 from tinsmith.workers import Slice
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter, Place
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.mesh import Index, Layout, bounds, put_parts
 from tinsmith_jax.model_config import ModelConfig
 
-# Any below: jax arrays, their shards, and pytrees of specs.
 _PIECE: Final = 1 << 20  # numbers of a slice, about
 _ITEM: Final = 4  # bytes of a float32
 
@@ -50,12 +50,12 @@ def read(
     config: ModelConfig,
     padded_rank: int,
     layout: Layout,
-    specs: Any,
+    specs: Jax,
 ) -> Adapter:
     """Read an adapter onto a mesh, the part of each device by itself. `specs` say how it is divided."""
     shapes, by_array = adapters.shapes(config, padded_rank), _by_array(lora, config, stored)
 
-    def array(module: str, side: int) -> Any:
+    def array(module: str, side: int) -> Jax:
         place = Place(module, side, 0)
         shape, tensors = place.leaf_of(shapes).shape, by_array.get((module, side), ())
         return put_parts(shape, layout, place.leaf_of(specs), partial(_filled, tensors, shape, lora.rank))
@@ -74,7 +74,7 @@ def _by_array(
     return found
 
 
-def _turn(array: Any, shard: Any) -> tuple[int, int]:
+def _turn(array: Jax, shard: Jax) -> tuple[int, int]:
     """Return which of the devices with the same part this one is, and how many they are."""
     found = array.sharding.devices_indices_map(array.shape).items()
     same = sorted(device.id for device, index in found if index == shard.index)
@@ -84,7 +84,7 @@ def _turn(array: Any, shard: Any) -> tuple[int, int]:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def _of_shard(kind: Kind, shard: Any, matrices: Sequence["_Matrix"]) -> Iterator[Slice]:
+def _of_shard(kind: Kind, shard: Jax, matrices: Sequence["_Matrix"]) -> Iterator[Slice]:
     pieces = [(matrix, rows) for matrix in matrices for rows in matrix.pieces()]
     on_host = _OnHost(shard.data, len(pieces))
     for matrix, rows in pieces:
@@ -99,15 +99,15 @@ def _of_shard(kind: Kind, shard: Any, matrices: Sequence["_Matrix"]) -> Iterator
 
 
 class _OnHost:
-    """A shard, copied to the host at the first of so many readings, and let go at the last. Any thread may read."""
+    """A shard, copied to the host at the first of so many readings, and let go at the last. Jax thread may read."""
 
-    def __init__(self, shard: Any, readings: int) -> None:
+    def __init__(self, shard: Jax, readings: int) -> None:
         self._shard = shard
         self._left = readings
         self._copy: Array | None = None
         self._lock = threading.Lock()
 
-    def read(self, place: tuple[Any, ...]) -> FloatArray:
+    def read(self, place: tuple[Jax, ...]) -> FloatArray:
         with self._lock:
             if self._copy is None:
                 self._copy = _copied(self._shard)
@@ -118,7 +118,7 @@ class _OnHost:
             return values
 
 
-def _copied(shard: Any) -> Array:
+def _copied(shard: Jax) -> Array:
     """Copy to the host by way of another array with the same buffer: JAX keeps an array's copy as long as the array."""
     again = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
     return np.asarray(again)
@@ -161,7 +161,7 @@ class _Matrix(NamedTuple):
         for start in range(0, self.num_rows, height):
             yield slice(start, min(start + height, self.num_rows))
 
-    def place(self, rows: slice) -> tuple[Any, ...]:
+    def place(self, rows: slice) -> tuple[Jax, ...]:
         """Return where these rows lie in the shard, transposed."""
         return (*self.outer, self.inner, rows)
 

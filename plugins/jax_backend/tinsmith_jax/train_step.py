@@ -8,7 +8,7 @@ and unused rows share one array of zeros.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from tinsmith_jax import adapters, head, native, optimizer
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.buckets import Bucket, Buckets
 from tinsmith_jax.compilation import Program, compile_program
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs, state_specs
 from tinsmith_jax.model_config import ModelConfig
@@ -26,8 +27,6 @@ from tinsmith_jax.runtime import Limits
 from tinsmith_jax.tiles import TILE, Tiles
 from tinsmith_jax.trunk import LAYER_MODULES, packed_forward
 from tinsmith_jax.weights import Base
-
-# Any below: jax arrays, pytrees of them and of their shapes.
 
 
 class Arithmetic(Protocol):
@@ -38,11 +37,11 @@ class Arithmetic(Protocol):
         """Joins adapters, or sums of gradients, as `forward` and the head take them."""
 
     @property
-    def unstack(self) -> Callable[[Adapter, Iterable[Any]], tuple[Adapter, ...]]:
+    def unstack(self) -> Callable[[Adapter, Iterable[Jax]], tuple[Adapter, ...]]:
         """Undoes it, given all rows as integers or as scalars that are known when the program runs."""
 
     @property
-    def forward(self) -> Callable[..., Any]:
+    def forward(self) -> Callable[..., Jax]:
         """`trunk.packed_forward` from its argument `base` on."""
 
     @property
@@ -50,17 +49,17 @@ class Arithmetic(Protocol):
         """How the head's chunks are computed."""
 
     @property
-    def step(self) -> Callable[[optimizer.State, Adapter, optimizer.Hyper], tuple[optimizer.State, Any]]:
+    def step(self) -> Callable[[optimizer.State, Adapter, optimizer.Hyper], tuple[optimizer.State, Jax]]:
         """`optimizer.adamw`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InJax:
     stack: Callable[[Sequence[Adapter]], Adapter] = adapters.stack
-    unstack: Callable[[Adapter, Iterable[Any]], tuple[Adapter, ...]] = adapters.unstack
-    forward: Callable[..., Any]
+    unstack: Callable[[Adapter, Iterable[Jax]], tuple[Adapter, ...]] = adapters.unstack
+    forward: Callable[..., Jax]
     chunks: head.Arithmetic
-    step: Callable[[optimizer.State, Adapter, optimizer.Hyper], tuple[optimizer.State, Any]]
+    step: Callable[[optimizer.State, Adapter, optimizer.Hyper], tuple[optimizer.State, Jax]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class TrainPrograms:
     config: ModelConfig
     limits: Limits
     losses: LossTable
-    base_shapes: Any  # with the places of the arrays, if there is a mesh
+    base_shapes: Jax  # with the places of the arrays, if there is a mesh
     layout: Layout | None = None
     replays: bool = False  # routing is replayed: these programs are compiled before they are needed
 
@@ -108,8 +107,8 @@ class TrainPrograms:
         how = self.how
 
         def run(
-            base: Base, weights: Any, tokens: Any, positions: Any, tiles: Any, batch: Any, replayed: Any = None
-        ) -> Any:
+            base: Base, weights: Jax, tokens: Jax, positions: Jax, tiles: Jax, batch: Jax, replayed: Jax = None
+        ) -> Jax:
             stack = how.stack(weights)
             hidden, load = how.forward(
                 base, tokens, positions, stack, tiles, count_n=batch.tokens_of_tiles(), replayed_LTC=replayed
@@ -119,7 +118,7 @@ class TrainPrograms:
             )
             return self._complete(scores, load)
 
-        def shapes() -> tuple[Any, ...]:
+        def shapes() -> tuple[Jax, ...]:
             return self.base_shapes, self._adapters(bucket), *self._stream(bucket, replays=replays)
 
         return self._program(("score", bucket, replays), run, shapes, lambda: self._scored_specs)
@@ -134,19 +133,19 @@ class TrainPrograms:
         how = self.how
 
         def run(  # noqa: PLR0913 - what a compiled program works on
-            rows: Any,
+            rows: Jax,
             base: Base,
-            weights: Any,
-            sums: Any,
-            tokens: Any,
-            positions: Any,
-            tiles: Any,
-            batch: Any,
-            replayed: Any = None,
-        ) -> Any:
+            weights: Jax,
+            sums: Jax,
+            tokens: Jax,
+            positions: Jax,
+            tiles: Jax,
+            batch: Jax,
+            replayed: Jax = None,
+        ) -> Jax:
             stack, totals = how.stack(weights), how.stack(sums)
 
-            def trunk(layer_sums: Any) -> Any:
+            def trunk(layer_sums: Jax) -> Jax:
                 return how.forward(
                     base, tokens, positions, stack, tiles,
                     count_n=batch.tokens_of_tiles(), sums=layer_sums, replayed_LTC=replayed,
@@ -162,11 +161,11 @@ class TrainPrograms:
             new = self.axes.folded(totals, {"layers": layer_sums, "head": scores.sums})
             return *self._complete(scores, load), how.unstack(new, rows)
 
-        def shapes() -> tuple[Any, ...]:
+        def shapes() -> tuple[Jax, ...]:
             sums = (self._state(bucket.padded_rank),) * bucket.num_adapters
             return self.base_shapes, self._adapters(bucket), sums, *self._stream(bucket, replays=replays)
 
-        def out() -> tuple[Any, ...]:
+        def out() -> tuple[Jax, ...]:
             return *self._scored_specs, (self.state_specs(bucket.padded_rank),) * bucket.num_adapters
 
         key, rows = ("gradients", bucket, replays), range(bucket.num_adapters)
@@ -178,12 +177,12 @@ class TrainPrograms:
     def step(self, padded_rank: int) -> Program:
         """Return the program (state, gradients, hyper) -> (state, norm) of one adapter."""
 
-        def shapes() -> tuple[Any, ...]:
+        def shapes() -> tuple[Jax, ...]:
             weights, part, scalar = self._adapter(padded_rank), self._state(padded_rank), self._small(_f32())
             hyper = optimizer.Hyper(*[scalar] * len(optimizer.Hyper._fields))._replace(rank=self._small(_i32()))
             return optimizer.State(weights, part, part), part, hyper
 
-        def out() -> tuple[Any, ...]:
+        def out() -> tuple[Jax, ...]:
             specs = self.state_specs(padded_rank)
             return optimizer.State(self.adapter_specs, specs, specs), Spec()
 
@@ -197,7 +196,7 @@ class TrainPrograms:
     def not_finite(self, padded_rank: int) -> Program:
         """Return the program (gradients) -> whether one of an adapter's gradients is not finite."""
 
-        def run(gradients: Any) -> Any:
+        def run(gradients: Jax) -> Jax:
             found = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in jax.tree.leaves(gradients))
             return self.axes.highest(self.axes.anywhere(jnp.asarray(found) > 0).astype(jnp.int32)) > 0
 
@@ -227,37 +226,37 @@ class TrainPrograms:
         """Return how many of the programs, the first ones, a model's first step can be taken with, of whatever rank."""
         return (3 if self.finds_not_finite else 2) * len(rank_classes(self.limits.max_lora_rank))
 
-    def _complete(self, scores: head.Scores, load_LnE: Any) -> tuple[Any, Any, Any]:
+    def _complete(self, scores: head.Scores, load_LnE: Jax) -> tuple[Jax, Jax, Jax]:
         """Join the streams of what a pass returns."""
         complete = self.axes.complete
         return complete(scores.logp_TK), complete(scores.loss_TK), complete(load_LnE, axis=1)
 
     @property
-    def _scored_specs(self) -> tuple[Any, Any, Any]:
+    def _scored_specs(self) -> tuple[Jax, Jax, Jax]:
         return Spec(), Spec(), None if self.config.experts is None else Spec()
 
     def _rows(self, bucket: Bucket) -> int:
         return head.chunk_rows(self.config.vocab_size, self.limits.platform, bucket.num_tokens)
 
-    def _adapters(self, bucket: Bucket) -> tuple[Any, ...]:
+    def _adapters(self, bucket: Bucket) -> tuple[Jax, ...]:
         return (self._adapter(bucket.padded_rank),) * bucket.num_adapters
 
-    def _adapter(self, padded_rank: int) -> Any:
+    def _adapter(self, padded_rank: int) -> Jax:
         return self._placed(adapters.shapes(self.config, padded_rank), self.adapter_specs)
 
-    def _state(self, padded_rank: int) -> Any:
+    def _state(self, padded_rank: int) -> Jax:
         return self._placed(adapters.shapes(self.config, padded_rank), self.state_specs(padded_rank))
 
     @property
-    def adapter_specs(self) -> Any:
+    def adapter_specs(self) -> Jax:
         """Return how the weights of an adapter are divided."""
         return adapter_specs(LAYER_MODULES, experts=self.config.experts is not None)
 
-    def state_specs(self, padded_rank: int) -> Any:
+    def state_specs(self, padded_rank: int) -> Jax:
         """Return how the gradients and moments of an adapter are divided."""
         return state_specs(LAYER_MODULES, adapters.shapes(self.config, padded_rank), self.axes)
 
-    def _stream(self, bucket: Bucket, *, replays: bool) -> tuple[Any, ...]:
+    def _stream(self, bucket: Bucket, *, replays: bool) -> tuple[Jax, ...]:
         T, K = bucket.num_tokens * self.axes.num_streams, bucket.num_targets
         tiles = Tiles(_i32(T // TILE), _f32(T // TILE))
         inputs, settings = len(self.losses.inputs), len(self.losses.settings)
@@ -265,14 +264,14 @@ class TrainPrograms:
         shapes = (_i32(T), _i32(T), tiles, batch, *([self._replayed(T)] if replays else []))
         return tuple(self._placed(shapes, stream_specs(replays=replays)))
 
-    def _replayed(self, num_tokens: int) -> Any:
+    def _replayed(self, num_tokens: int) -> Jax:
         assert self.config.experts is not None
         return jax.ShapeDtypeStruct((self.config.num_layers, num_tokens, self.config.experts.top_k), jnp.int16)
 
-    def _small(self, shape: Any) -> Any:
+    def _small(self, shape: Jax) -> Jax:
         return self._placed(shape, Spec())
 
-    def _placed(self, shapes: Any, specs: Any) -> Any:
+    def _placed(self, shapes: Jax, specs: Jax) -> Jax:
         """Add to shapes how the arrays are divided. `specs` is a tree of the same structure."""
         if self.layout is None:
             return shapes
@@ -281,10 +280,10 @@ class TrainPrograms:
             lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes, placed
         )
 
-    def _program(self, key: Any, run: Any, shapes: Callable[[], tuple[Any, ...]], out: Callable[[], Any]) -> Program:
+    def _program(self, key: Jax, run: Jax, shapes: Callable[[], tuple[Jax, ...]], out: Callable[[], Jax]) -> Program:
         """`shapes` of the arguments and `out`, how the results are divided, are only needed to compile."""
 
-        def compiled() -> Any:
+        def compiled() -> Jax:
             arguments = shapes()
             return compile_program(jax.jit(self._on_mesh(run, arguments, out())), arguments, on_cpu=self._on_cpu)
 
@@ -294,7 +293,7 @@ class TrainPrograms:
     def _on_cpu(self) -> bool:
         return self.limits.platform == "cpu"
 
-    def _on_mesh(self, run: Any, shapes: tuple[Any, ...], out: Any) -> Any:
+    def _on_mesh(self, run: Jax, shapes: tuple[Jax, ...], out: Jax) -> Jax:
         if self.layout is None:
             return run
         into = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
@@ -310,14 +309,14 @@ _STREAM_SPECS = (
 )
 
 
-def stream_specs(*, replays: bool) -> tuple[Any, ...]:
+def stream_specs(*, replays: bool) -> tuple[Jax, ...]:
     """Return how the arrays of a stream are divided: by rows."""
     return (*_STREAM_SPECS, Spec(None, STREAMS)) if replays else _STREAM_SPECS
 
 
-def _i32(*shape: int) -> Any:
+def _i32(*shape: int) -> Jax:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _f32(*shape: int) -> Any:
+def _f32(*shape: int) -> Jax:
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -9,7 +9,6 @@ float32, module names as in `LAYER_MODULES` (adapters.py makes it). An expert's 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +17,30 @@ from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import Lora, by_tile, kept, lora_delta, only_kept, places_in_stream, rms_norm, rope
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import Tiles
 from tinsmith_jax.weights import Base
 
-# Any below: jax arrays and pytrees of them.
 LAYER_MODULES = tuple(HF_MODULES)
 
 
 def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     config: ModelConfig,
     base: Base,
-    tokens_T: Any,
-    positions_T: Any,
-    adapters: Any,
+    tokens_T: Jax,
+    positions_T: Jax,
+    adapters: Jax,
     tiles: Tiles,
     *,
-    count_n: Any,
-    sums: Any = None,
-    replayed_LTC: Any = None,
+    count_n: Jax,
+    sums: Jax = None,
+    replayed_LTC: Jax = None,
     recompute: bool = False,
     axes: Axes = ONE,
-) -> Any:
+) -> Jax:
     """Return the normed hidden states [T, H], which mean nothing where there is no token, and the load of the experts.
 
     The load [L, n, E] is that of `experts.load_by_tile`; None: there are no experts. On a mesh, all arrays are this
@@ -60,7 +59,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     if replayed_LTC is not None:
         layers = {**layers, "replayed": replayed_LTC}
 
-    def layer(x_TH: Any, per_layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+    def layer(x_TH: Jax, per_layer: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         weights, adapter, layer_sums = per_layer
         x_TH = kept(_attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, (angles, first_n)))
         if experts is not None:
@@ -80,7 +79,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps), load_LnE
 
 
-def embed(table_VH: Any, tokens: Any, axes: Axes) -> Any:
+def embed(table_VH: Jax, tokens: Jax, axes: Axes) -> Jax:
     """Look up tokens of any shape. Where the table is divided along H, rows are exchanged instead of the table."""
     if axes.fsdp > 1:
         tokens = jax.lax.all_gather(tokens, FSDP)
@@ -90,7 +89,7 @@ def embed(table_VH: Any, tokens: Any, axes: Axes) -> Any:
     return axes.total(rows)
 
 
-def _own_rows(table_VH: Any, tokens: Any, axes: Axes) -> Any:
+def _own_rows(table_VH: Jax, tokens: Jax, axes: Axes) -> Jax:
     """Return 0 for tokens in other shards of the vocabulary."""
     if axes.tensor == 1:
         return table_VH[tokens]
@@ -99,7 +98,7 @@ def _own_rows(table_VH: Any, tokens: Any, axes: Axes) -> Any:
     return jnp.where(own[..., None], table_VH[jnp.where(own, rows, 0)], 0)
 
 
-def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:
+def lora_of(names: tuple[str, ...], adapter: Jax, sums: Jax) -> Lora:
     """Select the modules of one layer that read the same input."""
     A, B = zip(*(adapter[name] for name in names), strict=True)
     if sums is None:
@@ -107,7 +106,7 @@ def lora_of(names: tuple[str, ...], adapter: Any, sums: Any) -> Lora:
     return Lora(A, B, (tuple(sums[name][0] for name in names), tuple(sums[name][1] for name in names)))
 
 
-def split_qkv(qkv: Any, deltas: tuple[Any, ...], config: ModelConfig) -> tuple[Any, Any, Any]:
+def split_qkv(qkv: Jax, deltas: tuple[Jax, ...], config: ModelConfig) -> tuple[Jax, Jax, Jax]:
     """Split the fused projection and add the LoRA parts: [..., heads or kv heads, d] each."""
     parts = jnp.split(qkv, (config.q_size, config.q_size + config.kv_size), axis=-1)
     q, k, v = (
@@ -117,8 +116,8 @@ def split_qkv(qkv: Any, deltas: tuple[Any, ...], config: ModelConfig) -> tuple[A
 
 
 def qk_norm(
-    q: Any, k: Any, weights: Any, config: ModelConfig, *, apply: Callable[..., Any] = lambda compute, x: compute(x)
-) -> tuple[Any, Any]:
+    q: Jax, k: Jax, weights: Jax, config: ModelConfig, *, apply: Callable[..., Jax] = lambda compute, x: compute(x)
+) -> tuple[Jax, Jax]:
     """Normalise each head's queries and keys, if the model does so (Qwen3)."""
     if not config.qk_norm:
         return q, k
@@ -128,15 +127,15 @@ def qk_norm(
 
 
 def _attention_block(
-    x_TH: Any,
-    weights: Any,
+    x_TH: Jax,
+    weights: Jax,
     config: ModelConfig,
-    adapter: Any,
-    sums: Any,
+    adapter: Jax,
+    sums: Jax,
     tiles: Tiles,
     axes: Axes,
-    where: tuple[Any, Any],
-) -> Any:
+    where: tuple[Jax, Jax],
+) -> Jax:
     (cos, sin), first_n = where
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps))
     deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles, axes, "outputs")
@@ -149,7 +148,7 @@ def _attention_block(
     return x_TH + axes.leave_tensor(attended @ axes.whole(weights["o"], 1)) + delta
 
 
-def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums: Any, tiles: Tiles, axes: Axes) -> Any:
+def _mlp_block(x_TH: Jax, weights: Jax, config: ModelConfig, adapter: Jax, sums: Jax, tiles: Tiles, axes: Axes) -> Jax:
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
     gate, up = jnp.split(h_TH @ axes.whole(weights["gate_up"], 0), 2, axis=-1)
     d_gate, d_up = lora_delta(h_TH, lora_of(("gate", "up"), adapter, sums), tiles, axes, "outputs")
@@ -160,15 +159,15 @@ def _mlp_block(x_TH: Any, weights: Any, config: ModelConfig, adapter: Any, sums:
 
 
 def _expert_block(
-    x_TH: Any,
-    weights: Any,
+    x_TH: Jax,
+    weights: Jax,
     experts: Stacked,
     config: ModelConfig,
-    adapter: Any,
-    sums: Any,
+    adapter: Jax,
+    sums: Jax,
     tiles: Tiles,
     axes: Axes,
-) -> tuple[Any, Any]:
+) -> tuple[Jax, Jax]:
     """Return the hidden states, and the experts that compute each token, whichever shards have them."""
     h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
     assert config.experts is not None
@@ -180,5 +179,5 @@ def _expert_block(
     return x_TH + out_TH, routing.chosen_TC
 
 
-def _expert_lora(modules: Any) -> ExpertLora:
+def _expert_lora(modules: Jax) -> ExpertLora:
     return ExpertLora(modules["gate"], modules["up"], modules["down"])

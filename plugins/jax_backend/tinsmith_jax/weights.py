@@ -17,7 +17,6 @@ A model with E experts has, in place of the last two, "router" [L, H, E], "exper
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
@@ -25,12 +24,12 @@ import numpy as np
 
 from tinsmith import Array, Progress
 from tinsmith.huggingface import WeightFiles
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import empty
 from tinsmith_jax.mesh import VOCABULARY, Index, Layout, Spec, base_specs, put_parts
 from tinsmith_jax.model_config import ModelConfig
 
-# Any: a pytree of jax arrays; jax has no static type for one of a given structure.
-Base = Any
+Base = Jax
 
 Read = Callable[[str, tuple[int, ...], Index], Array]
 """Reads a part of a tensor, given the shape of the whole."""
@@ -100,7 +99,7 @@ class _Loader:
             norms |= {name: (path, config.head_dim) for name, path in _QK_NORMS.items()}
         specs = base_specs([*self._matrices, *self._experts])["layers"]
         done, total = 0, len(self._matrices) + len(self._experts) + 1
-        layers: dict[str, Any] = {}
+        layers: dict[str, Jax] = {}
         for name, modules in self._matrices.items():
             progress("loading weights", done / total)
             layers[name] = self._matrix(modules, specs[name])
@@ -123,23 +122,23 @@ class _Loader:
         progress("loading weights", 1.0)
         return base
 
-    def _put(self, shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array]) -> Any:
+    def _put(self, shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array]) -> Jax:
         if self._layout is None:
             return jax.device_put(part(tuple(slice(0, size) for size in shape)))
         return put_parts(shape, self._layout, spec, part)
 
-    def _vocabulary(self, name: str) -> Any:
+    def _vocabulary(self, name: str) -> Jax:
         shape = (self._config.vocab_size, self._config.hidden_size)
         return self._put(shape, VOCABULARY, lambda index: np.ascontiguousarray(self._read(name, shape, index)))
 
-    def _norms(self, path: str, size: int) -> Any:
+    def _norms(self, path: str, size: int) -> Jax:
         def part(index: Index) -> Array:
             names = [f"model.layers.{i}.{path}.weight" for i in range(index[0].start, index[0].stop)]
             return np.stack([self._read(name, (size,), index[1:]) for name in names])
 
         return self._put((self._config.num_layers, size), Spec(), part)
 
-    def _matrix(self, modules: Sequence[str], spec: Spec) -> Any:
+    def _matrix(self, modules: Sequence[str], spec: Spec) -> Jax:
         d_in = self._shapes[modules[0]][0]
         widths = [self._shapes[module][1] for module in modules]
 
@@ -162,7 +161,7 @@ class _Loader:
 
         return self._put((self._config.num_layers, d_in, sum(widths)), spec, part)
 
-    def _of_experts(self, modules: Sequence[str], spec: Spec) -> Any:
+    def _of_experts(self, modules: Sequence[str], spec: Spec) -> Jax:
         """Load matrices of all experts. Joined ones are not divided along their outputs."""
         config = self._config
         assert config.experts is not None

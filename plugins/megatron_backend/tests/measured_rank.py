@@ -21,7 +21,7 @@ class _Info(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_size_t) for name in _NAMES)
 
 
-def _function() -> Any:  # Any: ctypes
+def _function() -> Any:
     found = ctypes.CDLL("libc.so.6").mallinfo2
     found.restype = _Info
     return found

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, Rope, decoder_shape, read_model_config, read_rope
+from tinsmith.huggingface import DecoderShape, Json, Rope, decoder_shape, read_model_config, read_rope
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
@@ -27,7 +26,7 @@ def read_architecture(directory: Path) -> Architecture:
     return architecture_of(read_model_config(directory), directory / "config.json")
 
 
-def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:  # Any: parsed JSON
+def architecture_of(config: Mapping[str, Json], path: Path) -> Architecture:
     """Understand a config.json. `path` is for messages."""
     _refuse_unsupported(config, path)
     shape = decoder_shape(config, path, supported=ARCHITECTURES)
@@ -38,7 +37,7 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:  # A
     return Architecture(shape=shape, rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)), rope=rope)
 
 
-def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:  # Any: parsed JSON
+def _refuse_unsupported(config: Mapping[str, Json], path: Path) -> None:
     for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
         if config.get(key):
             msg = f"{path}: {key} = {config[key]!r} is not supported by the megatron backend"

@@ -1,17 +1,16 @@
 """Causal attention within each sequence of a stream, in the place of Megatron's core attention."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 
 from tinsmith.torch_workers import varlen_attention
 from tinsmith_megatron.streams import Stream
+from tinsmith_megatron.untyped import Untyped
 
 
 class PackedAttention(nn.Module):
-    def __init__(self, **_: Any) -> None:  # Any: what Megatron tells its attention about itself
+    def __init__(self, **_: Untyped) -> None:
         super().__init__()
         self.stream: Stream | None = None  # of the current micro-batch
 
@@ -20,8 +19,8 @@ class PackedAttention(nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *_: Any,
-        **__: Any,
+        *_: Untyped,
+        **__: Untyped,
     ) -> torch.Tensor:
         """Map query [T, 1, heads, d] and key, value [T, 1, kv heads, d] to [T, 1, heads * d]."""
         stream = self.stream

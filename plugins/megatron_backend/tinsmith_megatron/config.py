@@ -28,7 +28,7 @@ class MegatronConfig(TrainingWorkersConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, given: Any) -> Any:  # Any: what the user wrote
+    def _refuse_unsupported(cls, given: Any) -> Any:
         """Say why, rather than that there is no such setting."""
         for name in _UNSUPPORTED.keys() & (given if isinstance(given, dict) else {}):
             msg = f"{name} is not supported: {_UNSUPPORTED[name]}; `tinsmith megatron-plan` lists the layouts that fit"

@@ -6,12 +6,11 @@ of Megatron for the whole process, so it belongs in a process that runs nothing 
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Any: whatever Megatron passes to torch.
+from tinsmith_megatron.untyped import Untyped
 
 _entered: list[TorchFunctionMode] = []
 
@@ -21,11 +20,11 @@ class _CudaMeansCpu(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., Untyped],
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[Untyped, ...] = (),
+        kwargs: Mapping[str, Untyped] | None = None,
+    ) -> Untyped:
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
@@ -45,9 +44,9 @@ def _is_cuda(device: object) -> bool:
 class _NoEvent:
     """On a CPU everything happens in order."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
+    def __init__(self, *_: Untyped, **__: Untyped) -> None: ...
+    def record(self, *_: Untyped) -> None: ...
+    def wait(self, *_: Untyped) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
@@ -56,11 +55,11 @@ class _NoEvent:
 class _NoStream:
     """A class, not a function: Megatron uses it in annotations."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def wait_stream(self, _: Any) -> None: ...
-    def wait_event(self, _: Any) -> None: ...
+    def __init__(self, *_: Untyped, **__: Untyped) -> None: ...
+    def wait_stream(self, _: Untyped) -> None: ...
+    def wait_event(self, _: Untyped) -> None: ...
     def synchronize(self) -> None: ...
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: Untyped = None) -> Untyped:
         return event or _NoEvent()
 
 
@@ -76,7 +75,7 @@ def install() -> None:
 
 
 def _replace_cuda() -> None:
-    cuda: Any = torch.cuda
+    cuda: Untyped = torch.cuda
     stream = _NoStream()
     cuda.current_device = lambda: torch.device("cpu")
     cuda.set_device = lambda _: None
@@ -98,7 +97,7 @@ def _replace_in_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_host
 
 
-def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002
+def _to_host(tensor: Untyped, as_numpy: bool = False, record_stream: bool = False) -> Untyped:  # noqa: FBT001, FBT002
     """As Megatron's own, which converts only tensors of GPUs."""
     del record_stream
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

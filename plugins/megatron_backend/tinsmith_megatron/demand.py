@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tinsmith import Demand, Placement
+from tinsmith.huggingface import Json
 from tinsmith_megatron.admission import Budget, budget_of
 from tinsmith_megatron.architecture import architecture_of
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import check_model, check_ranks, smallest_group
 
 
-def demand(config: MegatronConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+def demand(config: MegatronConfig, model: Mapping[str, Json] | None, placement: Placement) -> Demand:
     """See `tinsmith.BackendSpec`."""
     if model is None:
         return Demand(num_devices=config.num_devices)

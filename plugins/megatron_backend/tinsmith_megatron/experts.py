@@ -9,7 +9,6 @@ the pass, H = hidden, F = intermediate size.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
@@ -20,12 +19,13 @@ from torch import nn
 
 from tinsmith_megatron.low_rank import grouped, low_rank
 from tinsmith_megatron.streams import Stream
+from tinsmith_megatron.untyped import Untyped
 
 
 class AdaptedExperts(nn.Module):
     """Frozen. Takes and returns what Megatron's own experts do."""
 
-    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:  # Any: Megatron's
+    def __init__(self, num_local_experts: int, config: Untyped, pg_collection: Untyped) -> None:
         super().__init__()
         self.num_experts = num_local_experts
         self._group = pg_collection.ep
@@ -36,7 +36,7 @@ class AdaptedExperts(nn.Module):
 
         self.gate_up, self.down = frozen(2 * inner, hidden), frozen(hidden, inner)
         self.modules_: Sequence[str] = ()  # the canonical names of gate, up and down
-        self.dispatched: Any = None  # Megatron's dispatcher, which knows where the rows came from
+        self.dispatched: Untyped = None  # Megatron's dispatcher, which knows where the rows came from
         self.stream: Stream | None = None  # of the current micro-batch
 
     def forward(

@@ -7,7 +7,6 @@ Legend: T = rows of the stream, or of this rank's part of it where sequences are
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
@@ -20,8 +19,7 @@ from torch import nn
 
 from tinsmith_megatron.low_rank import low_rank
 from tinsmith_megatron.streams import Stream
-
-# Any: the arguments with which Megatron builds its layers, most of which concern variants that are not used here.
+from tinsmith_megatron.untyped import Untyped
 
 
 class AdaptedLinear(nn.Module):
@@ -53,7 +51,7 @@ class AdaptedLinear(nn.Module):
 class ColumnLinear(AdaptedLinear):
     """Its output is divided over the ranks; it gathers the sequence. Fuses q, k and v, or gate and up."""
 
-    def __init__(self, d_in: int, d_out: int, *, config: Any, tp_comm_buffer_name: str, **_: Any) -> None:
+    def __init__(self, d_in: int, d_out: int, *, config: Untyped, tp_comm_buffer_name: str, **_: Untyped) -> None:
         super().__init__(d_in, d_out // get_tensor_model_parallel_world_size(), config.params_dtype)
         self._groups = None if tp_comm_buffer_name != "qkv" else config.num_query_groups // self.tp_size
 
@@ -77,7 +75,7 @@ class ColumnLinear(AdaptedLinear):
 class RowLinear(AdaptedLinear):
     """Its input is divided over the ranks; it sums their outputs and divides the sequence."""
 
-    def __init__(self, d_in: int, d_out: int, *, config: Any, **_: Any) -> None:
+    def __init__(self, d_in: int, d_out: int, *, config: Untyped, **_: Untyped) -> None:
         super().__init__(d_in // get_tensor_model_parallel_world_size(), d_out, config.params_dtype)
 
     def forward(self, x_T1I: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -26,7 +26,7 @@ def diagnose(config: MegatronConfig, model_path: Path | None) -> Sequence[Device
     return local_devices(config.device)
 
 
-def demand(config: MegatronConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+def demand(config: MegatronConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:
     """Count what the ranks take. Raise ConfigError if the model cannot be divided as configured."""
     from tinsmith_megatron import demand as counting
 

@@ -6,13 +6,13 @@ Legend: T = rows of this rank's part of the stream, E = experts of a layer, C = 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from torch import nn
 
 from tinsmith_megatron.streams import Stream
+from tinsmith_megatron.untyped import Untyped
 
 
 class ReplayedRouting(nn.Module):
@@ -30,7 +30,7 @@ class ReplayedRouting(nn.Module):
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
-        default_compute_topk: Callable[..., Any],  # Any: scores [T, C] and experts [T, C]
+        default_compute_topk: Callable[..., Untyped],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores and the numbers of the experts of each row, the highest score first."""
         assert self.stream is not None

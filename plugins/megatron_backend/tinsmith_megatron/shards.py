@@ -19,8 +19,6 @@ from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.stage import Stage
 
-# Any: Megatron's layers.
-
 
 @dataclass(slots=True)
 class Shard:

@@ -1,7 +1,5 @@
 """One pipeline stage: Megatron's layers around this plugin's linear layers, attention, experts and head."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from megatron.core import parallel_state
@@ -31,14 +29,13 @@ from tinsmith_megatron.linears import AdaptedLinear, ColumnLinear, RowLinear
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.routing import ReplayedRouting
 from tinsmith_megatron.streams import Stream
-
-# Any: Megatron's configuration and specs, which are untyped here.
+from tinsmith_megatron.untyped import Untyped
 
 
 class Norm(nn.RMSNorm):
     """RMSNorm as Megatron builds it. Its own refuses divided sequences."""
 
-    def __init__(self, *, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+    def __init__(self, *, config: Untyped, hidden_size: int, eps: float, **_: Untyped) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
@@ -122,11 +119,11 @@ class Stage(nn.Module):
         return hidden.requires_grad_() if backward else hidden  # every stage hands a gradient to the one before
 
 
-def transformer_config(setup: Setup) -> Any:
+def transformer_config(setup: Setup) -> Untyped:
     """Return Megatron's configuration of the model. Fusions are off: they need CUDA or TransformerEngine."""
     shape, config = setup.architecture.shape, setup.config
     dtype = getattr(torch, setup.dtype)
-    facts: dict[str, Any] = {}
+    facts: dict[str, Untyped] = {}
     if shape.experts is not None:
         facts = {
             "num_moe_experts": shape.experts.num_experts,
@@ -176,7 +173,7 @@ def transformer_config(setup: Setup) -> Any:
     )
 
 
-def _block_spec(architecture: Architecture, config: Any) -> Any:
+def _block_spec(architecture: Architecture, config: Untyped) -> Untyped:
     norm_of_heads = Norm if architecture.qk_norm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -208,30 +205,30 @@ def _block_spec(architecture: Architecture, config: Any) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=Norm)
 
 
-def _residual(training: bool, fused: bool) -> Any:  # noqa: ARG001, FBT001  (as Megatron calls it)
+def _residual(training: bool, fused: bool) -> Untyped:  # noqa: ARG001, FBT001  (as Megatron calls it)
     """Return what adds a sublayer's output to the residual, in the place of bias, dropout and addition."""
     return lambda output_and_bias, residual, _: residual + output_and_bias[0]
 
 
-def _hand_out_stream(layer: Any, _: Any, arguments: Any) -> None:
+def _hand_out_stream(layer: Untyped, _: Untyped, arguments: Untyped) -> None:
     """Tell the layer's modules the stream of this call: several micro-batches are under way in a pipeline."""
     _set_stream(layer, arguments["attention_bias"])
 
 
-def _forget_stream(layer: Any, _: Any, output: Any) -> None:  # noqa: ARG001  (as torch calls it)
+def _forget_stream(layer: Untyped, _: Untyped, output: Untyped) -> None:  # noqa: ARG001  (as torch calls it)
     """It holds the adapters of the pass and their gradients. Megatron's dispatcher would keep the router's graph."""
     _set_stream(layer, None)
     if isinstance(layer.mlp, MoELayer):
         layer.mlp.token_dispatcher.probs = layer.mlp.token_dispatcher.routing_map = None
 
 
-def _set_stream(layer: Any, stream: Stream | None) -> None:
+def _set_stream(layer: Untyped, stream: Stream | None) -> None:
     for module in layer.modules():
         if isinstance(module, AdaptedLinear | AdaptedExperts | PackedAttention | ReplayedRouting):
             module.stream = stream
 
 
-def _name_modules(layer: Any) -> None:
+def _name_modules(layer: Untyped) -> None:
     """Tell the adapted modules of a layer their canonical names."""
     prefix = f"model.layers.{layer.layer_number - 1}"
     layer.self_attention.linear_qkv.modules_ = [f"{prefix}.{kind}" for kind in ATTENTION[:3]]

@@ -219,7 +219,7 @@ async def test_fully_trained_models_are_sampled_beside_adapters(fully: TrainingB
         fully.unload_model(name)
 
 
-async def call(work: Callable[[], Any]) -> Any:  # Any: whatever the trainer returns
+async def call(work: Callable[[], Any]) -> Any:
     return work()
 
 

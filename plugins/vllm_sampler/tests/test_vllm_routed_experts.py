@@ -57,7 +57,7 @@ def trainer(tiny_models: dict[str, Path], jax_cache: Path) -> Iterator[TrainingB
 
 
 @pytest.fixture(scope="module")
-def transformer(tiny_models: dict[str, Path]) -> Any:  # Any: a transformers model
+def transformer(tiny_models: dict[str, Path]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 

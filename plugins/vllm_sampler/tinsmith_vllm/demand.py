@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinsmith import ConfigError, Demand, Placement
-from tinsmith.huggingface import DecoderShape, adapter_weights, decoder_shape, weight_counts
+from tinsmith.huggingface import DecoderShape, Json, adapter_weights, decoder_shape, weight_counts
 from tinsmith_vllm.config import VllmConfig
 
 _KNOWN: Final = (
@@ -70,7 +70,7 @@ def _smallest(config: VllmConfig, shape: DecoderShape | None, placement: Placeme
     return size
 
 
-def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+def demand(config: VllmConfig, model: Mapping[str, Json] | None, placement: Placement) -> Demand:
     """See `tinsmith.SamplerSpec`."""
     shape = known_shape(model)
     layout = layout_of(config, shape, placement)
@@ -111,7 +111,7 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def known_shape(model: Mapping[str, Any] | None) -> DecoderShape | None:  # Any: JSON
+def known_shape(model: Mapping[str, Json] | None) -> DecoderShape | None:
     """Return the sizes of the model. None: its weights cannot be counted here; vLLM may serve it all the same."""
     if model is None or next(iter(model.get("architectures") or [""])) not in _KNOWN:
         return None

@@ -31,7 +31,7 @@ class Changes(TypedDict):
     """
 
     scale: float
-    changes: dict[str, list[Any]]  # Any: str or int or None
+    changes: dict[str, list[Any]]  # str or int or None
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

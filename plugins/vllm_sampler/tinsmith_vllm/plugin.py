@@ -20,7 +20,7 @@ def create(config: VllmConfig, context: BackendContext) -> SamplingBackend:
     return VllmSampler(config, context)
 
 
-def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:  # Any: JSON
+def demand(config: VllmConfig, model: Mapping[str, Any] | None, placement: Placement) -> Demand:
     """Return what vLLM takes of each device."""
     from tinsmith_vllm.demand import demand as counted
 

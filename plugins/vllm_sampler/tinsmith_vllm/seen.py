@@ -6,6 +6,7 @@ from subprocess import SubprocessError
 from typing import Any, Final
 
 from tinsmith import ConfigError, Device, child_environment, find_compiler, run_tethered
+from tinsmith.huggingface import Json
 from tinsmith.workers import count_gpus, lacks_gpus
 from tinsmith_vllm import compat
 from tinsmith_vllm.config import VllmConfig
@@ -70,7 +71,7 @@ def find_devices(config: VllmConfig) -> Sequence[Device]:
     return gpus or [Device(name=f"cpu with {with_}")]
 
 
-def _ask(config: VllmConfig, script: str) -> Mapping[str, Any]:  # Any: JSON
+def _ask(config: VllmConfig, script: str) -> Mapping[str, Json]:
     """Run a script there that fills `found`, and return that. Raise ConfigError if it cannot be run."""
     python = interpreter(config.python)
     whole = f"NAMES = {(*compat.DISTRIBUTIONS, 'torch', *_NEEDED)!r}{script}print({_MARK!r} + json.dumps(found))"

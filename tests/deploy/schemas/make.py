@@ -65,7 +65,7 @@ def of_jobset(definition: Schema) -> Schema:
     return closed(schema)
 
 
-def closed(schema: Any) -> Any:  # Any: JSON
+def closed(schema: Any) -> Any:
     """Make unknown fields an error: the API server drops them."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
@@ -87,7 +87,7 @@ def reachable(published: Mapping[str, Schema], names: list[str]) -> Mapping[str,
     return found
 
 
-def references(schema: Any) -> Iterator[str]:  # Any: JSON
+def references(schema: Any) -> Iterator[str]:
     if isinstance(schema, Mapping):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"].rpartition("/")[2]
@@ -97,7 +97,7 @@ def references(schema: Any) -> Iterator[str]:  # Any: JSON
             yield from references(each)
 
 
-def shortened(schema: Any, *, of_properties: bool = False) -> Any:  # Any: JSON
+def shortened(schema: Any, *, of_properties: bool = False) -> Any:
     """Leave out what does not validate. The keys of `properties` are names of fields, which may be the same words."""
     if isinstance(schema, list):
         return [shortened(each) for each in schema]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.json_values import Json
 from tinsmith_jax.config import MeshConfig
 from tinsmith_jax.model_config import read_config
 from tinsmith_jax.weights import load_base
@@ -57,7 +58,7 @@ def _case(directory: Path, name: str) -> Case:
     return make_case(options, read_config(directory), jax.devices())
 
 
-def _figures(case: Case, kind: str) -> dict[str, Any]:  # Any: JSON
+def _figures(case: Case, kind: str) -> dict[str, Json]:
     program: Any = case.program(kind).compile()  # of jax.stages.Compiled
     cost = case.cost(kind)
     memory, text = program.memory_analysis(), program.as_text()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from tinsmith.huggingface import peft_layout
 from tinsmith.huggingface.adapter_shapes import AdaptedModule, adapted_modules
 from tinsmith.huggingface.decoder import EXPERT_MODULES, HEAD
 from tinsmith.huggingface.peft_layout import SIDES, TINKER_HEAD, rename_module, weight_name
+from tinsmith.json_values import Json
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.ranges import LORA_ALPHA
 
@@ -122,7 +123,7 @@ def _trained_modules(lora: LoraConfig, base_shapes: Mapping[str, tuple[int, ...]
     return {module: shape for module, shape in every.items() if module.rpartition(".")[2] in leaves}
 
 
-def _problems(config: Mapping[str, Any]) -> Iterator[str]:  # Any: JSON
+def _problems(config: Mapping[str, Json]) -> Iterator[str]:
     if config.get("peft_type") != "LORA":
         yield f"peft_type is {config.get('peft_type')!r}, only 'LORA' is trained here"
     yield from _scale_problems(config.get("r"), config.get("lora_alpha"), use_rslora=bool(config.get("use_rslora")))

@@ -12,6 +12,7 @@ from tinsmith.checkpoints.format import Manifest
 from tinsmith.errors import UserError
 from tinsmith.huggingface.outside_files import read_json
 from tinsmith.huggingface.safetensors_files import StoredTensors
+from tinsmith.json_values import Json
 
 Layout = Literal["adapter", "model"]
 
@@ -23,7 +24,7 @@ class Contents:
     directory: Path
     layout: Layout
     manifest: Manifest | None
-    adapter_config: Mapping[str, Any]  # Any: JSON
+    adapter_config: Mapping[str, Json]
     weights: StoredTensors
     optimizer: StoredTensors = field(default_factory=lambda: StoredTensors({}))
     gradients: StoredTensors = field(default_factory=lambda: StoredTensors({}))
@@ -74,7 +75,7 @@ def open_contents(directory: Path) -> Contents:
     )
 
 
-def described(contents: Contents) -> dict[str, Any]:  # Any: JSON
+def described(contents: Contents) -> dict[str, Json]:
     """Return everything that `show` tells."""
     manifest = contents.manifest
     lora: dict[str, Any] | None = None
@@ -107,7 +108,7 @@ def described(contents: Contents) -> dict[str, Any]:  # Any: JSON
     }
 
 
-def _files(contents: Contents) -> dict[str, dict[str, Any]]:  # Any: JSON
+def _files(contents: Contents) -> dict[str, dict[str, Json]]:
     known = {} if contents.manifest is None else contents.manifest.files
     return {
         file.name: {
@@ -119,7 +120,7 @@ def _files(contents: Contents) -> dict[str, dict[str, Any]]:  # Any: JSON
     }
 
 
-def _read_json(file: Path) -> dict[str, Any]:  # Any: JSON
+def _read_json(file: Path) -> dict[str, Json]:
     try:
         content = read_json(file)
     except (OSError, ValueError) as error:

@@ -31,7 +31,7 @@ KEPT_S: Final = 1.0
 @dataclass(slots=True)
 class _Kept:
     messages: list[Message] = field(default_factory=list)
-    route: Any = None  # Any: of any framework
+    route: Any = None
     at_s: float = -1e9
     is_asked: bool = False
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from tinsmith import operations as ops
 from tinsmith.checks import check_operation
 from tinsmith.hook_values import Principal
+from tinsmith.json_values import Json
 from tinsmith.protocol import training_request, translate, wire
 from tinsmith.protocol.answers import PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
@@ -42,7 +43,7 @@ async def submit_creation(
     operation: ops.CreateModel,
     *,
     base_model: str,
-    user_metadata: wire.Json | None,
+    user_metadata: dict[str, Json] | None,
 ) -> wire.Submitted:
     """Create the run and submit its seq_id 0."""
     context.settings.model(base_model)  # raises UserError if it is not served

@@ -8,26 +8,26 @@ Legend: T = tokens, n = tiles, c = tokens of a tile, H = heads, N = kv heads, d 
 """
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.triton import compiler
 
-# Any below: jax arrays, references to them in a kernel.
 _WARPS: Final = 4
 _STAGES: Final = 2
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(q_HTd: Any, k_NTd: Any, v_NTd: Any, first_n: Any, interpret: bool = False) -> Any:  # noqa: FBT001, FBT002
+def attend(q_HTd: Jax, k_NTd: Jax, v_NTd: Jax, first_n: Jax, interpret: bool = False) -> Jax:  # noqa: FBT001, FBT002
     """Return [H, T, d] in the dtype of `q`, which is already scaled. H is a multiple of N."""
     return _forward(q_HTd, k_NTd, v_NTd, first_n, interpret)[0]
 
 
-def _forward(q: Any, k: Any, v: Any, first_n: Any, interpret: bool) -> tuple[Any, Any]:  # noqa: FBT001
+def _forward(q: Jax, k: Jax, v: Jax, first_n: Jax, interpret: bool) -> tuple[Jax, Jax]:  # noqa: FBT001
     H, T, d = q.shape
     tiles = _Tiles(H, len(k), T, len(first_n), d)
     out, lse = pl.pallas_call(
@@ -41,11 +41,11 @@ def _forward(q: Any, k: Any, v: Any, first_n: Any, interpret: bool) -> tuple[Any
     return out, (q, k, v, first_n, out, lse)
 
 
-def _forward_kernel(first_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, lse_ref: Any) -> None:
+def _forward_kernel(first_ref: Jax, q_ref: Jax, k_ref: Jax, v_ref: Jax, out_ref: Jax, lse_ref: Jax) -> None:
     i, q = pl.program_id(0), q_ref[...]
     c, d = q.shape
 
-    def step(t: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(t: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
         high, total, out = carry
         scores = _scores(q, k_ref[pl.ds(t * c, c), :], t == i)
         new_high = jnp.maximum(high, scores.max(axis=1))
@@ -61,7 +61,7 @@ def _forward_kernel(first_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref:
     lse_ref[...] = high + jnp.log(total)
 
 
-def _backward(interpret: bool, saved: Any, d_out: Any) -> tuple[Any, Any, Any, None]:  # noqa: FBT001
+def _backward(interpret: bool, saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:  # noqa: FBT001
     q, k, v, first_n, out, lse = saved
     H, T, d = q.shape
     tiles = _Tiles(H, len(k), T, len(first_n), d)
@@ -89,12 +89,12 @@ attend.defvjp(_forward, _backward)
 
 
 def _d_q_kernel(
-    first_ref: Any, q_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, k_ref: Any, v_ref: Any, d_q_ref: Any
+    first_ref: Jax, q_ref: Jax, d_out_ref: Jax, lse_ref: Jax, delta_ref: Jax, k_ref: Jax, v_ref: Jax, d_q_ref: Jax
 ) -> None:
     i, q, d_out, lse, delta = pl.program_id(0), q_ref[...], d_out_ref[...], lse_ref[...], delta_ref[...]
     c = q.shape[0]
 
-    def step(t: Any, d_q: Any) -> Any:
+    def step(t: Jax, d_q: Jax) -> Jax:
         k, v = k_ref[pl.ds(t * c, c), :], v_ref[pl.ds(t * c, c), :]
         p = jnp.exp(_scores(q, k, t == i) - lse[:, None])
         d_s = p * (_dot(d_out, v.T) - delta[:, None])
@@ -104,14 +104,14 @@ def _d_q_kernel(
 
 
 def _d_kv_kernel(  # noqa: PLR0913 - what a kernel reads and writes
-    last_ref: Any, k_ref: Any, v_ref: Any, q_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any,
-    d_k_ref: Any, d_v_ref: Any,
+    last_ref: Jax, k_ref: Jax, v_ref: Jax, q_ref: Jax, d_out_ref: Jax, lse_ref: Jax, delta_ref: Jax,
+    d_k_ref: Jax, d_v_ref: Jax,
 ) -> None:  # fmt: skip
     i, k, v = pl.program_id(0), k_ref[...], v_ref[...]
     c, group = k.shape[0], q_ref.shape[0]
     steps = last_ref[i] + 1 - i
 
-    def step(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(number: Jax, carry: tuple[Jax, Jax]) -> tuple[Jax, Jax]:
         d_k, d_v = carry
         head, t = number // steps, i + number % steps
         rows = pl.ds(t * c, c)
@@ -140,16 +140,16 @@ class _Tiles:
         self.all_rows = pl.BlockSpec((group, T), lambda i, h: (h, 0))  # noqa: ARG005
 
 
-def _last(first_n: Any) -> Any:
+def _last(first_n: Jax) -> Jax:
     """Return the last tile of each tile's sequence."""
     tiles = jnp.arange(len(first_n), dtype=jnp.int32)
     return jnp.where(first_n[:, None] == first_n, tiles, 0).max(axis=1)
 
 
-def _scores(q: Any, k: Any, is_diagonal: Any) -> Any:
+def _scores(q: Jax, k: Jax, is_diagonal: Jax) -> Jax:
     rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[0], k.shape[0]), axis) for axis in (0, 1))
     return jnp.where((rows >= columns) | ~is_diagonal, _dot(q, k.T), -jnp.inf)
 
 
-def _dot(a: Any, b: Any) -> Any:
+def _dot(a: Jax, b: Jax) -> Jax:
     return jax.lax.dot(a, b, preferred_element_type=jnp.float32)

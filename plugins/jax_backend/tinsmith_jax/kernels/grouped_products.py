@@ -10,15 +10,15 @@ Legend: n = tiles, t = rows of a tile, k = adapters; X and Y = the two other siz
 """
 
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.triton import compiler
 
-# Any below: jax arrays, references to them in a kernel.
 _LEAST: Final = 16  # rows and columns of a product on tensor cores
 _MOST: Final = 64
 
@@ -26,29 +26,29 @@ _MOST: Final = 64
 class GroupedProducts(NamedTuple):
     interpret: bool = False
 
-    def down(self, x_ntI: Any, A_kIr: Any, which_n: Any) -> Any:
+    def down(self, x_ntI: Jax, A_kIr: Jax, which_n: Jax) -> Jax:
         return self._each_tile(x_ntI, A_kIr, which_n)
 
-    def up(self, z_ntr: Any, B_krO: Any, which_n: Any) -> Any:
+    def up(self, z_ntr: Jax, B_krO: Jax, which_n: Jax) -> Jax:
         return self._each_tile(z_ntr, B_krO, which_n)
 
-    def up_backward(self, d_ntO: Any, B_krO: Any, which_n: Any) -> Any:
+    def up_backward(self, d_ntO: Jax, B_krO: Jax, which_n: Jax) -> Jax:
         return self._each_tile(d_ntO, B_krO, which_n, transposed=True)
 
-    def down_backward(self, d_ntr: Any, A_kIr: Any, which_n: Any) -> Any:
+    def down_backward(self, d_ntr: Jax, A_kIr: Jax, which_n: Jax) -> Jax:
         return self._each_tile(d_ntr, A_kIr, which_n, transposed=True)
 
-    def outer_A(self, x_ntI: Any, d_ntr: Any, which_n: Any, num_adapters: int) -> Any:
+    def outer_A(self, x_ntI: Jax, d_ntr: Jax, which_n: Jax, num_adapters: int) -> Jax:
         return self._each_adapter(x_ntI, d_ntr, which_n, num_adapters)
 
-    def outer_B(self, z_ntr: Any, d_ntO: Any, which_n: Any, num_adapters: int) -> Any:
+    def outer_B(self, z_ntr: Jax, d_ntO: Jax, which_n: Jax, num_adapters: int) -> Jax:
         return self._each_adapter(z_ntr, d_ntO, which_n, num_adapters)
 
-    def add(self, sums_kXY: Any, outer_kXY: Any, which_n: Any) -> Any:
+    def add(self, sums_kXY: Jax, outer_kXY: Jax, which_n: Jax) -> Jax:
         del which_n
         return sums_kXY + outer_kXY
 
-    def _each_tile(self, x_ntX: Any, matrix_kXY: Any, which_n: Any, *, transposed: bool = False) -> Any:
+    def _each_tile(self, x_ntX: Jax, matrix_kXY: Jax, which_n: Jax, *, transposed: bool = False) -> Jax:
         """Multiply each tile with the matrix of its adapter, or with its transpose: [n, t, Y] in float32."""
         num_columns = matrix_kXY.shape[1 if transposed else 2]
         x, matrix = _padded(x_ntX, 2), _padded(matrix_kXY, 1, 2)
@@ -75,7 +75,7 @@ class GroupedProducts(NamedTuple):
         )(which_n, x, matrix)
         return out[:, :, :num_columns]
 
-    def _each_adapter(self, x_ntX: Any, y_ntY: Any, which_n: Any, num_adapters: int) -> Any:
+    def _each_adapter(self, x_ntX: Jax, y_ntY: Jax, which_n: Jax, num_adapters: int) -> Jax:
         """Add up x.T @ y of each adapter's tiles: [k, X, Y] in float32."""
         order_n = jnp.argsort(which_n, stable=True).astype(jnp.int32)
         bounds = jnp.searchsorted(which_n[order_n], jnp.arange(num_adapters + 1)).astype(jnp.int32)
@@ -99,10 +99,10 @@ class GroupedProducts(NamedTuple):
         return out[:, : x_ntX.shape[2], : y_ntY.shape[2]]
 
 
-def _tile_kernel(which_ref: Any, x_ref: Any, matrix_ref: Any, out_ref: Any, *, transposed: bool) -> None:
+def _tile_kernel(which_ref: Jax, x_ref: Jax, matrix_ref: Jax, out_ref: Jax, *, transposed: bool) -> None:
     adapter, depth = which_ref[pl.program_id(0)], _block(x_ref.shape[1])
 
-    def step(i: Any, total: Any) -> Any:
+    def step(i: Jax, total: Jax) -> Jax:
         part = pl.ds(i * depth, depth)
         matrix = matrix_ref[adapter, :, part].T if transposed else matrix_ref[adapter, part, :]
         return total + _dot(x_ref[:, part], matrix)
@@ -110,10 +110,10 @@ def _tile_kernel(which_ref: Any, x_ref: Any, matrix_ref: Any, out_ref: Any, *, t
     out_ref[...] = jax.lax.fori_loop(0, x_ref.shape[1] // depth, step, jnp.zeros(out_ref.shape, jnp.float32))
 
 
-def _adapter_kernel(order_ref: Any, bounds_ref: Any, x_ref: Any, y_ref: Any, out_ref: Any) -> None:
+def _adapter_kernel(order_ref: Jax, bounds_ref: Jax, x_ref: Jax, y_ref: Jax, out_ref: Jax) -> None:
     adapter = pl.program_id(0)
 
-    def step(place: Any, total: Any) -> Any:
+    def step(place: Jax, total: Jax) -> Jax:
         tile = order_ref[place]
         return total + _dot(x_ref[tile].T, y_ref[tile])
 
@@ -121,7 +121,7 @@ def _adapter_kernel(order_ref: Any, bounds_ref: Any, x_ref: Any, y_ref: Any, out
     out_ref[...] = jax.lax.fori_loop(first, end, step, jnp.zeros(out_ref.shape, jnp.float32))
 
 
-def _dot(a: Any, b: Any) -> Any:
+def _dot(a: Jax, b: Jax) -> Jax:
     dtype = jnp.promote_types(a.dtype, b.dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None  # else TF32
     return jax.lax.dot(a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
@@ -132,6 +132,6 @@ def _block(size: int) -> int:
     return min(size & -size, _MOST)
 
 
-def _padded(x: Any, *axes: int) -> Any:
+def _padded(x: Jax, *axes: int) -> Jax:
     """Add zeros until these axes are multiples of what tensor cores multiply."""
     return jnp.pad(x, [(0, -size % _LEAST if axis in axes else 0) for axis, size in enumerate(x.shape)])

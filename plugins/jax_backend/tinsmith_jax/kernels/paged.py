@@ -10,16 +10,16 @@ Suffixes as in decode.py. There are S splits of a sequence's pages. D and the ro
 
 import math
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.triton import compiler
 
-# Any below: jax arrays, references to them in a kernel.
 HEAD_SIZES: Final = (16, 32, 64, 128, 256)
 _LEAST: Final = 16  # rows of a product on tensor cores
 _MOST: Final = 64
@@ -28,9 +28,9 @@ _FLOOR: Final = -1e30  # instead of -inf: exp(floor - floor) is 1 and exp(-inf -
 
 
 def write(  # noqa: PLR0913 - what a kernel reads and writes
-    k_LPJDC: Any, v_LPJCD: Any, layer: Any, start_N: Any, table_NG: Any, count: Any, k_NTJD: Any, v_NTJD: Any,
+    k_LPJDC: Jax, v_LPJCD: Jax, layer: Jax, start_N: Jax, table_NG: Jax, count: Jax, k_NTJD: Jax, v_NTJD: Jax,
     *, interpret: bool,
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Jax, Jax]:  # fmt: skip
     """Write the keys and values of the first `count` tiles to their pages, in place: single tokens, or whole pages."""
     N, T, J, D = k_NTJD.shape
     C = k_LPJDC.shape[-1]
@@ -57,7 +57,7 @@ def write(  # noqa: PLR0913 - what a kernel reads and writes
     )
 
 
-def attend(q_NThD: Any, k_LPJDC: Any, v_LPJCD: Any, layer: Any, start_N: Any, table_NG: Any, *, interpret: bool) -> Any:
+def attend(q_NThD: Jax, k_LPJDC: Jax, v_LPJCD: Jax, layer: Jax, start_N: Jax, table_NG: Jax, *, interpret: bool) -> Jax:
     """Attend from each tile to its sequence, causally: [N, T, heads * D]. Tiles that start before 0 get zeros.
 
     Tiles are single tokens, or as long as a page and start with one.
@@ -94,8 +94,8 @@ def attend(q_NThD: Any, k_LPJDC: Any, v_LPJCD: Any, layer: Any, start_N: Any, ta
 
 
 def _write_kernel(
-    scalars_ref: Any, start_ref: Any, table_ref: Any, k_ref: Any, v_ref: Any, _: Any, __: Any,
-    k_pages: Any, v_pages: Any,
+    scalars_ref: Jax, start_ref: Jax, table_ref: Jax, k_ref: Jax, v_ref: Jax, _: Jax, __: Jax,
+    k_pages: Jax, v_pages: Jax,
 ) -> None:  # fmt: skip
     tile, head = pl.program_id(0), pl.program_id(1)
 
@@ -113,8 +113,8 @@ def _write_kernel(
 
 
 def _attend_kernel(  # noqa: PLR0913 - what a kernel reads and writes
-    layer_ref: Any, start_ref: Any, table_ref: Any, q_ref: Any, k_pages: Any, v_pages: Any,
-    acc_ref: Any, high_ref: Any, total_ref: Any, *, T: int, blocks: int, pages: int,
+    layer_ref: Jax, start_ref: Jax, table_ref: Jax, q_ref: Jax, k_pages: Jax, v_pages: Jax,
+    acc_ref: Jax, high_ref: Jax, total_ref: Jax, *, T: int, blocks: int, pages: int,
 ) -> None:  # fmt: skip
     tile, head, first = pl.program_id(0), pl.program_id(1) // blocks, pl.program_id(2) * pages
     layer, start, q = layer_ref[0], start_ref[tile], q_ref[...]
@@ -123,7 +123,7 @@ def _attend_kernel(  # noqa: PLR0913 - what a kernel reads and writes
     last = jnp.where(start < 0, -1, start // C)  # the page that holds the queries: the only one to be masked
     end = jnp.minimum(first + pages, last)
 
-    def step(index: Any, carry: tuple[Any, Any, Any], *, masked: bool) -> tuple[Any, Any, Any]:
+    def step(index: Jax, carry: tuple[Jax, Jax, Jax], *, masked: bool) -> tuple[Jax, Jax, Jax]:
         high, total, acc = carry
         page = table_ref[tile, index]
         k, v = k_pages[layer, page, head, :, :], v_pages[layer, page, head, :, :]
@@ -149,11 +149,11 @@ def _attend_kernel(  # noqa: PLR0913 - what a kernel reads and writes
     high_ref[...], total_ref[...], acc_ref[...] = found
 
 
-def whole(x: Any) -> pl.BlockSpec:
+def whole(x: Jax) -> pl.BlockSpec:
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
-def _tile_and_head(ndim: int, tile: Any, head: Any) -> tuple[Any, ...]:
+def _tile_and_head(ndim: int, tile: Jax, head: Jax) -> tuple[Jax, ...]:
     return tile, head, *(0,) * (ndim - 2)
 
 
@@ -161,6 +161,6 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def dot(a: Any, b: Any) -> Any:
+def dot(a: Jax, b: Jax) -> Jax:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else TF32
     return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

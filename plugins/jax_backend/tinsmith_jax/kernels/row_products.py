@@ -10,17 +10,17 @@ Suffixes: R = rows, b = blocks of them, u = adapters of a block; L = layers, A =
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.paged import dot, power_of_two, whole
 from tinsmith_jax.kernels.triton import compiler
 
-# Any below: jax arrays, references to them in a kernel.
 _LEAST: Final = 16  # rows and columns of a product on tensor cores
 _ROWS: Final = 64
 _DEPTH: Final = 64  # of a step
@@ -31,12 +31,12 @@ _PROGRAMS: Final = 400  # that keep a GPU busy
 class RowAdapters(NamedTuple):
     """Which adapter each row uses, and which ones are in a block of rows, each once."""
 
-    which_R: Any  # -1: none
-    used_bu: Any
-    number_b: Any
+    which_R: Jax  # -1: none
+    used_bu: Jax
+    number_b: Jax
 
     @classmethod
-    def of(cls, which_R: Any) -> "RowAdapters":
+    def of(cls, which_R: Jax) -> "RowAdapters":
         which_R = _padded(which_R.astype(jnp.int32), {0: _rows(len(which_R))}, -1)
         which_bu = which_R.reshape(-1, _rows(len(which_R)))
         place_u = jnp.arange(which_bu.shape[1])
@@ -48,8 +48,8 @@ class RowAdapters(NamedTuple):
 
 
 def adapted(
-    x_RX: Any, factors_LAXY: Sequence[Any], layer: Any, rows: RowAdapters, *, interpret: bool
-) -> tuple[Any, ...]:
+    x_RX: Jax, factors_LAXY: Sequence[Jax], layer: Jax, rows: RowAdapters, *, interpret: bool
+) -> tuple[Jax, ...]:
     """Multiply each row with its adapter's matrix of a layer, for matrices of one shape: [R, Y] of each, or 0."""
     (R, _), Y = x_RX.shape, factors_LAXY[0].shape[-1]
     if factors_LAXY[0].shape[2] % _LEAST or Y % _LEAST:
@@ -77,12 +77,12 @@ def adapted(
     return tuple(each.sum(axis=0)[:R, :Y].astype(x_RX.dtype) for each in parts)
 
 
-def even(weight_LXY: Any) -> bool:
+def even(weight_LXY: Jax) -> bool:
     """Return whether both sizes of a matrix are multiples of what tensor cores multiply."""
     return not any(size % _LEAST for size in weight_LXY.shape[1:])
 
 
-def dense(x_RX: Any, weight_LXY: Any, layer: Any, *, interpret: bool) -> Any:
+def dense(x_RX: Jax, weight_LXY: Jax, layer: Jax, *, interpret: bool) -> Jax:
     """Multiply all rows with a layer's matrix, which is `even`: [R, Y]."""
     R, X = x_RX.shape
     Y = weight_LXY.shape[-1]
@@ -106,7 +106,7 @@ def dense(x_RX: Any, weight_LXY: Any, layer: Any, *, interpret: bool) -> Any:
 
 
 def _adapted_kernel(
-    layer_ref: Any, number_ref: Any, used_ref: Any, which_ref: Any, x_ref: Any, *refs: Any, depth: int
+    layer_ref: Jax, number_ref: Jax, used_ref: Jax, which_ref: Jax, x_ref: Jax, *refs: Jax, depth: int
 ) -> None:
     block, part = pl.program_id(0), pl.program_id(2)
     layer, which = layer_ref[0], which_ref[...]
@@ -114,10 +114,10 @@ def _adapted_kernel(
     empty = tuple(jnp.zeros(out.shape, jnp.float32) for out in outs)
     size = x_ref.shape[1]
 
-    def one(u: Any, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+    def one(u: Jax, kept: tuple[Jax, ...]) -> tuple[Jax, ...]:
         adapter = used_ref[block, u]
 
-        def step(i: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+        def step(i: Jax, totals: tuple[Jax, ...]) -> tuple[Jax, ...]:
             x, at = x_ref[:, pl.ds(i * depth, depth)], pl.ds(part * size + i * depth, depth)
             return tuple(
                 total + dot(x, factor[layer, adapter, at, :]) for total, factor in zip(totals, factors, strict=True)
@@ -131,10 +131,10 @@ def _adapted_kernel(
         out[...] = found
 
 
-def _dense_kernel(layer_ref: Any, x_ref: Any, weight_ref: Any, out_ref: Any, *, depth: int) -> None:
+def _dense_kernel(layer_ref: Jax, x_ref: Jax, weight_ref: Jax, out_ref: Jax, *, depth: int) -> None:
     layer = layer_ref[0]
 
-    def step(i: Any, total: Any) -> Any:
+    def step(i: Jax, total: Jax) -> Jax:
         at = pl.ds(i * depth, depth)
         return total + dot(x_ref[:, at], weight_ref[layer, at, :])
 
@@ -151,6 +151,6 @@ def _divisor(size: int, most: int) -> int:
     return min(size & -size, most)
 
 
-def _padded(x: Any, multiples: dict[int, int], value: int = 0) -> Any:
+def _padded(x: Jax, multiples: dict[int, int], value: int = 0) -> Jax:
     """Pad axes at their ends to multiples."""
     return jnp.pad(x, [(0, -size % multiples.get(axis, 1)) for axis, size in enumerate(x.shape)], constant_values=value)

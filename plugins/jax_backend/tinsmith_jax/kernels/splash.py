@@ -8,7 +8,7 @@ causality mask the rest.
 Legend: T = tokens, n = tiles, H = heads, N = kv heads, d = head_dim, b = blocks.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +20,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-# Any below: jax arrays.
+from tinsmith_jax.jax_types import Jax
+
 BLOCK: Final = 1024
 """Tokens of a block. The cost of visiting a smaller one exceeds its arithmetic on a TPU v6e."""
 
 
 def attend(
-    q_HTd: Any, k_NTd: Any, v_NTd: Any, first_n: Any, *, longest: int | None = None, interpret: bool = False
-) -> Any:
+    q_HTd: Jax, k_NTd: Jax, v_NTd: Jax, first_n: Jax, *, longest: int | None = None, interpret: bool = False
+) -> Jax:
     """Return [H, T, d]. Queries are already scaled, and H is a multiple of N.
 
     T is a power of two of at least 128. No sequence has more than `longest` tokens.
@@ -68,7 +69,7 @@ def _widest(T: int, block: int, tile: int, longest: int | None) -> int:
     return min(blocks, -(-before // block) + 1)
 
 
-def _key_blocks(first_b: Any, widest: int) -> dict[str, Any]:
+def _key_blocks(first_b: Jax, widest: int) -> dict[str, Jax]:
     """List for each block of queries the blocks of keys to visit: from its first sequence's first to its own."""
     queries = jnp.arange(len(first_b), dtype=jnp.int32)[:, None]
     keys = first_b[:, None] + jnp.arange(widest, dtype=jnp.int32)
@@ -77,7 +78,7 @@ def _key_blocks(first_b: Any, widest: int) -> dict[str, Any]:
     return _schedule(visit, jnp.where(visit, keys, following))
 
 
-def _query_blocks(first_b: Any, widest: int) -> dict[str, Any]:
+def _query_blocks(first_b: Jax, widest: int) -> dict[str, Jax]:
     """List for each block of keys, down a column, the blocks of queries that see it."""
     keys = jnp.arange(len(first_b), dtype=jnp.int32)
     last = (first_b <= keys[:, None]).sum(axis=1) - 1
@@ -86,7 +87,7 @@ def _query_blocks(first_b: Any, widest: int) -> dict[str, Any]:
     return _schedule(visit, jnp.where(visit, queries, keys))
 
 
-def _schedule(visit: Any, block: Any) -> dict[str, Any]:
+def _schedule(visit: Jax, block: Jax) -> dict[str, Jax]:
     """Give the lists the form that the kernel takes, the same for all heads."""
     return {"data_next": block[None].astype(jnp.int32), "block_mask": visit[None].astype(jnp.int32)}
 
@@ -105,5 +106,5 @@ def _sizes(block: int) -> BlockSizes:
     )
 
 
-def _causal(query: Any, key: Any) -> Any:
+def _causal(query: Jax, key: Jax) -> Jax:
     return query >= key

@@ -5,38 +5,37 @@ adapters in the call.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.native import loading
 from tinsmith_jax.tiles import TILE, Tiles
-
-# Any below: jax arrays and pytrees of them.
 
 
 class Rows(NamedTuple):
     """What both passes are given."""
 
-    hidden_CH: Any
-    head_VH: Any
-    A: Any  # [k, H, r]
-    B: Any  # [k, r, V]
-    adapter_n: Any  # below 0: none; not with gradients
-    scale_n: Any
-    count_n: Any  # tokens in each tile
-    targets_CK: Any
+    hidden_CH: Jax
+    head_VH: Jax
+    A: Jax  # [k, H, r]
+    B: Jax  # [k, r, V]
+    adapter_n: Jax  # below 0: none; not with gradients
+    scale_n: Jax
+    count_n: Jax  # tokens in each tile
+    targets_CK: Jax
 
 
 class Logits(NamedTuple):
     """What the forward pass leaves; numbers of rows without a token mean nothing."""
 
-    logits_CV: Any
-    z_Cr: Any  # scale x A
-    totals_C: Any  # logs of the sums of e^logit
+    logits_CV: Jax
+    z_Cr: Jax  # scale x A
+    totals_C: Jax  # logs of the sums of e^logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +48,32 @@ class Head:
     def axes(self) -> Axes:
         return ONE
 
-    def logprobs(self, head_VH: Any, adapters: Any, chunk: Any) -> tuple[Any, tuple[Rows, Logits]]:
+    def logprobs(self, head_VH: Jax, adapters: Jax, chunk: Jax) -> tuple[Jax, tuple[Rows, Logits]]:
         targets_CK, count_n = chunk.batch.targets_TK, chunk.batch.tokens_of_tiles()
         given = _rows(head_VH, adapters, chunk.hidden_CH, chunk.tiles, count_n, targets_CK)
         logits, logp_CK = forward(given, rounds=self.rounds)
         return logp_CK, (given, logits)
 
     def gradients(
-        self, head_VH: Any, adapters: Any, sums: Any, chunk: Any, saved: tuple[Rows, Logits], d_logp_CK: Any
-    ) -> tuple[Any, Any]:
+        self, head_VH: Jax, adapters: Jax, sums: Jax, chunk: Jax, saved: tuple[Rows, Logits], d_logp_CK: Jax
+    ) -> tuple[Jax, Jax]:
         del head_VH, adapters, chunk
         return backward(*saved, d_logp_CK, sums, rounds=self.rounds)
 
 
-def _rows(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, count_n: Any, targets_CK: Any) -> Rows:
+def _rows(head_VH: Jax, adapters: Jax, hidden_CH: Jax, tiles: Tiles, count_n: Jax, targets_CK: Jax) -> Rows:
     A, B = adapters
     return Rows(hidden_CH, head_VH, A, B, tiles.adapter_n, tiles.scale_n, count_n, targets_CK)
 
 
-def logits(head_VH: Any, adapters: Any, hidden_CH: Any, tiles: Tiles, *, rounds: bool) -> Any:
+def logits(head_VH: Jax, adapters: Jax, hidden_CH: Jax, tiles: Tiles, *, rounds: bool) -> Jax:
     """Return the logits [C, V] of whole tiles. One whose adapter is below 0 has none."""
     n = len(tiles.adapter_n)
     count_n, target_CK = np.full(n, TILE, np.int32), np.zeros((n * TILE, 1), np.int32)
     return forward(_rows(head_VH, adapters, hidden_CH, tiles, count_n, target_CK), rounds=rounds)[0].logits_CV
 
 
-def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Any]:
+def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Jax]:
     """Return the logits and the logprobs of the targets [C, K], 0 in rows without a token.
 
     `rounds`: the head is of bfloat16, and what it multiplies is rounded to that.
@@ -86,7 +85,7 @@ def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Any]:
     return Logits(*logits), logp_CK
 
 
-def backward(given: Rows, logits: Logits, d_logp_CK: Any, sums: Any, *, rounds: bool) -> tuple[Any, Any]:
+def backward(given: Rows, logits: Logits, d_logp_CK: Jax, sums: Jax, *, rounds: bool) -> tuple[Jax, Jax]:
     """Return the derivatives by the hidden states [C, H], and the sums plus the gradients of the adapters."""
     arguments = (*given, d_logp_CK, logits.z_Cr, logits.totals_C, logits.logits_CV, *sums)
     results = (given.hidden_CH, logits.logits_CV, *sums)

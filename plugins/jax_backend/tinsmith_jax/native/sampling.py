@@ -8,7 +8,6 @@ Suffixes as in decode.py; here N = rows, of which T belong to each of B sequence
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from tinsmith_jax import adapters
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import rope_angles
 from tinsmith_jax.mesh import ONE, Axes, Spec
 from tinsmith_jax.model_config import ModelConfig
@@ -24,7 +24,6 @@ from tinsmith_jax.sampling_head import top_logprobs, truncation_floor, uniform
 from tinsmith_jax.sampling_values import Cache, Dispatch, RowParams, SamplingShape, SlotState, TokenTiles, Weights
 from tinsmith_jax.tiles import Tiles
 
-# Any: nested dictionaries of arrays (described in weights.py and adapters.py), and jax or NumPy arrays.
 _NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
 _MATRICES = ("qkv", "o", "gate_up", "down")
 _ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does not have
@@ -33,7 +32,7 @@ _ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does no
 class _Rows:
     """Tokens [B, T] of sequences, their positions or -1 if not in use, and each sequence's pages and adapter."""
 
-    def __init__(self, token_BT: Any, position_BT: Any, table_BG: Any, adapter_B: Any) -> None:
+    def __init__(self, token_BT: Jax, position_BT: Jax, table_BG: Jax, adapter_B: Jax) -> None:
         self.token_N, self.position_N = token_BT.reshape(-1), position_BT.reshape(-1)
         self.table_BG, self.adapter_B = table_BG, adapter_B
 
@@ -51,14 +50,14 @@ class Sampling:
 
     # What lies on the device: an adapter's row comes with its rank class and scale ------------------------------------
 
-    def resident(self, pairs: Any) -> Any:
+    def resident(self, pairs: Jax) -> Jax:
         (rows, *_), i32, f32 = pairs["head"][0].shape, jnp.dtype(jnp.int32), jnp.dtype(jnp.float32)
         return {**pairs, "rank": jax.ShapeDtypeStruct((rows,), i32), "scale": jax.ShapeDtypeStruct((rows,), f32)}
 
-    def resident_specs(self, specs: Any) -> Any:
+    def resident_specs(self, specs: Jax) -> Jax:
         return {**specs, "rank": Spec(), "scale": Spec()}
 
-    def empty(self, shapes: tuple[Cache, Any], places: Any) -> tuple[Cache, Any]:
+    def empty(self, shapes: tuple[Cache, Jax], places: Jax) -> tuple[Cache, Jax]:
         """Nothing is written: pages and rows take memory when something is put there."""
         del places
         leaves, tree = jax.tree.flatten(shapes)
@@ -67,13 +66,13 @@ class Sampling:
             memory.take_with_use(array)
         return cache, resident
 
-    def give_back(self, cache: Cache, resident: Any, pages: Sequence[int], rows: Sequence[int]) -> None:
+    def give_back(self, cache: Cache, resident: Jax, pages: Sequence[int], rows: Sequence[int]) -> None:
         for array in cache:
             memory.give_back(array, array.ndim - 4, pages)
         for array in jax.tree.leaves(_factors(resident)):
             memory.give_back(array, array.ndim - 3, rows)
 
-    def write_adapter(self, resident: Any, adapter: Any, row: jax.Array, scale: jax.Array) -> Any:
+    def write_adapter(self, resident: Jax, adapter: Jax, row: jax.Array, scale: jax.Array) -> Jax:
         """Write the rank and the scale beside: the kernels multiply by the scale where training does.
 
         Of the layers, they read nothing past the rank.
@@ -151,7 +150,7 @@ class Sampling:
         return Cache(*written), out
 
 
-def _factors(resident: Any) -> Any:
+def _factors(resident: Jax) -> Jax:
     return {name: resident[name] for name in ("layers", "head")}
 
 

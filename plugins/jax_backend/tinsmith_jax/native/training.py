@@ -9,7 +9,7 @@ Legend: T = tokens, n = T / TILE tiles, H = hidden, Q = queries of all heads, L 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 
 from tinsmith_jax import adapters as lora
 from tinsmith_jax.adapters import Adapter
+from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import places_in_stream, rms_norm
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.native import loading
@@ -25,7 +26,6 @@ from tinsmith_jax.optimizer import Hyper, State
 from tinsmith_jax.tiles import Tiles
 from tinsmith_jax.weights import Base
 
-# Any below: jax arrays and pytrees of them.
 _ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does not have
 _MATRICES = ("qkv", "o", "gate_up", "down")
 _NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
@@ -35,8 +35,8 @@ _MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 class _Weights(NamedTuple):
     """What the layers multiply with. Each adapter comes as it is: joining them would copy them all."""
 
-    base: tuple[Any, ...]  # matrices and norms
-    adapters: tuple[Any, ...]
+    base: tuple[Jax, ...]  # matrices and norms
+    adapters: tuple[Jax, ...]
 
 
 class _How(NamedTuple):
@@ -60,7 +60,7 @@ class Training:
         heads = [{"head": adapter["head"]} for adapter in each]
         return {"layers": tuple(adapter["layers"] for adapter in each), **lora.stack(heads)}
 
-    def unstack(self, stacked: Adapter, rows: Iterable[Any]) -> tuple[Adapter, ...]:
+    def unstack(self, stacked: Adapter, rows: Iterable[Jax]) -> tuple[Adapter, ...]:
         """Take all rows apart."""
         heads = lora.unstack({"layers": {}, "head": stacked["head"]}, rows)
         return tuple({**head, "layers": own} for own, head in zip(stacked["layers"], heads, strict=True))
@@ -68,15 +68,15 @@ class Training:
     def forward(
         self,
         base: Base,
-        tokens_T: Any,
-        positions_T: Any,
+        tokens_T: Jax,
+        positions_T: Jax,
         adapters: Adapter,
         tiles: Tiles,
         *,
-        count_n: Any,
-        sums: Any = None,
-        replayed_LTC: Any = None,
-    ) -> tuple[Any, None]:
+        count_n: Jax,
+        sums: Jax = None,
+        replayed_LTC: Jax = None,
+    ) -> tuple[Jax, None]:
         """Do as `trunk.packed_forward`.
 
         `adapters` holds the layers of each, and so does `sums`. If there are sums, reverse differentiation by them
@@ -97,7 +97,7 @@ class Training:
             out_TH = _summing(how, x_TH, stream, given, sums)
         return rms_norm(out_TH, base["final_norm"], self.config.rms_norm_eps), None
 
-    def step(self, state: State, pending: Adapter, hyper: Hyper) -> tuple[State, Any]:
+    def step(self, state: State, pending: Adapter, hyper: Hyper) -> tuple[State, Jax]:
         """Do as `optimizer.adamw`, in one call for all arrays, of which XLA's program makes a hundred small ones."""
         before = [factor for part in state for factor in _all_in_order(part)]
         like = [jax.ShapeDtypeStruct(factor.shape, factor.dtype) for factor in before]
@@ -109,18 +109,18 @@ class Training:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summing(how: _How, x_TH: Any, stream: Any, given: _Weights, sums: Any) -> Any:
+def _summing(how: _How, x_TH: Jax, stream: Jax, given: _Weights, sums: Jax) -> Jax:
     del sums
     return _forward(how, x_TH, stream, given, ())[0]
 
 
-def _summing_forward(how: _How, x_TH: Any, stream: Any, given: _Weights, sums: Any) -> tuple[Any, Any]:
+def _summing_forward(how: _How, x_TH: Jax, stream: Jax, given: _Weights, sums: Jax) -> tuple[Jax, Jax]:
     rank = sums[0]["q"][0].shape[-1]
     out_TH, *saved = _forward(how, x_TH, stream, given, _saved_sizes(how.config, rank))
     return out_TH, (stream, given, sums, saved)
 
 
-def _summing_backward(how: _How, kept: Any, d_TH: Any) -> tuple[None, None, None, Any]:
+def _summing_backward(how: _How, kept: Jax, d_TH: Jax) -> tuple[None, None, None, Jax]:
     stream, given, sums, saved = kept
     before = _in_order(sums)
     call = jax.ffi.ffi_call(loading.BACKWARD, [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in before])
@@ -133,7 +133,7 @@ def _summing_backward(how: _How, kept: Any, d_TH: Any) -> tuple[None, None, None
 _summing.defvjp(_summing_forward, _summing_backward)
 
 
-def _forward(how: _How, x_TH: Any, stream: Any, given: _Weights, saved_sizes: tuple[int, ...]) -> Any:
+def _forward(how: _How, x_TH: Jax, stream: Jax, given: _Weights, saved_sizes: tuple[int, ...]) -> Jax:
     """Return the output [T, H] and what is to be saved of each layer: [L, T, size]."""
     T, H = x_TH.shape
     shapes = [(T, H), *((how.config.num_layers, T, size) for size in saved_sizes)]
@@ -147,19 +147,19 @@ def _saved_sizes(config: ModelConfig, rank: int) -> tuple[int, ...]:
     return H, Q + 2 * config.kv_size, Q, Q // config.head_dim, H, 2 * config.intermediate_size, len(_MODULES) * rank
 
 
-def _attributes(how: _How, given: _Weights) -> dict[str, Any]:
+def _attributes(how: _How, given: _Weights) -> dict[str, Jax]:
     eps, number = np.float32(how.config.rms_norm_eps), np.int32(len(given.adapters))
     return {"eps": eps, "adapters": number, "rounds": how.rounds}
 
 
-def _in_order(adapters: Sequence[Any]) -> tuple[Any, ...]:
+def _in_order(adapters: Sequence[Jax]) -> tuple[Jax, ...]:
     return tuple(factor for each in adapters for name in _MODULES for factor in each[name])
 
 
-def _all_in_order(adapter: Adapter) -> tuple[Any, ...]:
+def _all_in_order(adapter: Adapter) -> tuple[Jax, ...]:
     return *_in_order((adapter["layers"],)), *adapter["head"]
 
 
-def _layers_of(factors: Iterator[Any]) -> dict[str, tuple[Any, Any]]:
+def _layers_of(factors: Iterator[Jax]) -> dict[str, tuple[Jax, Jax]]:
     """Undo `_in_order` for one adapter."""
     return {name: (next(factors), next(factors)) for name in _MODULES}

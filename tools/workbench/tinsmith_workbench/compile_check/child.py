@@ -36,13 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _devices(topology: str) -> Sequence[Any]:  # Any: jax devices
+def _devices(topology: str) -> Sequence[Any]:
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
 
 
-def _facts(case: Any, kind: str, topology: str) -> dict[str, Any]:  # Any: JSON; a Case, whose module imports jax
+def _facts(case: Any, kind: str, topology: str) -> dict[str, Any]:
     cost = case.cost(kind)
     return {
         "base_bytes": case.base_bytes(),

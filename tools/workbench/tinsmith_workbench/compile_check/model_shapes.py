@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tinsmith import ConfigError
+from tinsmith.json_values import Json
 from tinsmith_jax.model_config import ModelConfig, config_of, read_config
 
-Config = Mapping[str, Any]  # Any: JSON
+Config = Mapping[str, Json]
 
 _QWEN3: Final[Config] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
 from tinsmith import ConfigError, LoraConfig
 from tinsmith.huggingface import known_config, read_model_config, weight_counts
 from tinsmith.huggingface.known_shapes import KNOWN_SHAPES
+from tinsmith.json_values import Json
 from tinsmith.placement.machine import Machine
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
@@ -96,7 +97,7 @@ def row_of(work: Work) -> Row:
     return Row(work=work, **asdict(found))
 
 
-def _config_of(work: Work) -> dict[str, Any]:  # Any: parsed JSON
+def _config_of(work: Work) -> dict[str, Json]:
     found = read_model_config(Path(work.model)) if Path(work.model).is_dir() else known_config(work.model)
     if found is None:
         msg = f"no model named {work.model!r}: give a directory with config.json, or one of {', '.join(KNOWN_SHAPES)}"

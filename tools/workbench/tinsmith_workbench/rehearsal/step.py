@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig, Scratch
+from tinsmith.json_values import Json
 from tinsmith.torch_workers import Adapter, LossTable, Scores
 from tinsmith.torch_workers.head import GPU_LOGITS
 from tinsmith.workers import AdapterLayout, ModelStep, NotFinite, Segment, deal
@@ -60,7 +61,7 @@ class Rehearsal:
 
 def rehearse(
     config: FsdpConfig,
-    model: Mapping[str, Any],  # Any: the parsed config.json
+    model: Mapping[str, Json],
     ranks: Ranks,
     loras: Sequence[LoraConfig],
     lengths: Sequence[int],

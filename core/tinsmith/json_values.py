@@ -1,0 +1,5 @@
+"""JSON: values of which nothing is known before they have been checked."""
+
+from typing import Any, TypeAlias
+
+Json: TypeAlias = Any
