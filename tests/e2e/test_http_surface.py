@@ -1,6 +1,5 @@
 """The routes by plain HTTP, without an engine: ids, ownership, repeats, waiting, and every kind of bad body."""
 
-import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,10 +15,8 @@ from fastapi import Response
 
 from tinsmith.operations import Consistency, LoraConfig
 from tinsmith.processes.reports import EngineReports
-from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.server.limits.large_answers import LargeAnswers
-from tinsmith.server.routes import runs, sessions
 from tinsmith.store import CheckpointRecord, EngineRecord, EngineState
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import RunningServer, running_server
@@ -458,21 +455,11 @@ def test_a_run_says_how_it_is(http: httpx.Client, server: RunningServer, model: 
     assert (lost["state"], lost["state_reason"], lost["corrupted"]) == ("lost", "the disk burnt", True)
 
 
-def test_checkpoints_of_a_run_come_in_pages_built_off_the_event_loop(
-    http: httpx.Client, server: RunningServer, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_of_a_run_come_in_pages(http: httpx.Client, server: RunningServer, model: str) -> None:
     saved = a_checkpoint(model, tenant=str(server.call(server.store.get_run(model)).tenant))
     for number in range(3):
         at = saved.created_at + timedelta(seconds=number)
         server.call(server.store.add_checkpoint(replace(saved, path=f"{saved.path}{number}", created_at=at)))
-    on_the_loop = []
-
-    def watched(record: CheckpointRecord) -> wire.Checkpoint:
-        on_the_loop.append(asyncio._get_running_loop() is not None)
-        return made(record)
-
-    made = runs._checkpoint
-    monkeypatch.setattr(runs, "_checkpoint", watched)
     everything = ok(http.get(f"training_runs/{model}/checkpoints"))
     assert [each["checkpoint_id"] for each in everything["checkpoints"]] == [f"weights/x{n}" for n in (2, 1, 0)]
     assert everything["cursor"] == {"offset": 0, "limit": 10_000, "total_count": 3}
@@ -480,7 +467,6 @@ def test_checkpoints_of_a_run_come_in_pages_built_off_the_event_loop(
     assert page["checkpoints"] == everything["checkpoints"][1:]
     assert page["cursor"]["total_count"] == 3
     assert http.get(f"training_runs/{model}/checkpoints", params={"limit": 10_001}).status_code == 422
-    assert set(on_the_loop) == {False}
     run = ok(http.get(f"training_runs/{model}"))
     assert run["last_checkpoint"] == everything["checkpoints"][0]
 
@@ -556,15 +542,7 @@ def test_a_session_lives_until_it_is_finished(http: httpx.Client, session: str, 
     assert "has ended" in create_model(http, session, model_seq_id=1).json()["detail"]
 
 
-def test_a_session_shows_what_it_made(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_the_loop = []
-
-    def watched(*shown: Any) -> str:
-        on_the_loop.append(asyncio._get_running_loop() is not None)
-        return made(*shown)
-
-    made = sessions._session_json
-    monkeypatch.setattr(sessions, "_session_json", watched)
+def test_a_session_shows_what_it_made(http: httpx.Client) -> None:
     body = {"tags": ["t"], "user_metadata": {"a": "b", "n": 3}, "display_name": "me", "sdk_version": "1"}
     session = ok(http.post("create_session", json=body))["session_id"]
     model = ok(create_model(http, session))["model_id"]
@@ -574,7 +552,6 @@ def test_a_session_shows_what_it_made(http: httpx.Client, monkeypatch: pytest.Mo
         "user_metadata": {"a": "b", "n": "3"},
         "display_name": "me",
     }
-    assert on_the_loop == [False]
     ok(http.put(f"sessions/{session}/project", json={"project_id": "p1"}))
     assert [run["training_run_id"] for run in ok(http.get("training_runs?project_id=p1"))["training_runs"]] == [model]
     assert session in ok(http.get("sessions?limit=1000"))["sessions"]
@@ -584,6 +561,7 @@ def test_a_session_shows_what_it_made(http: httpx.Client, monkeypatch: pytest.Mo
 def test_large_answers_are_built_in_the_turns_of_their_tenant(
     http: httpx.Client, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """These turns are off the event loop: unit/test_large_answers.py."""
     built: list[str] = []
 
     async def watched(self: LargeAnswers, tenant: str, *how: Any) -> Response:

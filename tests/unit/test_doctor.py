@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from forked import run
@@ -15,10 +15,11 @@ from stand_in_hub import StandInHub
 
 from tinsmith.backend import Device
 from tinsmith.commands.doctor import data_directory, models
+from tinsmith.commands.doctor.data_directory import check_data_directory
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.placement.machine import Machine
 from tinsmith.plugins.loading import Plugins
-from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.settings import DataDir, ModelSettings, PluginSection
 
 TOY = ("toy", "--backend", "toy")
 
@@ -212,31 +213,38 @@ def test_models_of_the_hub(launcher: Launcher, environment: dict[str, str], tmp_
     assert "HF_HUB_OFFLINE forbids downloading it" in problem["found"]
 
 
+def about_data(directory: Path, *, with_database: bool = True) -> list[tuple[str, str]]:
+    """Return the status and the words of each finding."""
+    found = check_data_directory(DataDir.at(directory), with_database=with_database)
+    return [(finding.status, finding.found) for finding in found]
+
+
 def test_a_full_disk_and_file_systems_with_cautions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(data_directory, "file_system_of", lambda _: "ext4")
     for free, status in ((20e9, "ok"), (5e9, "note"), (1e8, "problem")):
-        monkeypatch.setattr(data_directory.shutil, "disk_usage", lambda _, free=free: Usage(free))
-        assert data_directory._space("data directory", tmp_path).status == status
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=int(free)))
+        [_, (space, _)] = about_data(tmp_path)
+        assert space == status
     monkeypatch.setattr(data_directory, "file_system_of", lambda _: "nfs4")
     for with_database, status in ((False, "note"), (True, "problem")):
-        [caution] = data_directory._file_system("data directory", tmp_path, with_database=with_database)
-        assert caution.status == status
-        assert caution.found.startswith("on nfs4")
-    monkeypatch.setattr(data_directory, "file_system_of", lambda _: "ext4")
-    assert list(data_directory._file_system("data directory", tmp_path, with_database=True)) == []
-
-
-class Usage:
-    def __init__(self, free: float) -> None:
-        self.free = int(free)
+        [_, _, (caution, words)] = about_data(tmp_path, with_database=with_database)
+        assert caution == status
+        assert words.startswith("on nfs4")
 
 
 def test_locks_that_hold_nobody_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert list(data_directory._lock_faults(tmp_path / "lock")) == []
-    monkeypatch.setattr(data_directory.fcntl, "flock", lambda *_: None)
-    assert list(data_directory._lock_faults(tmp_path / "lock")) == ["its file system grants one lock twice"]
+    assert about_data(tmp_path)[0] == ("ok", "writable; keeps locks, fsync and renames")
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    assert about_data(tmp_path)[0] == ("problem", "its file system grants one lock twice")
 
 
-@pytest.mark.parametrize(("size", "status"), [(1, "ok"), (80, "note"), (101, "problem")])
-def test_weights_against_memory(size: int, status: str) -> None:
-    devices: list[Any] = [Device(name="a", memory_bytes=50), Device(name="b", memory_bytes=50)]
-    assert models._memory("model", size, devices).status == status
+@pytest.mark.parametrize(("share", "status"), [(0.01, "ok"), (0.8, "note"), (1.01, "problem")])
+def test_weights_against_memory(share: float, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of all devices together."""
+    size = sum(file.stat().st_size for file in write_model(tmp_path).glob("*.safetensors"))
+    device = Device(name="H100", memory_bytes=int(size / share / 2))
+    monkeypatch.setattr(models, "probe", lambda *_: [device, device])
+    asked = ModelSettings(name="m", path=tmp_path, backend=PluginSection(plugin="jax"))
+    *_, memory = models.check_model(asked, Plugins.load(), Machine())
+    assert memory.found.startswith("its weights take")
+    assert memory.status == status

@@ -9,21 +9,21 @@ class Visitors:
     def __init__(self) -> None:
         self.gate = Gate()
         self.inside: list[str] = []
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._leave: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.leaves: dict[str, asyncio.Event] = {}
 
     async def come(self, name: str, *, alone: bool = False) -> None:
-        self._leave[name] = asyncio.Event()
-        self._tasks[name] = asyncio.create_task(self._visit(name, alone=alone))
+        self.leaves[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._visit(name, alone=alone))
         await self.settle()
 
     async def leave(self, name: str) -> None:
-        self._leave[name].set()
+        self.leaves[name].set()
         await self.settle()
 
     async def cancel(self, name: str) -> None:
-        self._tasks[name].cancel()
-        await asyncio.wait([self._tasks[name]])
+        self.tasks[name].cancel()
+        await asyncio.wait([self.tasks[name]])
         await self.settle()
 
     async def settle(self) -> None:
@@ -34,7 +34,7 @@ class Visitors:
         async with self.gate.entered(alone=alone):
             self.inside.append(name)
             try:
-                await self._leave[name].wait()
+                await self.leaves[name].wait()
             finally:
                 self.inside.remove(name)
 
@@ -79,14 +79,14 @@ async def test_who_is_cancelled_as_it_is_let_in_leaves_no_trace() -> None:
     await visitors.come("suspect", alone=True)
     await visitors.come("next", alone=True)
     await visitors.come("shared")
-    visitors._tasks["next"].cancel()
-    visitors._leave["suspect"].set()
+    visitors.tasks["next"].cancel()
+    visitors.leaves["suspect"].set()
     await visitors.settle()
     assert visitors.inside == ["shared"]
     await visitors.come("last", alone=True)
-    visitors._leave["shared"].set()
+    visitors.leaves["shared"].set()
     await asyncio.sleep(0)  # it leaves in this turn of the loop, and lets the last one in
-    visitors._tasks["last"].cancel()
+    visitors.tasks["last"].cancel()
     await visitors.settle()
     await visitors.come("after", alone=True)
     assert visitors.inside == ["after"]
