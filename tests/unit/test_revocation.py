@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from fastapi import FastAPI
 
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Snapshot
@@ -66,8 +67,10 @@ class WatchedBackend(ToyBackend):
 class Client:
     """One tenant's client of one server."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self.http = http
+    def __init__(self, app: FastAPI, key: str) -> None:
+        """The server: its `app`, in this process."""
+        transport = httpx.ASGITransport(app=app)
+        self.app, self.http = app, httpx.AsyncClient(transport=transport, base_url=URL, headers={"X-API-Key": key})
 
     async def post(self, route: str, /, **body: Any) -> dict[str, Any]:
         return ok(await self.http.post(route, json=body))
@@ -99,6 +102,7 @@ class Client:
 
 
 PARAMS = {"max_tokens": 4, "seed": 3}
+URL = "http://test/api/v1/"
 
 
 def ok(answer: httpx.Response) -> dict[str, Any]:
@@ -143,10 +147,8 @@ async def server(data_dir: Path, tenants: Sequence[str]) -> AsyncIterator[dict[s
         app = await create_app(settings, store=store, plugins=Plugins.load())
         clients = {}
         for tenant in tenants:
-            transport = httpx.ASGITransport(app=app)
-            url, headers = "http://test/api/v1/", {"X-API-Key": f"tml-{tenant}"}
-            http = httpx.AsyncClient(transport=transport, base_url=url, headers=headers)
-            clients[tenant] = Client(await stack.enter_async_context(http))
+            clients[tenant] = Client(app, f"tml-{tenant}")
+            await stack.enter_async_context(clients[tenant].http)
         yield clients
 
 
@@ -413,7 +415,7 @@ async def test_a_download_is_a_request_in_progress_of_whoever_made_its_link(
     """However slowly it is read."""
     ann, bob = service.clients["ann"][0], service.clients["bob"][0]
     made = await links(bob, await a_published_adapter(service))
-    app = bob.http._transport.app  # type: ignore[attr-defined]  # of the test's transport
+    app = bob.app
     monkeypatch.setattr(app.state.context.quotas, "_settings", QuotaSettings(requests_in_progress=1))
     for link in made:
         sending, may_read = asyncio.Event(), asyncio.Event()
@@ -470,8 +472,7 @@ async def test_links_and_tokens_end_with_their_key(service: Service) -> None:
     bob = service.clients["bob"]
     path = await a_published_adapter(service)
     token = ok(await bob[0].http.post("auth/token", json={}))["jwt"]
-    by_token = Client(httpx.AsyncClient(transport=bob[0].http._transport, base_url=bob[0].http.base_url))
-    by_token.http.headers["X-API-Key"] = token
+    by_token = Client(bob[0].app, token)
     made = [*await links(bob[0], path), *await links(by_token, path)]
     assert await statuses(bob, made) == {(200, "")}
     async with server(service.data_dir, ("ann",)) as without_bob:
@@ -498,7 +499,7 @@ async def test_a_key_that_may_no_longer_read_a_checkpoint_takes_its_links_and_sa
     for each in (shared, path):
         await ann[0].http.delete(f"{of(each)}/publish")
     assert await statuses(root, made) == {(200, "")}
-    demoted = root[1].http._transport.app.state.context.api_keys  # type: ignore[attr-defined]  # of the test's transport
+    demoted = root[1].app.state.context.api_keys
     keys = tuple(key.model_copy(update={"admin": False}) for key in demoted._keys.now())
     monkeypatch.setattr(demoted, "_keys", LiveKeys(KeySource(keys=keys)))
     why = "is not published, and the API key of the link may no longer read it"

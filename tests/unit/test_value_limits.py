@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import sqlalchemy.engine
+from fastapi import FastAPI
 from sqlalchemy import event
 
 from tinsmith import operations as ops
@@ -157,9 +158,13 @@ async def test_a_pass_whose_result_is_lost_stays_part_of_its_model(store: SqlSto
 
 
 @pytest.fixture
-async def http(store: SqlStore, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def app(store: SqlStore, tmp_path: Path) -> FastAPI:
     settings = Settings(server=ServerSettings(data_dir=tmp_path), models=(TOY,))
-    app = await create_app(settings, store=store, plugins=Plugins.load())
+    return await create_app(settings, store=store, plugins=Plugins.load())
+
+
+@pytest.fixture
+async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport, headers = httpx.ASGITransport(app=app), {"X-API-Key": "tml-ann"}
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1/", headers=headers) as http:
         yield http
@@ -195,12 +200,11 @@ async def test_a_sample_whose_result_could_be_too_large_is_refused(http: httpx.A
 
 
 async def test_a_training_request_that_does_not_fit_fails_and_keeps_its_number(
-    http: httpx.AsyncClient, store: SqlStore, tmp_path: Path
+    app: FastAPI, store: SqlStore, tmp_path: Path
 ) -> None:
     client = EngineDriver(store, "toy")
     await client.open_session()
     await client.create_model()
-    app = http._transport.app  # type: ignore[attr-defined]  # of the test's transport
     context, run = app.state.context, await store.get_run("s1:train:0")
     draw = np.random.default_rng(0)
     large = a_pass(run.model_id, *draw.integers(0, 2**62, 130_000).tolist())  # above the limit; its result is not
