@@ -101,6 +101,19 @@ def local(backend: JaxBackend) -> Devices:
     return backend.devices
 
 
+def sampling_of(backend: JaxBackend) -> Any:
+    """The device that a backend samples on: where tests plant faults, and count what it is given."""
+    assert backend.devices.sampling is not None
+    return backend.devices.sampling
+
+
+def lose_pages(device: Any) -> None:
+    """Lose what a device has read, as a call does that fails once its arguments are donated."""
+    for array in jax.tree.leaves(device._cache):
+        array.delete()
+    assert not device.is_intact()
+
+
 def make_datum(rng: np.random.Generator, length: int, loss: str = "cross_entropy", targets: int | None = None) -> Datum:
     """Random tokens and loss inputs; `targets` is K of [T, K], None for [T]."""
     shape = (length,) if targets is None else (length, targets)

@@ -89,7 +89,7 @@ def test_a_sampler_claims_no_bits(
     def device(budget: Any, limits: runtime.Limits, model: ModelConfig, *_: Any, **__: Any) -> Any:
         return SimpleNamespace(shape=sampling_shape(budget.config, limits, model, num_shards=1))
 
-    monkeypatch.setattr(runtime, "prepare", lambda _: None)
+    monkeypatch.setattr(runtime, "prepare", lambda *_, **__: None)
     monkeypatch.setattr(sampling_only, "load_base", lambda *_, **__: None)
     monkeypatch.setattr(sampling_only, "sampling_device", device)
     monkeypatch.setattr(sampling_only.Sampler, "__init__", keep)

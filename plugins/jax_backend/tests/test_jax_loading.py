@@ -156,10 +156,10 @@ def test_a_platform_that_is_not_there_is_told_as_a_misconfiguration(
 
     unable("INTERNAL: Failed to open libtpu.so")
     with pytest.raises(ConfigError, match=r"no such platform here: .* libtpu.so; set or unset JAX_PLATFORMS"):
-        runtime.prepare(tmp_path)
+        runtime.prepare(tmp_path, kernels=False)
     unable("ABORTED: The TPU is already in use by process 7")
     with pytest.raises(RuntimeError, match="already in use"):
-        runtime.prepare(tmp_path)
+        runtime.prepare(tmp_path, kernels=False)
 
 
 BUSY = "Backend 'cuda' failed to initialize: RESOURCE_EXHAUSTED: out of memory"

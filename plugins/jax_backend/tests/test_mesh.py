@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_op
+from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_op, sampling_of
 from pydantic import ValidationError
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
@@ -110,11 +110,14 @@ def one_device(model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
     backend.close()
 
 
+@pytest.fixture(scope="module")
+def mesh_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mesh-cache")
+
+
 @pytest.fixture(scope="module", params=MESHES)
-def meshed(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[JaxBackend]:
-    backend = on(model, tmp_path_factory.mktemp("mesh-cache"), **request.param.settings)
+def meshed(request: pytest.FixtureRequest, model: Path, mesh_cache: Path) -> Iterator[JaxBackend]:
+    backend = on(model, mesh_cache, **request.param.settings)
     yield backend
     backend.close()
 
@@ -180,6 +183,12 @@ def test_a_mesh_computes_what_one_device_does(meshed: JaxBackend, one_device: Ja
     assert max(trained.norms) > 0.1
     if meshed.devices.facts.buckets.num_streams == num_devices(meshed):
         assert_same(trained, alone)
+
+
+def test_workers_compile_no_kernels_that_a_mesh_does_not_use(meshed: JaxBackend, mesh_cache: Path) -> None:
+    """Each compiled those in C++ for many seconds, and computed with JAX's."""
+    assert list(mesh_cache.glob("worker-*/compiled"))
+    assert not list(mesh_cache.rglob("*.so"))
 
 
 def test_no_tenant_changes_anothers_bits(meshed: JaxBackend) -> None:
@@ -353,7 +362,7 @@ async def test_a_step_that_fails_because_of_one_refuses_that_one(
     """The workers say whether their state is as before."""
     mine = [make_sample(prompt(20 + n, seed=n), session=str(n), seed=n, max_tokens=9) for n in range(3)]
     expected = await sample_all(meshed, mine)
-    device = meshed._sampler._device
+    device = sampling_of(meshed)
     decode = device.decode
 
     def planted(slots: SlotInput, num_steps: int) -> Drawn:

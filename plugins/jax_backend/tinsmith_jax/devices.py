@@ -55,9 +55,9 @@ class Devices:
     def __init__(self, setup: Setup, progress: Progress) -> None:
         """Load the model. Raise ConfigError if files or settings are at fault."""
         progress("starting jax", None)
-        runtime.prepare(setup.cache_dir)
         config = setup.config
         model = read_config(setup.model_directory)
+        runtime.prepare(setup.cache_dir, kernels=native.suits(config, model))
         memory = usable_bytes(setup.memory_bytes)
         budget = runtime.divided(config, model, memory, trains=True, samples=setup.samples)
         limits = runtime.decide(config, model, budget=budget)

@@ -14,13 +14,14 @@ from tinsmith import (
     hookimpl,
 )
 from tinsmith_jax import native
-from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
+from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer
+from tinsmith_jax.model_config import read_config
 from tinsmith_jax.placing import sampler_demand, tell_jax, trainer_demand
 
 
 def create(config: JaxConfig, context: BackendContext) -> TrainingBackend:
     """Load the model. Takes as long as reading its files."""
-    _before_jax(context)
+    _before_jax(config, context)
     from tinsmith_jax.backend import JaxBackend
 
     return JaxBackend(config, context)
@@ -42,15 +43,16 @@ def diagnose_sampler(config: JaxSamplerConfig, model_path: Path | None) -> Seque
 
 def create_sampler(config: JaxSamplerConfig, context: BackendContext) -> SamplingBackend:
     """Load the model for sampling alone."""
-    _before_jax(context)
+    _before_jax(as_trainer(config), context)
     from tinsmith_jax.sampling_only import JaxSampler
 
     return JaxSampler(config, context)
 
 
-def _before_jax(context: BackendContext) -> None:
+def _before_jax(config: JaxConfig, context: BackendContext) -> None:
     tell_jax(context.placement, os.environ)
-    native.begin(context.cache_dir, os.environ)
+    if native.suits(config, read_config(context.model_directory)):
+        native.begin(context.cache_dir, os.environ)
 
 
 @hookimpl

@@ -116,8 +116,11 @@ def _count_tpus() -> int:
     return min(int(chips), files)
 
 
-def prepare(cache_dir: Path) -> None:
-    """Keep compiled programs in `cache_dir` across restarts. The directory is private because they are code."""
+def prepare(cache_dir: Path, *, kernels: bool) -> None:
+    """Keep compiled programs in `cache_dir` across restarts. The directory is private because they are code.
+
+    `kernels`: have those in C++ there as well, where a CPU computes. Compiling them takes many seconds.
+    """
     # At INFO it reports every kind of device that this machine lacks as if that were a problem.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     compiled = cache_dir / "compiled"
@@ -127,7 +130,8 @@ def prepare(cache_dir: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if computing_platform() == "cpu":
-        native.load(cache_dir)
+        if kernels:
+            native.load(cache_dir)
         # XLA keeps autotuning results, which only GPUs have, in a directory beside the programs. Its path is part of
         # every program's cache key: if the directory moved, no program would be found again.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")

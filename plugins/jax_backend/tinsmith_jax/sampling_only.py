@@ -18,9 +18,9 @@ class JaxSampler(Sampler):
 
     def __init__(self, config: JaxSamplerConfig, context: BackendContext) -> None:
         context.progress("starting jax", None)
-        runtime.prepare(context.cache_dir)
         model = read_config(context.model_directory)
         whole = as_trainer(config)
+        runtime.prepare(context.cache_dir, kernels=native.suits(whole, model))
         memory = usable_bytes(context.placement.memory_bytes)
         budget = runtime.divided(whole, model, memory, trains=False, samples=True)
         limits = runtime.decide(whole, model, budget=budget)
