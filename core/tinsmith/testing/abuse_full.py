@@ -12,7 +12,6 @@ from tinsmith.testing.model_driver import ModelDriver
 
 _GROUPS = ("steps", "ruined weights", "random")
 _ROOM = 6  # for models
-_EVERY = 3  # in the short form, of the cases of "steps": these steps take longer than those of adapters
 
 
 class FullAbuseContract(FullSuite):
@@ -20,6 +19,8 @@ class FullAbuseContract(FullSuite):
     """Set this in a test that may take minutes: more values are tried, and each case alone as well."""
     random_cases = 16
     """How many random combinations are tried. Raise this there, too."""
+    every = 3
+    """In the short form, one in so many cases of "steps" is tried: these steps take longer than those of adapters."""
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of numbers that have become infinite or NaN
     @pytest.mark.parametrize("group", _GROUPS)
@@ -28,7 +29,7 @@ class FullAbuseContract(FullSuite):
     ) -> None:
         cases = list(cases_of(driver.capabilities, group, self.random_cases, long_form=self.long_form))
         if group == "steps" and not self.long_form:
-            cases = cases[::_EVERY]
+            cases = cases[:: self.every]
         tally = Tally(group=f"full models: {group}", cases=len(cases))
         attack(driver, cases, tally, most_models=_ROOM)
         if self.long_form:

@@ -53,7 +53,7 @@ def counted(
 @pytest.mark.parametrize(
     ("settings", "world", "tenants", "model"),
     [
-        ({**FAST, "activation_checkpointing": True}, 1, 1, SMALL),
+        pytest.param({**FAST, "activation_checkpointing": True}, 1, 1, SMALL, marks=pytest.mark.thorough),
         ({**FAST, "activation_checkpointing": True}, 8, 4, SMALL),
         ({**FAST, "activation_checkpointing": True}, 8, 4, INT8),
         ({**FAST, "activation_checkpointing": False}, 1, 1, SMALL),

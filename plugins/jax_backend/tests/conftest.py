@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from few_programs import FEW_PROGRAMS, SHAPE
+from few_programs import FEW_PROGRAMS, SHAPE, make_jax_cache
 from jax_harness import VOCAB, as_shipped, compile_quickly, make_backend
 
 from tinsmith.huggingface.tiny_model import write_tiny_model as write_shape
@@ -143,8 +143,8 @@ def contract_model_of_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def jax_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One compile cache for all backends of the run: JAX keeps the first directory that it has used."""
-    return tmp_path_factory.mktemp("jax_cache")
+    """One compile cache for all backends of the process: JAX keeps the first directory that it has used."""
+    return make_jax_cache(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from jax_harness import add_model, assert_same_bits, make_backend, make_op
+from jax_harness import add_model, assert_same_bits, make_backend, make_op, sampling_of
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 from torch_reference import TorchModel
 
@@ -227,7 +227,7 @@ def datum_of(op: Sample, sequence: SampledSequence, experts: Array | None = OWN)
 
 def tiles_read(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[PromptTile]:
     """Note the tiles that the device is given to read."""
-    device, tiles = backend._sampler._device, []
+    device, tiles = sampling_of(backend), []
     prefill = device.prefill
 
     def noted(given: list[PromptTile]) -> Any:

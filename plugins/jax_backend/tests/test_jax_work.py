@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from few_programs import FEW_PROGRAMS
-from jax_harness import add_model, local, make_op
+from jax_harness import add_model, local, make_op, sampling_of
 from sampling_harness import make_sample, prompt, sample_all
 from where_time_goes import STAGES, find
 
@@ -104,7 +104,7 @@ async def test_sequences_that_are_drawn_together_share_the_calls(
     contract_backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
     """A group reads its prompt once, and four slots cost no more calls than one."""
-    device = contract_backend._sampler._device
+    device = sampling_of(contract_backend)
     calls = counted(monkeypatch, device, "decode", "prefill")
     [output] = await sample_all(contract_backend, [make_sample(prompt(30), num_samples=together, max_tokens=16)])
     assert [len(sequence.tokens) for sequence in output.sequences] == [16] * together

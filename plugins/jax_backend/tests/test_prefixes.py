@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_harness import add_model
+from jax_harness import add_model, sampling_of
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import Array, LoraConfig, Sample
@@ -35,7 +35,7 @@ def forget_all(backend: JaxBackend) -> None:
 @pytest.fixture
 def read(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[PromptTile]:
     """The tiles that the device is given to read."""
-    device, tiles = backend._sampler._device, []
+    device, tiles = sampling_of(backend), []
     prefill = device.prefill
 
     def noted(given: list[PromptTile]) -> None:
@@ -170,7 +170,7 @@ async def test_a_dropped_snapshot_leaves_nothing(backend: JaxBackend) -> None:
 async def test_an_adapter_is_written_once_for_all_who_use_it(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, written = backend._sampler._device, []
+    device, written = sampling_of(backend), []
     write = device.write_adapter
 
     def noted(row: int, *adapter: Any) -> None:

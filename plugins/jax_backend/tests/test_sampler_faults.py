@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax_harness import add_model, make_backend
+from jax_harness import add_model, lose_pages, make_backend, sampling_of
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import Failed, LoraConfig, Sample, SampleOutput, SamplingBackend
@@ -18,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CULPRIT_SEED = 77
 MARK = 150  # a token of the culprit's prompt alone
+BAD_SCALE = 3.0  # of an adapter that cannot be written
 
 
 class PlantedError(RuntimeError):
@@ -73,7 +73,7 @@ def assert_same(result: SampleOutput | Failed, expected: SampleOutput) -> None:
 
 def plant(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, step: str, *, lost: bool = False) -> list[int]:
     """Let a step fail whenever the culprit is in it. Return a list that gets an entry with each failure."""
-    device, failures = backend._sampler._device, []
+    device, failures = sampling_of(backend), []
     original, has_culprit = getattr(device, step), CulpritFinder()
 
     def planted(given: Any, *rest: Any, **options: Any) -> Any:
@@ -81,8 +81,7 @@ def plant(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, step: str, *, lo
             return original(given, *rest, **options)
         failures.append(1)
         if lost:
-            for array in jax.tree.leaves(device._cache):
-                array.delete()
+            lose_pages(device)
         msg = "planted"
         raise PlantedError(msg)
 
@@ -149,15 +148,14 @@ async def test_a_step_that_fails_once_refuses_nobody(
 ) -> None:
     ops = neighbours(8)
     expected = await sample_all(backend, ops)
-    device, calls = backend._sampler._device, []
+    device, calls = sampling_of(backend), []
     original = getattr(device, step)
 
     def fail_once(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             if lost:
-                for array in jax.tree.leaves(device._cache):
-                    array.delete()
+                lose_pages(device)
             msg = "out of memory"
             raise RuntimeError(msg)
         return original(*args)
@@ -171,15 +169,16 @@ async def test_an_adapter_that_cannot_be_written_fails_its_own_samples(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("good", "bad"):
-        add_model(backend, name, LoraConfig(rank=4, seed=1 if name == "good" else 2), random_B=True)
+        lora = LoraConfig(rank=4, seed=1, alpha=4.0 if name == "good" else 4.0 * BAD_SCALE)
+        add_model(backend, name, lora, random_B=True)
         await backend.load_snapshot(backend.publish(name, name))
     mine = [make_sample(prompt(20, seed=n), "good", session=f"s{n}", max_tokens=9) for n in range(3)]
     expected = await sample_all(backend, mine)
-    device, bad = backend._sampler._device, backend._sampler._snapshots["bad"].snapshot.arrays
+    device = sampling_of(backend)
     write = device.write_adapter
 
     def planted(row: int, arrays: Any, scale: float) -> None:
-        if arrays is bad:
+        if scale == BAD_SCALE:
             msg = "planted"
             raise PlantedError(msg)
         write(row, arrays, scale)
@@ -263,7 +262,7 @@ async def test_a_late_failure_does_not_part_what_had_gone_well_together(
     """The cache is lost, so all are drawn anew: together, but for the step that failed."""
     ops = [make_sample(prompt(9, seed=n), session=f"s{n}", seed=n, max_tokens=100) for n in range(4)]
     calls: list[int] = []
-    device = small_steps._sampler._device
+    device = sampling_of(small_steps)
     original = device.decode
 
     def counted(*args: Any) -> Any:
@@ -278,8 +277,7 @@ async def test_a_late_failure_does_not_part_what_had_gone_well_together(
     def fail_once(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == last:
-            for array in jax.tree.leaves(device._cache):
-                array.delete()
+            lose_pages(device)
             msg = "out of memory"
             raise RuntimeError(msg)
         return original(*args)
@@ -331,7 +329,7 @@ async def test_a_device_that_fails_by_itself_ends_the_engine(
     def broken(*_: object) -> None:
         raise kind
 
-    monkeypatch.setattr(own_backend._sampler._device, "decode", broken)
+    monkeypatch.setattr(sampling_of(own_backend), "decode", broken)
     ops = [make_sample(prompt(1, seed=n), max_tokens=2, session=str(n)) for n in range(count)]
     results = await asyncio.gather(*(own_backend.sample(op) for op in ops), return_exceptions=True)
     expected = PlantedError if kind is PlantedError else RuntimeError
@@ -343,11 +341,10 @@ async def test_a_device_that_fails_by_itself_ends_the_engine(
 async def test_a_device_that_does_not_start_again_ends_the_engine(
     own_backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = own_backend._sampler._device
+    device = sampling_of(own_backend)
 
     def broken(*_: object) -> None:
-        for array in jax.tree.leaves(device._cache):
-            array.delete()
+        lose_pages(device)
         msg = "the device is lost"
         raise PlantedError(msg)
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from few_programs import FEW_PROGRAMS
-from jax_harness import add_model, local, make_backend
+from jax_harness import add_model, local, make_backend, sampling_of
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import Failed, LoraConfig
@@ -147,7 +147,7 @@ async def test_closing_before_any_sample(spelled: Path, jax_cache: Path) -> None
 
 async def test_one_session_does_not_shut_others_out(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    device, both = backend._sampler._device, threading.Event()
+    device, both = sampling_of(backend), threading.Event()
     decode = device.decode
 
     def held(*args: Any) -> Any:
@@ -164,8 +164,7 @@ async def test_one_session_does_not_shut_others_out(backend: JaxBackend, monkeyp
     hog = asyncio.ensure_future(run("hog", 40))
     await until_busy(backend)
     mouse = asyncio.ensure_future(run("mouse", 1))
-    while not backend._sampler._inbox._arrived:  # noqa: ASYNC110 - the sampler's thread is held, and takes it afterwards
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it asks before it waits
     both.set()
     await asyncio.gather(mouse, hog)
     assert order == ["mouse", "hog"]
@@ -189,7 +188,7 @@ def compilations() -> list[str]:
 
 async def test_nothing_compiles_after_the_warm_up(spelled: Path, jax_cache: Path, compilations: list[str]) -> None:
     backend = make_backend(spelled, jax_cache, decode_slots=4)
-    device = backend._sampler._device
+    device = sampling_of(backend)
     local(backend).programs.start_warm_up(device.all_programs())
     assert await asyncio.to_thread(local(backend).programs.wait_until_warm, 600)
     warm = local(backend).programs.compile_count
@@ -235,7 +234,7 @@ async def test_dead_workers_end_the_engine_and_fail_no_sample(
     def die(*_: object) -> None:
         raise WorkerDiedError("worker 1 died")
 
-    monkeypatch.setattr(local(backend).sampling, "decode", die)
+    monkeypatch.setattr(sampling_of(backend), "decode", die)
     for _ in range(2):
         with pytest.raises(WorkerDiedError, match="worker 1 died"):
             await backend.sample(make_sample(prompt(1), max_tokens=2))

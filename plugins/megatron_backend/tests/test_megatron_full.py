@@ -179,6 +179,8 @@ def test_what_is_not_served_is_refused(megatron_models: Mapping[str, Path], tmp_
 
 
 class TestMegatronFullAbuse(FullAbuseContract):
+    every = 6
+
     @pytest.fixture
     def backend(self, two_expert_ranks: MegatronBackend) -> MegatronBackend:
         return two_expert_ranks

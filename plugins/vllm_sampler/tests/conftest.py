@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from few_programs import make_jax_cache
 from vllm_harness import SHAPES, make_sampler
 
 from tinsmith.testing import write_tiny_model
@@ -24,8 +25,8 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def jax_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One compile cache for all backends of the run: JAX keeps the first directory that it has used."""
-    return tmp_path_factory.mktemp("jax_cache")
+    """One compile cache for all backends of the process: JAX keeps the first directory that it has used."""
+    return make_jax_cache(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
