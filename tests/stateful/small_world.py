@@ -26,7 +26,7 @@ from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
+from tinsmith.engine.checkpoint_files import CheckpointReader, Checkpoints
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, ServerError, TinsmithError
@@ -279,7 +279,7 @@ class World:
 
     async def write(self, store: Any, record: OperationRecord, lease: Lease, *, ttl_s: int | None = None) -> None:
         number = next(self.numbers)
-        writer = CheckpointWriter(self.engine(store, lease))
+        writer = Checkpoints(self.engine(store, lease))
         written = await writer.write(
             self.path, self.kind, self._state(number), record, ttl_seconds=ttl_s, overwrite=True
         )

@@ -1,6 +1,6 @@
 """Tenants are served fairly from the store to the device, however much one of them has waiting. Counts tokens, no time.
 
-The store, claims and lanes are the real ones. The backend computes nothing: the test lets each batch and each sample
+The store, claims and queues are the real ones. The backend computes nothing: the test lets each batch and each sample
 end, once the engine has had the chance to claim.
 """
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import ModelState
-from tinsmith.engine.waiting_states import WaitingStates
+from tinsmith.engine.budgets import WaitingStates
 from tinsmith.huggingface import StoredTensors
 from tinsmith.operations import LoraConfig
 

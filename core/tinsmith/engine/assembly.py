@@ -6,7 +6,7 @@ from typing import Final
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.engine.backend_calls import NoSampler, TrainingThread, WatchedSampler
-from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
+from tinsmith.engine.checkpoint_files import Checkpoints
 from tinsmith.engine.claims import Claims, Decoder
 from tinsmith.engine.consistency_gate import MOST_WAITING, ConsistencyGate
 from tinsmith.engine.context import EngineContext
@@ -21,7 +21,6 @@ from tinsmith.engine.recovery import Recovery
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import Replayer
 from tinsmith.engine.sampling import SampleQueue, Sampling
-from tinsmith.engine.save_for_sampler import SaveForSampler
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.training import Training, TrainingQueue
 from tinsmith.engine.windows import Windows
@@ -58,13 +57,9 @@ def assemble_engine(
     windows = Windows(engine.store)
     snapshots = Snapshots(engine, drawing)
     gate = ConsistencyGate(engine, probes, snapshots, most_waiting=_most_waiting(engine, drawing, turns))
-    reader = CheckpointReader(
-        engine.store, engine.data_dir.checkpoints, base_model=engine.base_model, watch=engine.watch
-    )
-    writer = CheckpointWriter(engine)
+    checkpoints = Checkpoints(engine)
     points = RecoveryPoints(engine, models, gate)
-    saves = SaveForSampler(engine, models, snapshots, gate, writer)
-    operations = ModelOperations(engine, models, windows, reader, writer, gate, saves, points)
+    operations = ModelOperations(engine, models, windows, checkpoints, snapshots, gate, points)
 
     claims = Claims(engine, Decoder(training=trains, sampling=samples, losses=losses))
     recorder = Recorder(engine, claims, on_finished)
@@ -73,7 +68,7 @@ def assemble_engine(
     sampling = Sampling(
         engine, SampleQueue(scheduler, samples), drawing, snapshots, gate, recorder, on_room=claims.wake
     )
-    replayer = Replayer(models, reader, recovery_root=engine.data_dir.recovery_points(engine.base_model))
+    replayer = Replayer(models, checkpoints, recovery_root=engine.data_dir.recovery_points(engine.base_model))
     recovery = Recovery(engine, models, replayer, snapshots, gate, points)
     return Engine(engine, claims, training, sampling, recovery, Places(engine, trains))
 

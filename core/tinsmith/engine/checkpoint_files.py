@@ -84,12 +84,12 @@ class CheckpointReader:
         return record, checkpoint
 
 
-class CheckpointWriter:
-    """Writes the checkpoints that clients ask for, outside the event loop and the training thread."""
+class Checkpoints(CheckpointReader):
+    """Also writes the checkpoints that clients ask for."""
 
     def __init__(self, engine: EngineContext) -> None:
+        super().__init__(engine.store, engine.data_dir.checkpoints, base_model=engine.base_model, watch=engine.watch)
         self._engine = engine
-        self._root = engine.data_dir.checkpoints
         self._versions: dict[str, set[str]] = {}  # by path: directories of which one is recorded with the save's result
 
     @durable_boundary("checkpoint.write")
@@ -113,18 +113,13 @@ class CheckpointWriter:
         num_bytes = size_of(state, kind)
         await self._engine.room.expect(record.tenant, num_bytes)
         now = datetime.now(UTC)
-        replaced = await self._recorded(path)
-        if replaced is not None and not overwrite and why_gone(replaced, None, now) is None:
-            msg = f"checkpoint {path!r} exists already; choose another name, or pass overwrite=True to replace it"
-            raise UserError(msg)
-        parsed = TinkerPath.parse(path)
-        directory = directory or parsed.new_directory()
-        self._versions[path] = {directory} if replaced is None else {directory, replaced.directory}
+        directory = directory or TinkerPath.parse(path).new_directory()
+        await self._begin_version(path, directory, now, overwrite=overwrite)
         write = partial(
             write_checkpoint,
             kind=kind,
             state=state,
-            base_model=self._engine.base_model,
+            base_model=self._base_model,
             user_metadata=user_metadata or {},
             created_at=now,
             overwrite=False,
@@ -133,13 +128,13 @@ class CheckpointWriter:
             shard_bytes=self._engine.options.shard_bytes,
             finite=True,
         )
-        size = await in_a_thread(self._engine.watch.files(partial(write, self._root, directory), num_bytes))
+        size = await in_a_thread(self._watch.files(partial(write, self._root, directory), num_bytes))
         return CheckpointRecord(
             path=path,
-            model_id=parsed.model_id,
+            model_id=TinkerPath.parse(path).model_id,
             tenant=record.tenant,
             kind=kind,
-            base_model=self._engine.base_model,
+            base_model=self._base_model,
             lora=state.lora,
             created_at=now,
             size_bytes=size,
@@ -149,9 +144,17 @@ class CheckpointWriter:
             user_metadata=dict(user_metadata or {}),
         )
 
+    async def _begin_version(self, path: str, directory: str, now: datetime, *, overwrite: bool) -> None:
+        """Remember what `tidy` may have to delete. Raise UserError if the name is taken."""
+        replaced = await self._recorded(path)
+        if replaced is not None and not overwrite and why_gone(replaced, None, now) is None:
+            msg = f"checkpoint {path!r} exists already; choose another name, or pass overwrite=True to replace it"
+            raise UserError(msg)
+        self._versions[path] = {directory} if replaced is None else {directory, replaced.directory}
+
     async def _recorded(self, path: str) -> CheckpointRecord | None:
         try:
-            return await with_retries(self._engine.store.get_checkpoint, path)
+            return await with_retries(self._store.get_checkpoint, path)
         except NotFoundError:
             return None
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.engine.budgets import DiskRoom, WaitingStates
 from tinsmith.engine.call_watch import CallWatch
-from tinsmith.engine.disk_room import DiskRoom
-from tinsmith.engine.waiting_states import WaitingStates
 from tinsmith.host_memory import host_memory
 from tinsmith.settings import (
     ConsistencySettings,

@@ -7,6 +7,7 @@ sampler draws. Each takes, runs and records. `assembly.py` builds an engine.
 import asyncio
 import logging
 
+from tinsmith.engine.claimed import Claimed
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.model_places import Places
@@ -85,20 +86,17 @@ class Engine:
                 return
             await self._cancel_samples()
             for claimed in await self._claims.claim():
-                if claimed.record.ordered:
-                    self.training.add(claimed)
-                else:
-                    self._sampling.add(claimed)
+                self._runner_of(claimed).add(claimed)
             self.training.wake()
             self._sampling.start_waiting()
 
     async def _retry_suspects(self) -> None:
         """Retry what may have killed the previous engine, one operation at a time, so that nothing else suffers."""
         while not self._stopping.is_set() and (claimed := await self._claims.claim_suspect()) is not None:
-            if claimed.record.ordered:
-                await self.training.run_alone(claimed)
-            else:
-                await self._sampling.run_alone(claimed)
+            await self._runner_of(claimed).run_alone(claimed)
+
+    def _runner_of(self, claimed: Claimed) -> Training | Sampling:
+        return self.training if claimed.record.ordered else self._sampling
 
     async def _cancel_samples(self) -> None:
         for request_id in await self._claims.cancelled():

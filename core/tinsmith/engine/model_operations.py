@@ -3,22 +3,25 @@
 `replay.py` defines what the same operations mean to a model that is rebuilt.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import assert_never
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.engine.checkpoint_files import CheckpointReader, CheckpointWriter
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.engine.checkpoint_files import Checkpoints
 from tinsmith.engine.claimed import Outcome, failed
-from tinsmith.engine.consistency_gate import ConsistencyGate
+from tinsmith.engine.consistency_gate import ConsistencyGate, refusal
 from tinsmith.engine.context import EngineContext
+from tinsmith.engine.failures import with_retries
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
-from tinsmith.engine.save_for_sampler import SaveForSampler
+from tinsmith.engine.snapshots import Snapshots, persisted_id
 from tinsmith.engine.windows import Windows
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.store import (
     CheckpointRecord,
     CheckpointWritten,
@@ -27,7 +30,10 @@ from tinsmith.store import (
     OperationRecord,
     RunState,
     RunStateChanged,
+    SamplingSessionCreated,
+    SamplingSessionRecord,
 )
+from tinsmith.store.sampling_sessions import taken
 
 ModelOperation = (
     ops.CreateModel | ops.SaveState | ops.LoadState | ops.SaveForSampler | ops.ExportAdapter | ops.UnloadModel
@@ -40,20 +46,19 @@ class ModelOperations:
         engine: EngineContext,
         models: Models,
         windows: Windows,
-        reader: CheckpointReader,
-        writer: CheckpointWriter,
+        checkpoints: Checkpoints,
+        snapshots: Snapshots,
         gate: ConsistencyGate,
-        save_for_sampler: SaveForSampler,
         recovery_points: RecoveryPoints,
     ) -> None:
         self._engine = engine
         self._models = models
         self._windows = windows
-        self._reader = reader
-        self._writer = writer
+        self._checkpoints = checkpoints
+        self._snapshots = snapshots
         self._gate = gate
-        self._save_for_sampler = save_for_sampler
         self._recovery_points = recovery_points
+        self._saving: set[str] = set()  # ids of sampling sessions
 
     async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
         """Run one. If the request or the disk is at fault, the outcome says so."""
@@ -65,7 +70,7 @@ class ModelOperations:
     async def tidy_after(self, operation: ops.Operation | None) -> None:
         """Call this when the operation's result is recorded."""
         if isinstance(operation, ops.SaveState | ops.SaveForSampler | ops.ExportAdapter) and operation.path is not None:
-            await self._writer.tidy(operation.path)
+            await self._checkpoints.tidy(operation.path)
 
     def refuse(self, operation: ops.Operation | None, failure: ops.Failed) -> Outcome:
         """Return the outcome of an operation that failed. A model whose creation failed is lost."""
@@ -85,7 +90,7 @@ class ModelOperations:
             case ops.LoadState():
                 return await self._load_state(operation, record)
             case ops.SaveForSampler():
-                return await self._save_for_sampler.run(operation, record)
+                return await self._save_for_sampler(operation, record)
             case ops.ExportAdapter():
                 return await self._export(operation, record)
             case ops.UnloadModel():
@@ -97,7 +102,7 @@ class ModelOperations:
         effects: tuple[Effect, ...] = ()
         state, version = None, None
         if operation.checkpoint is not None:
-            loaded = await self._reader.state_at(
+            loaded = await self._checkpoints.state_at(
                 operation.checkpoint,
                 load_optimizer=operation.load_optimizer,
                 right=operation.right,
@@ -105,8 +110,8 @@ class ModelOperations:
             )
             state, version = loaded.state, loaded.version
             operation = replace(operation, lora=state.lora)
-            taken = await self._recovery_points.keep(operation.model_id, state, record)
-            effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), taken)
+            kept = await self._recovery_points.keep(operation.model_id, state, record)
+            effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), kept)
         await self._models.create(operation, state)
         ready = RunStateChanged(model_id=operation.model_id, state=RunState.READY)
         created = ops.ModelCreated(model_id=operation.model_id, version=version)
@@ -115,7 +120,7 @@ class ModelOperations:
     async def _save_state(self, operation: ops.SaveState, record: OperationRecord) -> Outcome:
         spoilt = await self._windows.failed_pass(record) is not None
         async with self._captured(operation.model_id) as state:
-            written = await self._writer.write(
+            written = await self._checkpoints.write(
                 operation.path,
                 "training",
                 replace(state, gradients={}) if spoilt else state,  # which no step will apply
@@ -137,10 +142,76 @@ class ModelOperations:
     async def _export(self, operation: ops.ExportAdapter, record: OperationRecord) -> Outcome:
         ttl_seconds = operation.ttl_seconds
         async with self._captured(operation.model_id) as state:
-            return _saved(await self._writer.write(operation.path, "external", state, record, ttl_seconds=ttl_seconds))
+            return _saved(
+                await self._checkpoints.write(operation.path, "external", state, record, ttl_seconds=ttl_seconds)
+            )
+
+    async def _save_for_sampler(self, operation: ops.SaveForSampler, record: OperationRecord) -> Outcome:
+        """Raise UserError if an ephemeral snapshot is asked for and its id is taken or the model has no sampler."""
+        if operation.path is not None:
+            return await self._save_persisted(operation, operation.path, record)
+        assert operation.sampling_session_id is not None
+        with self._reserved(operation.sampling_session_id):
+            await self._refuse_recorded(operation.sampling_session_id)
+            return await self._save_ephemeral(operation.model_id, operation.sampling_session_id, record)
+
+    async def _save_persisted(self, operation: ops.SaveForSampler, path: str, record: OperationRecord) -> Outcome:
+        directory = TinkerPath.parse(path).new_directory()
+        snapshot = await self._models.publish(operation.model_id, persisted_id(directory))
+        written = await self._checkpoints.write(
+            path,
+            "sampler",
+            await self._models.weights_of(snapshot),
+            record,
+            directory=directory,
+            ttl_seconds=operation.ttl_seconds,
+            user_metadata=operation.user_metadata,
+        )
+        sampled = self._snapshots.why_not(snapshot.lora) is None
+        found = await self._gate.admit(operation.model_id, snapshot) if sampled else None
+        if found is not None and self._gate.refuses(found):
+            await self._checkpoints.remove(written)
+            return Outcome(result=ops.Failed(message=refusal(found), category="server"), consistency=found)
+        saved = ops.WeightsSaved(path=path, size_bytes=written.size_bytes, consistency=found)
+        return Outcome(result=saved, effects=(CheckpointWritten(record=written),), consistency=found)
+
+    async def _save_ephemeral(self, model_id: str, session_id: str, record: OperationRecord) -> Outcome:
+        if (why_not := self._snapshots.why_not(self._models.lora(model_id))) is not None:
+            raise why_not
+        snapshot = await self._models.publish(model_id, session_id)
+        num_bytes = snapshot.num_bytes
+        await self._engine.room.expect(record.tenant, num_bytes)
+        comparing = await self._gate.admit_for_now(model_id, snapshot)
+        saved = ops.WeightsSaved(sampling_session_id=session_id)
+        return Outcome(result=saved, effects=(_session(session_id, num_bytes, model_id, record),), comparing=comparing)
+
+    @contextmanager
+    def _reserved(self, sampling_session_id: str) -> Iterator[None]:
+        """Reserve the id until the snapshot owns it. Raise ConflictError if another save has it.
+
+        The snapshot of a sampling session never changes.
+        """
+        if sampling_session_id in self._saving or self._snapshots.holds(sampling_session_id):
+            raise taken(sampling_session_id, "another save")
+        self._saving.add(sampling_session_id)
+        try:
+            yield
+        finally:
+            self._saving.discard(sampling_session_id)
+
+    async def _refuse_recorded(self, sampling_session_id: str) -> None:
+        """Raise ConflictError if the sampling session exists.
+
+        This operation's own session is not recorded yet, so any session found here is another's.
+        """
+        try:
+            first = await with_retries(self._engine.store.get_sampling_session, sampling_session_id)
+        except NotFoundError:
+            return
+        raise taken(sampling_session_id, first.snapshot_id or first.base_model)
 
     async def _load_state(self, operation: ops.LoadState, record: OperationRecord) -> Outcome:
-        loaded = await self._reader.state_at(
+        loaded = await self._checkpoints.state_at(
             operation.path, load_optimizer=operation.load_optimizer, right=operation.right, tenant=record.tenant
         )
         state, own = loaded.state, self._models.lora(operation.model_id)
@@ -150,10 +221,10 @@ class ModelOperations:
                 f"{_describe(own)}; create a new model from the checkpoint instead"
             )
             raise UserError(msg)
-        taken = await self._recovery_points.keep(operation.model_id, state, record)
+        kept = await self._recovery_points.keep(operation.model_id, state, record)
         await self._models.restore(operation.model_id, state)
         result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path, version=loaded.version)
-        return Outcome(result=result, effects=(taken,))
+        return Outcome(result=result, effects=(kept,))
 
     async def _unload(self, model_id: str) -> Outcome:
         await self._models.unload(model_id)
@@ -165,6 +236,21 @@ class ModelOperations:
 def _saved(written: CheckpointRecord) -> Outcome:
     result = ops.WeightsSaved(path=written.path, size_bytes=written.size_bytes)
     return Outcome(result=result, effects=(CheckpointWritten(record=written),))
+
+
+def _session(session_id: str, num_bytes: int, model_id: str, record: OperationRecord) -> SamplingSessionCreated:
+    return SamplingSessionCreated(
+        record=SamplingSessionRecord(
+            sampling_session_id=session_id,
+            session_id=record.session_id,
+            tenant=record.tenant,
+            base_model=record.base_model,
+            created_at=datetime.now(UTC),
+            snapshot_id=session_id,
+            model_id=model_id,
+            num_bytes=num_bytes,
+        )
+    )
 
 
 def _describe(lora: ops.LoraConfig) -> str:

@@ -20,11 +20,11 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import delete_checkpoint, write_checkpoint
 from tinsmith.checkpoints.sizes import size_of
+from tinsmith.engine.budgets import Place
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import EngineFailedError, ending_the_engine, in_a_thread
 from tinsmith.engine.models import Models
-from tinsmith.engine.waiting_states import Place
 from tinsmith.errors import LeaseLostError, TinsmithError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.store import OperationRecord, RecoveryPointRecord, RecoveryPointTaken
