@@ -23,7 +23,7 @@ from tinsmith.testing.harness import RunningServer, running_server
 
 OF_OPERATIONS = {"submit", "claim", "complete"}
 DURABILITY = {1: "relaxed", 2: "durable"}  # what SQLite calls normal and full
-OF_REQUESTS = {"runs", "sessions", "sampling_sessions", "checkpoints", "claiming", "log", "finished_samples"}
+OF_REQUESTS = {"runs", "sessions", "sampling_sessions", "checkpoints", "claiming", "log", "requests", "transaction"}
 FEWEST = [["durable submit"], ["relaxed claim"], ["durable complete"]]
 
 
@@ -143,7 +143,7 @@ def test_for_a_sample_its_session_and_its_result_are_read(client: tinker.Service
     reads.clear()
     for _ in range(3):
         sampler.sample(prompt, 1, params).result()
-    assert set(reads) - {"finished_samples.after"} == {"sessions.get"}
+    assert set(reads) - {"transaction.finished_samples"} == {"sessions.get"}
     assert Counter(reads)["sessions.get"] == 3
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 
-from tinsmith.sql_store.subjects import claiming, gaps, models, pending_work, submitting, waiting
-from tinsmith.sql_store.subjects.pending_work import PendingChanges
-from tinsmith.sql_store.subjects.transaction import Transaction
+from tinsmith.sql_store.subjects import claiming, gaps, models, requests, submitting, transaction
+from tinsmith.sql_store.subjects.transaction import PendingChanges, Transaction
 from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, Table
 from tinsmith.store import MANY_AHEAD, ClaimRoom, Lease, PendingCounts
 from tinsmith.testing.store_records import LORA, a_sample, an_operation
@@ -137,17 +136,17 @@ def count_pending(connection: Connection) -> None:
     changes = PendingChanges()
     changes.arrived("hog", "sample", 7)
     changes.write(connection)
-    assert pending_work.pending(connection, "hog") == PendingCounts(by_kind={"sample": 1}, num_bytes=7)
+    assert transaction.pending(connection, "hog") == PendingCounts(by_kind={"sample": 1}, num_bytes=7)
 
 
 def ask_why_it_waits(connection: Connection) -> None:
     last = text("SELECT max(request_id) FROM operations WHERE subject_id = 'mouse:sampling' AND seq_id = 5")
-    assert waiting.waiting(connection, connection.execute(last).scalar_one()).num_ahead == 4
+    assert requests.waiting(connection, connection.execute(last).scalar_one()).num_ahead == 4
 
 
 def ask_why_a_hog_waits(connection: Connection) -> None:
     last = text("SELECT request_id FROM operations WHERE subject_id = 'hog:sampling' ORDER BY seq_id DESC LIMIT 1")
-    assert waiting.waiting(connection, connection.execute(last).scalar_one()).num_ahead == MANY_AHEAD
+    assert requests.waiting(connection, connection.execute(last).scalar_one()).num_ahead == MANY_AHEAD
 
 
 def tx(connection: Connection) -> Transaction:

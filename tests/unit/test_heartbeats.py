@@ -106,7 +106,7 @@ async def test_those_that_come_soon_after_a_transaction_gather(
         ]
 
     monkeypatch.setattr(store.connections.relaxed, "write", at_once)
-    monkeypatch.setattr("tinsmith.sql_store.subjects.heartbeats._PAUSE_S", 0.2)
+    monkeypatch.setattr("tinsmith.sql_store.subjects.sessions._PAUSE_S", 0.2)
     heard = []
     for number in range(100):
         heard.append(asyncio.create_task(store.hear_session(f"s{number}", LATER, server_id="one")))

@@ -20,7 +20,7 @@ from tinsmith.server.storage_health import StorageHealth
 from tinsmith.settings import QuotaSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.subjects import sessions, write_checks
+from tinsmith.sql_store.subjects import sessions, upkeep
 from tinsmith.store import EngineRecord, EngineState, RequestStore, StoreContext
 from tinsmith.store.disk_room import DiskSpace
 from tinsmith.testing.harness import TOY
@@ -129,7 +129,7 @@ async def test_a_store_without_room(
     await post(http, f"sessions/{ended}/finish", reason={"type": "success"}, detail=None)
     assert await ready(http, "ann") == (200, "")
     with monkeypatch.context() as patched:
-        for module, name in ((sessions, "touch_all"), (sessions, "create"), (write_checks, "write")):
+        for module, name in ((sessions, "touch_all"), (sessions, "create"), (upkeep, "check_writing")):
             patched.setattr(module, name, fail)
         beats = [(await post(http, "session_heartbeat", session_id=each)).status_code for each in (session, ended, "x")]
         assert beats == [200, 410, 404]
@@ -159,7 +159,7 @@ async def test_a_store_that_fails_otherwise_is_told_without_its_cause(
     session = (await post(http, "create_session")).json()["session_id"]
     with monkeypatch.context() as patched:
         patched.setattr(sessions, "touch_all", fail)
-        patched.setattr(write_checks, "write", fail)
+        patched.setattr(upkeep, "check_writing", fail)
         assert (await post(http, "session_heartbeat", session_id=session)).status_code == 503
         assert await ready(http, "ann") == (503, "the request store cannot be written now")
         status, told = await ready(http, "admin")

@@ -27,55 +27,69 @@ _Columns = tuple[Sequence[str], Sequence[tuple[str, Convert]]]  # their names, a
 _PARAMETER: Final = re.compile(r"(?<![:\w]):(\w+)")
 _LIST: Final = re.compile(r"\bIN :(\w+)")
 _PLAIN: Final = frozenset({str, int, bool, bytes, type(None)})
+_SCALARS: Final = frozenset({str, int})
 _LOCKS: Final = re.compile(r"\s+FOR (UPDATE|SHARE|KEY SHARE)( OF \w+)?( SKIP LOCKED)?\s*$")
 
 
-class _Text:
+class _Statement:
     """A text, as each database's driver takes it."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self.text = text
         self._lists = _LIST.findall(text)
         self._of_sqlite: dict[tuple[int, ...], str] = {}  # by the lengths of the lists
 
-    def execute(self, connection: Connection, values: Values) -> Any:  # Any: a cursor with rows as tuples
-        """Whoever listens for statements is told, and errors are SQLAlchemy's."""
-        if connection.dialect.name != "sqlite":
-            return connection.exec_driver_sql(self._postgresql, _bound(values))
-        return _in_sqlite(connection, self._sqlite(values), _bound(_with_members(values, self._lists)))
-
-    def execute_many(self, connection: Connection, rows: Sequence[Values]) -> None:
-        bound = [_bound(each) for each in rows]
-        if connection.dialect.name != "sqlite":
-            connection.exec_driver_sql(self._postgresql, bound)
-        else:
-            _in_sqlite(connection, self._sqlite(rows[0]), bound)
+    def execute(self, connection: Connection, *rows: Values) -> Any:  # Any: a cursor with rows as tuples
+        """Execute for each of these values. Whoever listens for statements is told, and errors are SQLAlchemy's."""
+        in_sqlite = connection.dialect.name == "sqlite"
+        bound = [_bound(each, self._lists if in_sqlite else ()) for each in rows]
+        values: Any = bound if (several := len(bound) > 1) else bound[0]
+        if not in_sqlite:
+            return connection.exec_driver_sql(self._postgresql, values)
+        sql = self._sqlite(rows[0])
+        driver: Any = connection.connection.driver_connection
+        cursor = driver.cursor()
+        for listener in connection.dispatch.before_cursor_execute:
+            listener(connection, cursor, sql, values, None, several)
+        try:
+            if several:
+                cursor.executemany(sql, values)
+            else:
+                cursor.execute(sql, values)
+        except sqlite3.Error as error:
+            raise DBAPIError.instance(sql, values, error, sqlite3.Error, dialect=connection.dialect) from error
+        return cursor
 
     @cached_property
     def _postgresql(self) -> str:
-        text = _LIST.sub(r"= ANY(:\1)", self._text.replace("DATABASE_NOW", NOW_IN["postgresql"]))
+        text = _LIST.sub(r"= ANY(:\1)", self.text.replace("DATABASE_NOW", NOW_IN["postgresql"]))
         return _PARAMETER.sub(r"%(\1)s", text)
 
     def _sqlite(self, values: Values) -> str:
         lengths = tuple(len(values[name]) for name in self._lists)
         if (text := self._of_sqlite.get(lengths)) is None:
-            text = _LOCKS.sub("", self._text.replace("DATABASE_NOW", NOW_IN["sqlite"]))
+            text = _LOCKS.sub("", self.text.replace("DATABASE_NOW", NOW_IN["sqlite"]))
             text = _LIST.sub(lambda found: f"IN ({_members(found[1], len(values[found[1]]))})", text)
             self._of_sqlite[lengths] = text
         return text
 
 
-class Query(Generic[R]):
-    """A text that reads rows, and their class: a dataclass or named tuple whose fields are named as the columns."""
+class Query(_Statement, Generic[R]):
+    """A text that reads rows.
+
+    `row` is their class, a dataclass or named tuple whose fields are named as the columns. If there is one column only,
+    `row` may be its type, int or str.
+    """
 
     def __init__(self, text: str, row: type[R]) -> None:
-        self.text = text
-        self._text = _Text(text)
+        super().__init__(text)
         self._row = row
         self._columns: _Columns | None = None
 
     def all(self, connection: Connection, **values: Any) -> list[R]:
-        found = self._text.execute(connection, values)
+        found = self.execute(connection, values)
+        if self._row in _SCALARS:
+            return [value for (value,) in found.fetchall()]
         names, converters = self._columns or self._read_columns(found)
         rows = []
         for row in found.fetchall():
@@ -99,64 +113,42 @@ class Query(Generic[R]):
         return self._columns
 
 
-class Change:
+class Change(_Statement):
     """A text that changes rows."""
 
-    def __init__(self, text: str) -> None:
-        self._text = _Text(text)
-        self._returning = _Text(f"{text} RETURNING id")
-
     def run(self, connection: Connection, **values: Any) -> None:
-        self._text.execute(connection, values)
+        self.execute(connection, values)
 
     def run_each(self, connection: Connection, rows: Sequence[Values]) -> None:
         """Run once for each of these values, if there are any."""
-        if len(rows) == 1:
-            self._text.execute(connection, rows[0])
-        elif rows:
-            self._text.execute_many(connection, rows)
+        if rows:
+            self.execute(connection, *rows)
 
     def insert(self, connection: Connection, values: Values) -> int:
         """Insert a row whose key is the integer `id`. Return it."""
         if connection.dialect.name == "sqlite":
-            return int(self._text.execute(connection, values).lastrowid)
+            return int(self.execute(connection, values).lastrowid)
         return int(self._returning.execute(connection, values).scalar_one())
+
+    @cached_property
+    def _returning(self) -> _Statement:
+        return _Statement(f"{self.text} RETURNING id")
 
 
 def insert_into(table: str, *columns: str) -> str:
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{each}' for each in columns)})"
 
 
-def _in_sqlite(connection: Connection, sql: str, values: dict[str, Any] | list[dict[str, Any]]) -> Any:
-    driver: Any = connection.connection.driver_connection
-    cursor = driver.cursor()
-    several = isinstance(values, list)
-    for listener in connection.dispatch.before_cursor_execute:
-        listener(connection, cursor, sql, values, None, several)
-    try:
-        if several:
-            cursor.executemany(sql, values)
-        else:
-            cursor.execute(sql, values)
-    except sqlite3.Error as error:
-        raise DBAPIError.instance(sql, values, error, sqlite3.Error, dialect=connection.dialect) from error
-    return cursor
-
-
-def _with_members(values: Values, lists: Sequence[str]) -> Values:
-    """Replace each list by its members."""
-    if not lists:
-        return values
-    members = {f"{name}{n}": each for name in lists for n, each in enumerate(values[name])}
-    return {**members, **{name: each for name, each in values.items() if name not in lists}}
+def _bound(values: Values, lists: Sequence[str]) -> dict[str, Any]:
+    """Convert the values for a driver, and replace these lists by their members."""
+    bound = {name: each if type(each) in _PLAIN else _converted(each) for name, each in values.items()}
+    for name in lists:
+        bound |= {f"{name}{n}": each for n, each in enumerate(bound.pop(name))}
+    return bound
 
 
 def _members(name: str, length: int) -> str:
     return ", ".join(f":{name}{n}" for n in range(length))
-
-
-def _bound(values: Values) -> dict[str, Any]:
-    return {name: each if type(each) in _PLAIN else _converted(each) for name, each in values.items()}
 
 
 def _converted(value: Any) -> Any:

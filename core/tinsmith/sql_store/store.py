@@ -15,7 +15,6 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.group_commit import Call
 from tinsmith.sql_store.subjects import (
-    cancelling,
     checkpoints,
     claiming,
     completing,
@@ -25,22 +24,20 @@ from tinsmith.sql_store.subjects import (
     log,
     log_inspection,
     model_places,
-    pending_work,
     recovery,
     recovery_points,
+    requests,
     retention,
     routed_experts,
     runs,
     sampling_sessions,
     sessions,
-    shared_secrets,
     submitting,
+    transaction,
+    upkeep,
     usage,
-    waiting,
     windows,
-    write_checks,
 )
-from tinsmith.sql_store.subjects.heartbeats import Heartbeats
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import RequestStore, SessionRecord, StoreContext
 
@@ -110,7 +107,7 @@ class SqlStore(RequestStore):
 
     async def open(self) -> None:
         await self.connections.open()
-        self._heartbeats = Heartbeats(self.connections.relaxed)
+        self._heartbeats = sessions.Heartbeats(self.connections.relaxed)
         sweep = log.sweep(self.connections, self._config.safety_poll_s)
         self._sweeper = asyncio.create_task(sweep, name="sql-safety-poll")
 
@@ -174,21 +171,21 @@ class SqlStore(RequestStore):
 
     # the log, for servers
     submit = _durable(submitting.submit, locks=submitting.models_of, point="store.submit")
-    get_operation = _over(waiting.get_operation)
-    wait_for = _over(waiting.wait_for)
-    finished_samples = _over(waiting.finished_samples)
-    is_awaited = _read(waiting.is_awaited)
-    waiting = _read(waiting.waiting)
-    count_samples = _read(pending_work.samples)
-    pending = _read(pending_work.pending)
-    cancel = _durable(cancelling.cancel)
+    get_operation = _over(requests.get_operation)
+    wait_for = _over(requests.wait_for)
+    finished_samples = _over(requests.finished_samples)
+    is_awaited = _read(requests.is_awaited)
+    waiting = _read(requests.waiting)
+    count_samples = _read(transaction.pending_samples)
+    pending = _read(transaction.pending)
+    cancel = _durable(requests.cancel)
 
     # the log, for engines
     claim = _over(claiming.claim_operations)
     claim_shares = _over(claiming.claim_shares)
     complete = _over(completing.complete_operations)
     failed_pass = _read(windows.failed_pass)
-    cancelled = _over(cancelling.cancelled)
+    cancelled = _over(requests.cancelled)
     fail_gaps = _over(gaps.fail_gaps)
     wait_for_work = _over(claiming.wait_for_work)
 
@@ -222,6 +219,6 @@ class SqlStore(RequestStore):
     find_routed_experts = _read(routed_experts.find)
 
     # upkeep
-    secret = _over(shared_secrets.secret)
-    expect_writes = _over(write_checks.expect_writes)
+    secret = _over(upkeep.secret)
+    expect_writes = _over(upkeep.expect_writes)
     prune = _over(retention.prune)

@@ -115,7 +115,7 @@ class RunRow(Table, table=True):
     state_reason: str | None = None
     next_seq_id: int = Field(sa_type=BigInteger)
     applied_seq_id: int = Field(sa_type=BigInteger)
-    arrived_seq_id: int = _number(-1)  # up to here none is missing; see `subjects/arriving.py`
+    arrived_seq_id: int = _number(-1)  # up to here none is missing; see `subjects/submitting.py`
     pruned_seq_id: int = _number(-1)  # the highest one that retention has removed
     unload_seq_id: int | None = Field(default=None, sa_type=BigInteger, nullable=True)  # once the session has ended
     rebuilds: int = 0  # rebuilds begun and not finished: how often an engine died in one

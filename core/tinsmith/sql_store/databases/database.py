@@ -30,9 +30,11 @@ class Database(ABC):
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=engine.dialect.name)
 
-    async def run(self, work: Callable[[Connection], T], *, commit: Callable[[Connection], None] = _commit) -> T:
+    def run(
+        self, work: Callable[[Connection], T], *, commit: Callable[[Connection], None] = _commit
+    ) -> asyncio.Future[T]:
         """Run `work` in a transaction and commit it. If it raises, nothing has changed. It may run twice."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, commit)
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, commit)
 
     async def migrate(self, work: Callable[[Connection], None]) -> None:
         """Run `work` over a plain connection, in a transaction that may change the schema."""

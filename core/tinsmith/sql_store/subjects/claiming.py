@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.statements import Change, Query
-from tinsmith.sql_store.subjects import leases, log, models
+from tinsmith.sql_store.subjects import leases, log
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import Claim, Claimable, ClaimRoom, Lease, OperationRecord
 
@@ -25,10 +25,6 @@ Locks = Callable[[Connection, Lease, W], set[str]]
 
 _PART: Final = 500  # values of one IN list
 _QUEUES_AT_ONCE: Final = 50  # queues read by one statement
-
-
-class _Id(NamedTuple):
-    id: int
 
 
 class Queue(NamedTuple):
@@ -80,7 +76,7 @@ _QUEUES: Final[Mapping[bool | None, Query[Queue]]] = {
     None: _queues([True, False]),
 }
 _SUSPECT = "base_model = :base_model AND operations.state = 'queued' AND operations.alone"
-_ANY_ALONE = Query(f"SELECT id FROM operations WHERE {_SUSPECT} ORDER BY id LIMIT 1", _Id)
+_ANY_ALONE = Query(f"SELECT id FROM operations WHERE {_SUSPECT} ORDER BY id LIMIT 1", int)
 _SUSPECTS = Query(
     f"{_HEAD} WHERE {_SUSPECT} AND NOT EXISTS (SELECT 1 FROM operations AS earlier, runs WHERE operations.ordered "
     "AND runs.model_id = operations.subject_id AND earlier.subject_id = operations.subject_id "
@@ -88,8 +84,8 @@ _SUSPECTS = Query(
     "ORDER BY id LIMIT :at_most",
     Head,
 )
-_LOCK_MODELS = Query("SELECT model_id FROM runs WHERE model_id IN :models FOR UPDATE SKIP LOCKED", models.ModelId)
-_LOCK = Query("SELECT id FROM operations WHERE id IN :ids AND state = 'queued' FOR UPDATE SKIP LOCKED", _Id)
+_LOCK_MODELS = Query("SELECT model_id FROM runs WHERE model_id IN :models FOR UPDATE SKIP LOCKED", str)
+_LOCK = Query("SELECT id FROM operations WHERE id IN :ids AND state = 'queued' FOR UPDATE SKIP LOCKED", int)
 _START = Change(
     "UPDATE operations SET state = 'running', started_at = :now, engine_id = :engine, attempts = attempts + 1 "
     "WHERE id IN :ids"
@@ -275,8 +271,8 @@ def _lock(connection: Connection, heads: Sequence[Head]) -> list[Head]:
     if not log.locks_rows(connection):
         return list(heads)
     asked = sorted({head.subject_id for head in heads if head.ordered})
-    locked = {each.model_id for part in _parts(asked) for each in _LOCK_MODELS.all(connection, models=part)}
-    ids = {each.id for part in _parts([head.id for head in heads]) for each in _LOCK.all(connection, ids=part)}
+    locked = {each for part in _parts(asked) for each in _LOCK_MODELS.all(connection, models=part)}
+    ids = {each for part in _parts([head.id for head in heads]) for each in _LOCK.all(connection, ids=part)}
     skipped: set[str] = set()
     left = []
     for head in heads:

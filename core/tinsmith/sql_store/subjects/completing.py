@@ -1,13 +1,13 @@
 """Recording the results of operations and their effects, in one transaction."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
-from tinsmith.sql_store.statements import Change, Query, insert_into
+from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import (
     checkpoints,
     leases,
@@ -17,12 +17,9 @@ from tinsmith.sql_store.subjects import (
     routed_experts,
     sampling_sessions,
 )
-from tinsmith.sql_store.subjects.finished_samples import Finished
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.subjects.usage import Counting
-from tinsmith.sql_store.tables import (
-    RUNS,
-)
+from tinsmith.sql_store.tables import RUNS
 from tinsmith.store import (
     CheckpointWritten,
     Completion,
@@ -38,24 +35,6 @@ from tinsmith.store import (
 from tinsmith.store.codec import encode_result
 from tinsmith.store.sampling_sessions import taken
 
-_PART: Final = 500  # values of one IN list
-
-
-class _Running(NamedTuple):
-    id: int
-    request_id: str
-    tenant: str
-    kind: str
-    payload_bytes: int
-    base_model: str
-    subject_id: str
-    seq_id: int
-    ordered: bool
-
-
-class _ModelId(NamedTuple):
-    subject_id: str
-
 
 class _First(NamedTuple):
     snapshot_id: str | None
@@ -63,15 +42,13 @@ class _First(NamedTuple):
 
 
 _RUNNING = Query(
-    f"SELECT {', '.join(_Running._fields)} FROM operations WHERE request_id IN :request_ids "
-    "AND operations.state = 'running' AND engine_id = :engine ORDER BY id FOR UPDATE",
-    _Running,
+    f"{log.OPERATION} WHERE request_id IN :request_ids AND operations.state = 'running' AND engine_id = :engine "
+    "ORDER BY id FOR UPDATE",
+    log.Operation,
 )
-_MODELS = Query("SELECT subject_id FROM operations WHERE request_id IN :request_ids AND ordered", _ModelId)
-_FINISH = Change("UPDATE operations SET state = :state, finished_at = :now WHERE id = :key")
+_MODELS = Query("SELECT subject_id FROM operations WHERE request_id IN :request_ids AND ordered", str)
 _APPLY = Change("UPDATE runs SET applied_seq_id = :applied WHERE model_id = :model AND applied_seq_id < :applied")
 _CHANGE_STATE = Change("UPDATE runs SET state = :state, state_reason = :reason WHERE model_id = :model")
-_INSERT = Change(insert_into("results", "operation_id", "result_kind", "result"))
 _SAMPLING_SESSION = Query(
     "SELECT snapshot_id, base_model FROM sampling_sessions WHERE sampling_session_id = :wanted", _First
 )
@@ -85,42 +62,34 @@ async def complete_operations(connections: Connections, lease: Lease, completion
 
 def models_of(connection: Connection, _: Lease, completions: Sequence[Completion]) -> set[str]:
     models: set[str] = set()
-    for start in range(0, len(completions), _PART):
-        part = [each.request_id for each in completions[start : start + _PART]]
-        models.update(each.subject_id for each in _MODELS.all(connection, request_ids=part))
+    for start in range(0, len(completions), log.PART):
+        part = [each.request_id for each in completions[start : start + log.PART]]
+        models.update(_MODELS.all(connection, request_ids=part))
     return models
 
 
 def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -> None:
     leases.fence(tx, lease)
-    for start in range(0, len(completions), _PART):
-        _complete(tx, lease.engine_id, {each.request_id: each for each in completions[start : start + _PART]})
+    for start in range(0, len(completions), log.PART):
+        _complete(tx, lease.engine_id, {each.request_id: each for each in completions[start : start + log.PART]})
 
 
 def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion]) -> None:
-    finished, results = [], []
+    ended = []
     applied: dict[str, int] = {}
     used = Counting()
     for row in _RUNNING.all(tx.connection, request_ids=list(completions), engine=engine_id):
         completion = _unless_taken(tx.connection, completions[row.request_id])
-        kind, encoded = encode_result(completion.result)
         has_failed = isinstance(completion.result, Failed) and not completion.applied
         state = OperationState.FAILED if has_failed else OperationState.SUCCEEDED
-        finished.append({"key": row.id, "state": state, "now": tx.now})
-        results.append({"operation_id": row.id, "result_kind": kind, "result": encoded})
+        ended.append(log.Ended(row, state, *encode_result(completion.result)))
         if row.ordered:
             applied[row.subject_id] = max(applied.get(row.subject_id, -1), row.seq_id)
-        else:
-            succeeded = state is OperationState.SUCCEEDED
-            tx.finished.append(Finished(row.subject_id, row.seq_id, row.request_id, succeeded, len(encoded)))
         for effect in completion.effects:
             _apply(tx, effect)
         used.add(row.tenant, row.base_model, completion)
-        tx.pending.finished([row], result_bytes=len(encoded))
-        tx.wake.append(log.done_topic(row.request_id))
     used.write(tx)
-    _FINISH.run_each(tx.connection, finished)
-    _INSERT.run_each(tx.connection, results)
+    log.finish_many(tx, ended)
     _APPLY.run_each(tx.connection, [{"model": model_id, "applied": seq_id} for model_id, seq_id in applied.items()])
 
 

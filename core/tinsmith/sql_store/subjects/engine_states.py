@@ -1,7 +1,6 @@
 """What engines report of themselves, and what happens to pending operations if an engine is given up."""
 
 from datetime import datetime
-from typing import NamedTuple
 
 import sqlalchemy
 from sqlalchemy import Connection
@@ -9,32 +8,19 @@ from sqlalchemy import Connection
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import leases, log, submitting
-from tinsmith.sql_store.subjects.finished_samples import Finished
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import ENGINES, OPERATIONS, RUNNING, columns_of, put, to_record, to_values
 from tinsmith.store import EngineRecord, EngineState, Lease
-from tinsmith.store.codec import encode_result
-
-
-class _Pending(NamedTuple):
-    id: int
-    request_id: str
-    tenant: str
-    kind: str
-    payload_bytes: int
-    subject_id: str
-    seq_id: int
-    ordered: bool
-
 
 # Without those of models that are ready: the next engine rebuilds them and continues.
 _PENDING = (
-    f"SELECT {', '.join(_Pending._fields)} FROM operations WHERE base_model = :base_model "
+    f"{log.OPERATION} WHERE base_model = :base_model "
     "AND (operations.state = 'queued' OR operations.state = 'running') AND id > :after "
     "AND NOT EXISTS (SELECT 1 FROM runs WHERE operations.ordered AND runs.model_id = operations.subject_id "
     f"AND runs.state = 'ready') ORDER BY id LIMIT {log.PART}"
 )
-_SOME, _SOME_LOCKED = Query(_PENDING, _Pending), Query(f"{_PENDING} FOR UPDATE OF operations", _Pending)
+_SOME = Query(_PENDING, log.Operation)
+_SOME_LOCKED = Query(f"{_PENDING} FOR UPDATE OF operations", log.Operation)
 _STATE = "SELECT state, detail FROM engines WHERE base_model = :base_model"
 _LOCK, _SHARE = Query(f"{_STATE} FOR UPDATE", submitting.Engine), Query(f"{_STATE} FOR SHARE", submitting.Engine)
 _RUNNING_SINCE = (
@@ -93,14 +79,7 @@ def fail_some(tx: Transaction, base_model: str, after: int) -> int | None:
         return None
     models = sorted({row.subject_id for row in rows if row.ordered})
     _LOSE.run(tx.connection, models=models, reason=engine.detail)
-    failed = submitting.no_engine(base_model, engine.detail)
-    log.fail(tx, rows, failed)
-    _, encoded = encode_result(failed)
-    samples = [row for row in rows if not row.ordered]
-    tx.finished.extend(
-        Finished(row.subject_id, row.seq_id, row.request_id, succeeded=False, size_bytes=len(encoded))
-        for row in samples
-    )
+    log.fail(tx, rows, submitting.no_engine(base_model, engine.detail))
     return rows[-1].id
 
 

@@ -10,14 +10,14 @@ missing seq_id, and what is behind it fails in parts. Once a model is lost or un
 """
 
 from datetime import datetime, timedelta
-from typing import Final, NamedTuple
+from typing import Final
 
 import sqlalchemy
 from sqlalchemy import Connection
 
 from tinsmith.operations import Failed
 from tinsmith.sql_store.statements import Query
-from tinsmith.sql_store.subjects import arriving, log, models, submitting
+from tinsmith.sql_store.subjects import log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import SESSIONS
@@ -28,10 +28,6 @@ SILENCE: Final = timedelta(seconds=30)
 
 _PART: Final = log.PART  # operations that one transaction fails
 _LARGEST: Final = (1 << 63) - 1
-
-
-class _Id(NamedTuple):
-    id: int
 
 
 _EARLY = "operations.state = 'queued' AND operations.early"
@@ -52,22 +48,20 @@ _MODELS = Query(
     f"WHERE found.model IS NOT NULL) SELECT found.model AS model_id FROM found WHERE EXISTS ({_SUBJECT} "
     "AND subject_id = found.model AND created_at < :older_than) "
     f"OR EXISTS (SELECT 1 FROM runs WHERE runs.model_id = found.model AND {_LEFT_BEHIND})",
-    models.ModelId,
+    str,
 )
-_ENDED_OF = Query(f"SELECT model_id FROM runs WHERE session_id = :session AND {_LEFT_BEHIND}", models.ModelId)
+_ENDED_OF = Query(f"SELECT model_id FROM runs WHERE session_id = :session AND {_LEFT_BEHIND}", str)
 _BEHIND = f"subject_id = :model AND seq_id > :arrived AND {_EARLY}"
 _LAST_LATE = Query(
-    f"SELECT seq_id FROM operations WHERE {_BEHIND} AND created_at < :older_than ORDER BY seq_id DESC LIMIT 1",
-    models.SeqId,
+    f"SELECT seq_id FROM operations WHERE {_BEHIND} AND created_at < :older_than ORDER BY seq_id DESC LIMIT 1", int
 )
 _BUSY = Query(
     "SELECT id FROM operations WHERE subject_id = :model AND seq_id > :applied AND seq_id <= :arrived "
     "AND state IN ('queued', 'running')",
-    _Id,
+    int,
 )
 _SOME_BEHIND = Query(
-    f"SELECT {log.COUNTED} FROM operations WHERE {_BEHIND} AND seq_id < :before ORDER BY seq_id LIMIT :at_most",
-    log.Pending,
+    f"{log.OPERATION} WHERE {_BEHIND} AND seq_id < :before ORDER BY seq_id LIMIT :at_most", log.Operation
 )
 _HEARD = sqlalchemy.select(SESSIONS.c.heard_since, SESSIONS.c.last_seen_at)
 
@@ -98,13 +92,12 @@ def _model_to_fail(connection: Connection, model_id: str, *_: object) -> list[st
 
 def waiting_since(connection: Connection, base_model: str, older_than: datetime) -> list[str]:
     """Return the models of which something has waited behind a gap since before then, or waits for ever."""
-    found = _MODELS.all(connection, base_model=base_model, older_than=older_than)
-    return [each.model_id for each in found]
+    return _MODELS.all(connection, base_model=base_model, older_than=older_than)
 
 
 def left_by(connection: Connection, session_id: str) -> list[str]:
     """Return the models of an ended session that have something waiting behind a gap."""
-    return [each.model_id for each in _ENDED_OF.all(connection, session=session_id)]
+    return _ENDED_OF.all(connection, session=session_id)
 
 
 def fail_some(tx: Transaction, model_id: str, older_than: datetime | None) -> tuple[int, bool]:
@@ -115,7 +108,7 @@ def fail_some(tx: Transaction, model_id: str, older_than: datetime | None) -> tu
     run = models.locked(tx.connection, model_id)
     if run is None:
         return 0, False
-    if arriving.fails_a_gap(run):
+    if submitting.fails_a_gap(run):
         return _fail_gap(tx, run)
     if run.unload_seq_id is not None:
         return _fail(tx, run, run.unload_seq_id)
@@ -132,7 +125,7 @@ def _fail_gap(tx: Transaction, run: Run) -> tuple[int, bool]:
         return failed, True
     # now: once nothing early is left, `waiting_since` no longer finds the model
     run.arrived_seq_id = run.next_seq_id - 1
-    arriving.let_follow(tx.connection, run)
+    submitting.let_follow(tx.connection, run)
     models.write(tx.connection, run)
     tx.wake.append(log.work_topic(run.base_model))
     return failed, run.unload_seq_id is not None or not run.is_live
@@ -147,7 +140,7 @@ def _give_up(tx: Transaction, run: Run, older_than: datetime) -> bool:
     last = _LAST_LATE.first(tx.connection, **late)
     if last is None or _is_busy(tx.connection, run) or not _was_heard(tx, run, since=older_than):
         return False
-    run.next_seq_id, run.applied_seq_id = last.seq_id + 1, last.seq_id
+    run.next_seq_id, run.applied_seq_id = last + 1, last
     models.write(tx.connection, run)
     return True
 

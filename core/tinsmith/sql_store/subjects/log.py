@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import sqlalchemy
 from sqlalchemy import Connection
@@ -14,8 +14,7 @@ from sqlalchemy import Connection
 from tinsmith.errors import NotFoundError, ResultExpiredError, StoreError
 from tinsmith.operations import Failed, Result
 from tinsmith.sql_store.statements import Change, Query, insert_into
-from tinsmith.sql_store.subjects.finished_samples import Finished
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.subjects.transaction import Connections, Finished, Transaction
 from tinsmith.sql_store.tables import RETENTION
 from tinsmith.store import OperationRecord, OperationState
 from tinsmith.store.codec import encode_result
@@ -30,35 +29,9 @@ RECORD: Final = ", ".join(
     if each.name not in {"payload", "result_kind", "result"}
 )
 """The columns of a record, but for its contents."""
-COUNTED: Final = "id, request_id, tenant, kind, payload_bytes"
 _DONE: Final = "done "
 _PREFIX: Final = "req-"  # then the time, which tells pruned requests from unknown ones
 _TIME_DIGITS, _RANDOM_BYTES = 14, 12
-
-
-class Counted(Protocol):
-    """An operation that is finished together with others."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def payload_bytes(self) -> int: ...
-
-
-class Pending(NamedTuple):
-    """An operation of a model, by the columns in COUNTED."""
-
-    id: int
-    request_id: str
-    tenant: str
-    kind: str
-    payload_bytes: int
 
 
 class Operation(NamedTuple):
@@ -79,8 +52,13 @@ class Operation(NamedTuple):
     interruptions: int
 
 
-class _RequestId(NamedTuple):
-    request_id: str
+class Ended(NamedTuple):
+    """An operation that was queued or running, and its end. `result` is encoded."""
+
+    operation: Operation
+    state: OperationState
+    result_kind: str
+    result: bytes
 
 
 _GET = Query(
@@ -93,14 +71,12 @@ OPERATION: Final = f"SELECT {', '.join(Operation._fields)} FROM operations"
 _FIND = Query(f"{OPERATION} WHERE request_id = :request_id", Operation)
 _LOCK = Query(f"{OPERATION} WHERE request_id = :request_id FOR UPDATE", Operation)
 _UNFINISHED = Query(
-    "SELECT request_id FROM operations WHERE request_id IN :request_ids AND state IN ('queued', 'running')", _RequestId
+    "SELECT request_id FROM operations WHERE request_id IN :request_ids AND state IN ('queued', 'running')", str
 )
 _PENDING_OF = Query(
-    f"SELECT {COUNTED} FROM operations WHERE subject_id = :model AND state IN ('queued', 'running') ORDER BY seq_id",
-    Pending,
+    f"{OPERATION} WHERE subject_id = :model AND state IN ('queued', 'running') ORDER BY seq_id", Operation
 )
-_FINISH = Change("UPDATE operations SET state = :state, finished_at = :now WHERE id = :key")
-_FAIL = Change("UPDATE operations SET state = 'failed', finished_at = :now WHERE id IN :ids")
+_FINISH = Change("UPDATE operations SET state = :state, finished_at = :now WHERE id IN :ids")
 _INSERT_RESULT = Change(insert_into("results", "operation_id", "result_kind", "result"))
 _ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
 
@@ -180,25 +156,21 @@ def finished(connection: Connection, request_ids: Collection[str]) -> list[str]:
     asked = sorted(request_ids)
     pending: set[str] = set()
     for start in range(0, len(asked), PART):
-        found = _UNFINISHED.all(connection, request_ids=asked[start : start + PART])
-        pending.update(each.request_id for each in found)
+        pending.update(_UNFINISHED.all(connection, request_ids=asked[start : start + PART]))
     return [request_id for request_id in asked if request_id not in pending]
 
 
 def finish(tx: Transaction, operation: Operation, result: Result, state: OperationState | None = None) -> None:
-    """Record the result of an operation that was queued or running, and wake the calls that wait for it."""
-    kind, encoded = encode_result(result)
+    """Record the result of an operation."""
     if state is None:
         state = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
-    _FINISH.run(tx.connection, key=operation.id, state=state, now=tx.now)
-    _INSERT_RESULT.run(tx.connection, operation_id=operation.id, result_kind=kind, result=encoded)
-    tx.pending.finished([operation], result_bytes=len(encoded))
-    tx.wake.append(done_topic(operation.request_id))
-    if not operation.ordered:
-        succeeded = state == OperationState.SUCCEEDED
-        tx.finished.append(
-            Finished(operation.subject_id, operation.seq_id, operation.request_id, succeeded, len(encoded))
-        )
+    finish_many(tx, [Ended(operation, state, *encode_result(result))])
+
+
+def fail(tx: Transaction, operations: Sequence[Operation], failed: Failed) -> None:
+    """Record one failure for at most PART operations."""
+    kind, encoded = encode_result(failed)
+    finish_many(tx, [Ended(each, OperationState.FAILED, kind, encoded) for each in operations])
 
 
 def fail_pending(tx: Transaction, model_id: str, failed: Failed) -> None:
@@ -208,21 +180,26 @@ def fail_pending(tx: Transaction, model_id: str, failed: Failed) -> None:
         fail(tx, operations[start : start + PART], failed)
 
 
-def fail(tx: Transaction, operations: Sequence[Counted], failed: Failed) -> None:
-    """Record one failure for at most PART operations. Wake who waits for them.
+def finish_many(tx: Transaction, ended: Sequence[Ended]) -> None:
+    """Record results of at most PART operations, and wake who waits for them.
 
-    The caller notes which of them are finished samples.
-
-    In two statements, because thousands may fail at once.
+    In two statements if all end alike, because thousands may fail at once.
     """
-    if not operations:
-        return
-    kind, encoded = encode_result(failed)
-    _FAIL.run(tx.connection, ids=[each.id for each in operations], now=tx.now)
-    results = [{"operation_id": each.id, "result_kind": kind, "result": encoded} for each in operations]
+    ids: dict[OperationState, list[int]] = {}
+    for each in ended:
+        operation, size = each.operation, len(each.result)
+        ids.setdefault(each.state, []).append(operation.id)
+        tx.pending.finished(operation.tenant, operation.kind, operation.payload_bytes, size)
+        tx.wake.append(done_topic(operation.request_id))
+        if not operation.ordered:
+            succeeded = each.state == OperationState.SUCCEEDED
+            tx.finished.append(Finished(operation.subject_id, operation.seq_id, operation.request_id, succeeded, size))
+    for state, of_state in ids.items():
+        _FINISH.run(tx.connection, ids=of_state, state=state, now=tx.now)
+    results = [
+        {"operation_id": each.operation.id, "result_kind": each.result_kind, "result": each.result} for each in ended
+    ]
     _INSERT_RESULT.run_each(tx.connection, results)
-    tx.pending.finished(operations, result_bytes=len(encoded))
-    tx.wake.extend(done_topic(each.request_id) for each in operations)
 
 
 def one_at_a_time(connection: Connection, what: str) -> None:

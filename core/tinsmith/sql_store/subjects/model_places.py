@@ -10,7 +10,7 @@ from sqlalchemy import Connection, bindparam
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
-from tinsmith.sql_store.subjects import arriving, leases, log, models, runs
+from tinsmith.sql_store.subjects import leases, log, models, runs, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import LIVE, RUNS
@@ -137,5 +137,5 @@ def _admit(tx: Transaction, model_id: str) -> None:
     run = models.locked(tx.connection, model_id)
     assert run is not None
     run.next_seq_id, run.arrived_seq_id = 0, -1
-    arriving.let_follow(tx.connection, run)
+    submitting.let_follow(tx.connection, run)
     models.write(tx.connection, run)

@@ -1,7 +1,7 @@
 """A model's row, as the transactions that change its log read and write it."""
 
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple
+from typing import Final
 
 from sqlalchemy import Connection
 
@@ -9,14 +9,6 @@ from tinsmith.sql_store.statements import Change, Query
 from tinsmith.store import WAITS_FOR_PLACE, RunState
 
 LIVE: Final = (RunState.CREATING, RunState.READY)
-
-
-class ModelId(NamedTuple):
-    model_id: str
-
-
-class SeqId(NamedTuple):
-    seq_id: int
 
 
 @dataclass(slots=True)
@@ -31,7 +23,7 @@ class Run:
     state_reason: str | None
     next_seq_id: int
     applied_seq_id: int
-    arrived_seq_id: int  # up to here none is missing; see `arriving.py`
+    arrived_seq_id: int  # up to here none is missing; see `submitting.py`
     pruned_seq_id: int
     unload_seq_id: int | None
     rebuilds: int

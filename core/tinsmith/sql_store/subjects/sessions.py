@@ -1,8 +1,10 @@
 """Clients' sessions: their beginning, their heartbeats, and their end, which unloads their models."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Final
 
 import sqlalchemy
 from sqlalchemy import Connection, bindparam, func
@@ -11,8 +13,9 @@ from tinsmith.errors import NotFoundError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.columns import Microseconds
+from tinsmith.sql_store.group_commit import Writer
 from tinsmith.sql_store.statements import Change
-from tinsmith.sql_store.subjects import arriving, gaps, log, models, submitting
+from tinsmith.sql_store.subjects import gaps, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import OPEN, RUNS, SESSIONS, columns_of, to_record, to_values
@@ -20,6 +23,10 @@ from tinsmith.store import NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.codec import encode_operation, kind_of
 from tinsmith.store.metadata import refuse_large_metadata
 from tinsmith.store.unknown import no_such
+
+_PAUSE_S: Final = 0.02
+"""After a transaction, heartbeats gather for this long. One that comes alone does not wait."""
+_MOST: Final = 256  # heartbeats in one transaction
 
 _SESSION = SESSIONS.c.session_id == bindparam("wanted")
 _GET = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).where(_SESSION)
@@ -103,6 +110,56 @@ def touch_all(tx: Transaction, heartbeats: Sequence[Heartbeat]) -> list[SessionR
     return [None if row is None else to_record(row, SessionRecord) for row in rows]
 
 
+class Heartbeats:
+    """Records heartbeats some at a time: a transaction takes longer than the heartbeats in it.
+
+    Belongs to one event loop. A transaction that fails fails all heartbeats in it.
+    """
+
+    def __init__(self, writer: Writer[Transaction]) -> None:
+        self._writer = writer
+        self._waiting: list[tuple[Heartbeat, asyncio.Future[SessionRecord]]] = []
+        self._recorder: asyncio.Task[None] | None = None
+
+    async def record(self, heartbeat: Heartbeat) -> SessionRecord:
+        """Return the session once the heartbeat is committed. Raises NotFoundError if there is none."""
+        recorded: asyncio.Future[SessionRecord] = asyncio.get_running_loop().create_future()
+        self._waiting.append((heartbeat, recorded))
+        if self._recorder is None:
+            self._recorder = asyncio.create_task(self._record_waiting(), name="sql-heartbeats")
+        return await recorded
+
+    async def close(self) -> None:
+        """Record those that wait."""
+        while self._recorder is not None:
+            await asyncio.wait([self._recorder])
+
+    async def _record_waiting(self) -> None:
+        try:
+            while self._waiting:
+                part, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
+                await self._record(part)
+                await asyncio.sleep(_PAUSE_S)
+        finally:
+            self._recorder = None
+
+    async def _record(self, part: list[tuple[Heartbeat, asyncio.Future[SessionRecord]]]) -> None:
+        try:
+            found = await self._writer.write(touch_all, [heartbeat for heartbeat, _ in part])
+        except Exception as error:  # noqa: BLE001 - every caller gets it
+            for _, recorded in part:
+                if not recorded.done():
+                    recorded.set_exception(error)
+            return
+        for (heartbeat, recorded), session in zip(part, found, strict=True):
+            if recorded.done():  # its client has left
+                continue
+            if session is None:
+                recorded.set_exception(NotFoundError(no_such("session", heartbeat.session_id)))
+            else:
+                recorded.set_result(session)
+
+
 def update(tx: Transaction, session_id: str, *, project_id: str | None) -> SessionRecord:
     session = get(tx.connection, session_id, lock=True)
     tx.connection.execute(SESSIONS.update().where(_SESSION).values(project_id=project_id), {"wanted": session_id})
@@ -168,7 +225,7 @@ def _unload(tx: Transaction, model_id: str) -> None:
 def _first_missing(tx: Transaction, run: Run) -> int:
     """While a gap is being failed, what is before `next_seq_id` does not count."""
     first = 0 if run.waits_for_place else max(run.arrived_seq_id + 1, run.next_seq_id)
-    return arriving.last_before_a_gap(tx.connection, run, first) + 1
+    return submitting.last_before_a_gap(tx.connection, run, first) + 1
 
 
 async def expire_sessions(connections: Connections, last_seen_before: datetime) -> list[str]:

@@ -1,4 +1,11 @@
-"""Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row."""
+"""Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row.
+
+Up to `arrived_seq_id` of a model nothing is missing. What is queued beyond is `early`, and no claim looks at it. When
+the missing operation arrives, those that waited for it alone get their turn.
+
+While a gap is being failed (`gaps.py`), `next_seq_id` is ahead, and everything that the model has queued is early. Once
+the session has ended, everything behind the model's `unload_seq_id` stays early until it has failed.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -8,7 +15,7 @@ from sqlalchemy import Connection
 from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
 from tinsmith.operations import Failed
 from tinsmith.sql_store.statements import Change, Query, insert_into
-from tinsmith.sql_store.subjects import arriving, log, models
+from tinsmith.sql_store.subjects import log, models
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.store import EngineState, NewOperation, RunState
@@ -58,6 +65,19 @@ _INSERT_PAYLOAD = Change(insert_into("payloads", "operation_id", "payload"))
 _REQUESTED = Change(
     "UPDATE runs SET last_request_at = :now, arrived_seq_id = :arrived, state = :state, state_reason = :reason "
     "WHERE model_id = :model"
+)
+
+_FROM = "FROM operations WHERE subject_id = :model AND seq_id"
+_IS_THERE = Query(f"SELECT seq_id {_FROM} = :first", int)
+_LAST_BEFORE_A_GAP = Query(
+    f"SELECT seq_id {_FROM} >= :first AND NOT EXISTS (SELECT 1 FROM operations AS following "
+    "WHERE following.subject_id = :model AND following.seq_id = operations.seq_id + 1) ORDER BY seq_id LIMIT 1",
+    int,
+)
+_NO_LONGER_EARLY = Change(
+    f"UPDATE operations SET early = FALSE, turn = (SELECT max(turn) {_FROM} >= :first AND seq_id <= :last) "
+    "WHERE subject_id = :model AND seq_id >= :first AND seq_id <= :last "
+    "AND operations.state = 'queued' AND operations.early"
 )
 
 
@@ -175,7 +195,7 @@ def insert(
         "subject_id": operation.subject_id,
         "seq_id": operation.seq_id,
         "ordered": operation.ordered,
-        "early": with_payload and run is not None and arriving.is_early(run, operation.seq_id),
+        "early": with_payload and run is not None and is_early(run, operation.seq_id),
         "least_turn": 0 if before is None else before.turn,
         "num_tokens": operation.num_tokens,
         "num_bytes": operation.num_bytes,
@@ -188,5 +208,46 @@ def insert(
     if with_payload:
         _INSERT_PAYLOAD.run(tx.connection, operation_id=key, payload=operation.payload)
     if run is not None:
-        arriving.note(tx.connection, run, operation.seq_id, followed=operation.seq_id + 1 in near)
+        _note_arrival(tx.connection, run, operation.seq_id, followed=operation.seq_id + 1 in near)
     return request_id
+
+
+# arrival: whoever calls these writes the run
+
+
+def is_early(run: Run, seq_id: int) -> bool:
+    """Return whether an operation would have to wait for a missing one."""
+    return seq_id > run.arrived_seq_id + 1 or fails_a_gap(run)
+
+
+def fails_a_gap(run: Run) -> bool:
+    return run.arrived_seq_id + 1 < run.next_seq_id
+
+
+def _note_arrival(connection: Connection, run: Run, seq_id: int, *, followed: bool) -> None:
+    """Note that an operation has arrived; `followed`, that the next one was there before it."""
+    if seq_id != run.arrived_seq_id + 1 or fails_a_gap(run):
+        return
+    run.arrived_seq_id = seq_id
+    if followed:
+        let_follow(connection, run)
+
+
+def let_follow(connection: Connection, run: Run) -> None:
+    """Move `arrived_seq_id` over everything that is there behind it."""
+    last = last_before_a_gap(connection, run, run.arrived_seq_id + 1)
+    if run.unload_seq_id is not None:  # what comes after the UnloadModel stays early, and fails
+        last = min(last, run.unload_seq_id)
+    if last > run.arrived_seq_id:
+        # from the operation before: it may have closed the gap, and nothing may pass it
+        _NO_LONGER_EARLY.run(connection, model=run.model_id, first=run.arrived_seq_id, last=last)
+        run.arrived_seq_id = last
+
+
+def last_before_a_gap(connection: Connection, run: Run, first: int) -> int:
+    """Return the last of the seq_ids that are there from `first` on without a gap; `first` - 1 if there is none."""
+    if _IS_THERE.first(connection, model=run.model_id, first=first) is None:
+        return first - 1
+    last = _LAST_BEFORE_A_GAP.first(connection, model=run.model_id, first=first)
+    assert last is not None
+    return last

@@ -1,15 +1,17 @@
-"""Secrets shared by all processes on one database."""
+"""What belongs to no subject: secrets that all processes share, and trying whether the database can be written."""
 
 import secrets
+from typing import Final
 
 import sqlalchemy
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import SECRETS
+from tinsmith.sql_store.tables import SECRETS, WRITE_CHECKS
 
-_SECRET_BYTES = 32
+_SECRET_BYTES: Final = 32
+_CHECK_BYTES: Final = 1 << 14  # several pages, as most requests write: on a full disk there may be room for one
 
 
 async def secret(connections: Connections, name: str) -> bytes:
@@ -35,3 +37,14 @@ def find_or_make(tx: Transaction, name: str) -> bytes:
         assert theirs is not None
         return theirs
     return value
+
+
+async def expect_writes(connections: Connections) -> None:
+    for writer in (connections.durable, connections.relaxed):
+        if writer.failed:
+            await writer.write(check_writing)
+
+
+def check_writing(tx: Transaction) -> None:
+    tx.connection.execute(WRITE_CHECKS.delete())
+    tx.connection.execute(WRITE_CHECKS.insert().values(content=secrets.token_bytes(_CHECK_BYTES)))

@@ -1,43 +1,43 @@
-"""Waiting for operations, and why one is still pending.
+"""What a client does with operations that it has submitted: wait for them, ask why one is pending, cancel samples.
 
-What it costs to say so does not depend on how much else waits.
+What it costs to say why one is pending does not depend on how much else waits.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import sqlalchemy
 from sqlalchemy import Connection, bindparam
 
-from tinsmith.sql_store.statements import Query
-from tinsmith.sql_store.subjects import log, model_places, models
-from tinsmith.sql_store.subjects.finished_samples import after as finished_samples_after
-from tinsmith.sql_store.subjects.finished_samples import topic as samples_topic
+from tinsmith.operations import Failed
+from tinsmith.sql_store.statements import Change, Query
+from tinsmith.sql_store.subjects import leases, log, model_places, models, transaction
 from tinsmith.sql_store.subjects.models import Run
-from tinsmith.sql_store.subjects.transaction import Connections
+from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import ENGINES, columns_of, to_record
-from tinsmith.store import MANY_AHEAD, EngineRecord, FinishedSamples, OperationRecord, Waiting
-
-
-class _Id(NamedTuple):
-    id: int
-
-
-class _Number(NamedTuple):
-    number: int
-
+from tinsmith.store import (
+    MANY_AHEAD,
+    EngineRecord,
+    FinishedSamples,
+    Lease,
+    OperationRecord,
+    OperationState,
+    Waiting,
+)
 
 _OURS = "SELECT id FROM operations WHERE base_model = :base_model AND tenant = :tenant"
 _NUM_QUEUED, _NUM_RUNNING = (
-    Query(f"SELECT count(*) AS number FROM ({_OURS} AND {ahead} LIMIT {MANY_AHEAD}) AS ahead", _Number)
+    Query(f"SELECT count(*) AS number FROM ({_OURS} AND {ahead} LIMIT {MANY_AHEAD}) AS ahead", int)
     for ahead in (
         "early = FALSE AND ordered = :ordered AND (turn, seq_id) < (:turn, :seq_id) AND operations.state = 'queued'",
         "id < :id AND operations.state = 'running'",
     )
 )
 _BEHIND = Query(
-    "SELECT id FROM operations WHERE subject_id = :model AND seq_id > :seq_id AND state = 'queued' LIMIT 1", _Id
+    "SELECT id FROM operations WHERE subject_id = :model AND seq_id > :seq_id AND state = 'queued' LIMIT 1", int
 )
+_UNTOLD = f"{log.OPERATION} WHERE base_model = :base_model AND NOT operations.cancel_told ORDER BY id"
+_ALL_UNTOLD, _ANY_UNTOLD = Query(f"{_UNTOLD} FOR UPDATE", log.Operation), Query(f"{_UNTOLD} LIMIT 1", log.Operation)
+_TELL = Change("UPDATE operations SET cancel_told = :told WHERE id = :key")
 _ENGINE = sqlalchemy.select(*columns_of(EngineRecord, ENGINES)).where(ENGINES.c.base_model == bindparam("base_model"))
 
 
@@ -58,11 +58,12 @@ async def wait_for(connections: Connections, request_id: str, timeout_s: float) 
 async def finished_samples(
     connections: Connections, sampling_session_id: str, clone: int, *, after: int, limit: int, timeout_s: float
 ) -> FinishedSamples:
-    read = partial(
-        connections.reader.read, finished_samples_after, sampling_session_id, clone, cursor=after, limit=limit
-    )
+    look = transaction.finished_samples
     return await connections.read_until(
-        lambda found: len(found.samples) > 0, read, topic=samples_topic(sampling_session_id, clone), timeout_s=timeout_s
+        lambda found: len(found.samples) > 0,
+        partial(connections.reader.read, look, sampling_session_id, clone, cursor=after, limit=limit),
+        topic=transaction.samples_topic(sampling_session_id, clone),
+        timeout_s=timeout_s,
     )
 
 
@@ -81,7 +82,7 @@ def waiting(connection: Connection, request_id: str) -> Waiting:
 
 def _num_ahead(connection: Connection, operation: log.Operation) -> int:
     counts = (each.first(connection, **operation._asdict()) for each in (_NUM_QUEUED, _NUM_RUNNING))
-    return min(sum(each.number for each in counts if each is not None), MANY_AHEAD)
+    return min(sum(each or 0 for each in counts), MANY_AHEAD)
 
 
 def _first_missing(run: Run, seq_id: int) -> int | None:
@@ -92,3 +93,31 @@ def _first_missing(run: Run, seq_id: int) -> int | None:
 
 def is_awaited(connection: Connection, model_id: str, seq_id: int) -> bool:
     return _BEHIND.first(connection, model=model_id, seq_id=seq_id) is not None
+
+
+def cancel(tx: Transaction, request_id: str) -> OperationRecord:
+    operation = log.find(tx.connection, request_id, lock=True)
+    if not operation.ordered and operation.state not in log.FINISHED:
+        log.finish(tx, operation, Failed(message="cancelled by the client"), OperationState.CANCELLED)
+        if operation.state == OperationState.RUNNING:
+            _TELL.run(tx.connection, key=operation.id, told=False)
+            tx.wake.append(log.work_topic(operation.base_model))
+    return log.get(tx.connection, request_id)
+
+
+async def cancelled(connections: Connections, lease: Lease) -> list[str]:
+    if not await connections.reader.read(any_untold, lease.base_model):
+        return []
+    return await connections.relaxed.write(tell, lease)
+
+
+def any_untold(connection: Connection, base_model: str) -> bool:
+    """Look without writing, so that an engine without cancelled operations costs no transaction."""
+    return _ANY_UNTOLD.first(connection, base_model=base_model) is not None
+
+
+def tell(tx: Transaction, lease: Lease) -> list[str]:
+    leases.fence(tx, lease)
+    untold = _ALL_UNTOLD.all(tx.connection, base_model=lease.base_model)
+    _TELL.run_each(tx.connection, [{"key": each.id, "told": True} for each in untold])
+    return [each.request_id for each in untold]
