@@ -195,7 +195,7 @@ async def claims(postgres: Postgres | None, make: Make, waiting: Sequence[int]) 
             for _ in range(CLAIMS):
                 await light.submit(make(light))
                 started = time.process_time()
-                claimed = await bench.store.claim_shares(lease, training=FULL, samples=FULL)
+                claimed = await bench.store.claim(lease, training=FULL, samples=FULL)
                 spent_s += time.process_time() - started
                 assert [each.tenant for each in claimed.records] == ["light"]
             yield number, 1000 * spent_s / CLAIMS

@@ -23,6 +23,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Completion, NewOperation, StoreContext
 from tinsmith.testing.engine_driver import take_over
+from tinsmith.testing.store_records import claim_records
 
 BASE = "base"
 PAYLOAD = bytes(20_000)
@@ -36,7 +37,7 @@ def engine_main(data_dir: str, config: SqlStoreConfig, ready: Event) -> None:
         ready.set()
         result = OptimStepOutput(metrics={"grad_norm": 1.0})
         while True:
-            records = await store.claim(lease, max_operations=256)
+            records = await claim_records(store, lease, 256)
             if not records:
                 await store.wait_for_work(BASE, 60.0)
                 continue

@@ -29,10 +29,11 @@ from sqlalchemy import make_url
 from tinsmith.operations import OptimStepOutput
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.subjects import log
 from tinsmith.store import Completion, NewOperation, SessionRecord, StoreContext
+from tinsmith.store.wakeups import request_of
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import running_server
+from tinsmith.testing.store_records import claim_records
 
 BASE = "base"
 KEY = "tml-benchmark"
@@ -52,7 +53,7 @@ def server_main(data_dir: str, url: str | None, pipe: Connection) -> None:
         pipe.send(server.url)
         while pipe.recv():
             topics = server.store.connections.wakeups.topics()
-            pipe.send(sum(log.request_of(topic) is not None for topic in topics))
+            pipe.send(sum(request_of(topic) is not None for topic in topics))
 
 
 def allow_many_files() -> None:
@@ -130,7 +131,7 @@ async def measure(
     waiting = await submit(store, count)
     claimed: list[str] = []
     while len(claimed) < count:
-        claimed += [record.request_id for record in await store.claim(lease, max_operations=AT_ONCE)]
+        claimed += [record.request_id for record in await claim_records(store, lease, AT_ONCE)]
     clients = Clients(url)
     begun = time.perf_counter()
     polls = [asyncio.create_task(clients.poll(request_id)) for request_id in waiting]

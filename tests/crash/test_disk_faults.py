@@ -27,6 +27,7 @@ from tinsmith.store import PlaceLimits, StoreContext
 from tinsmith.testing.engine_driver import EngineDriver, take_over
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.sdk_data import logprobs, ragged
+from tinsmith.testing.store_records import claim_records
 
 ENGINE = {  # how often each point of a save, a snapshot or a commit fails
     "directory.fill.after": "enospc@p0.4:1",
@@ -230,7 +231,7 @@ async def test_a_store_on_a_full_disk(small_disk: Path) -> None:
         accepted.append(await client.submit(step, seq_id=len(accepted)))
         lease = await take_over(store, "toy")
         await store.admit_models(lease, PlaceLimits(max_models=1, kept=0, give_up_before=datetime.now(UTC), failure=""))
-        claimed = await store.claim(lease, max_operations=2000)
+        claimed = await claim_records(store, lease, 2000)
         assert [record.request_id for record in claimed] == accepted
     finally:
         await store.close()

@@ -52,6 +52,7 @@ from tinsmith.store import (
     SamplingSessionRecord,
 )
 from tinsmith.testing.engine_driver import EngineDriver, make_context, take_over
+from tinsmith.testing.store_records import claim_records
 
 Work = Callable[[], Awaitable[None]]
 
@@ -262,7 +263,7 @@ class World:
             self.timeline.append(seen)
 
     async def claimed(self, store: Any, lease: Lease | None = None) -> OperationRecord | None:
-        found = await store.claim(lease or self.lease, max_operations=1, ordered=True)
+        found = await claim_records(store, lease or self.lease, 1)
         return found[0] if found else None
 
     # Ann -----------------------------------------------------------------------------------------------------------

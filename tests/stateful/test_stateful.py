@@ -263,7 +263,7 @@ class Protocol(RuleBasedStateMachine):
         """Nothing that can run stands before the gap any more."""
         self._drain()
         for client in self.clients:
-            self.runner.run(self.world.store.touch_session(client.session_id, datetime.now(UTC)))
+            self.runner.run(self.world.store.hear_session(client.session_id, datetime.now(UTC)))
         failed = self.runner.run(self.world.store.fail_gaps("toy", older_than=datetime.now(UTC) + LATER))
         assert failed == sum(model.give_up_gap() for model in self.plain)
 

@@ -24,6 +24,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 LEASE = Lease(base_model=BASE, engine_id="engine-1", epoch=1, duration_s=3600.0)
 OTHER_LEASE = Lease(base_model="org/other", engine_id="engine-2", epoch=1, duration_s=3600.0)
 ROOM = ClaimRoom(operations=32, num_bytes=1 << 30)
+ROOMS = claiming.Rooms(ROOM, ROOM)
 
 
 def fill(connection: Connection, *, waiting: int, missing: int) -> None:
@@ -93,16 +94,16 @@ def _operation(tenant: str, name: str, seq_id: int, *, ordered: bool = True, ear
 
 
 def claim(connection: Connection) -> None:
-    """Do what a store does for `claim_shares`."""
+    """Do what a store does for `claim`."""
     everyone = {(ordered, tenant) for ordered in (True, False) for tenant in ("hog", "mouse")}
     assert set(claiming.queues(connection, BASE)) == everyone
-    claimed = claiming.claim(Transaction(connection, NOW), LEASE, claiming.by_shares(ROOM, ROOM))
+    claimed = claiming.claim(Transaction(connection, NOW), LEASE, ROOMS)
     assert len(claimed.records) == 2 * ROOM.operations  # the mouse has 5 of each sort, the hog uses what is left
 
 
 def look_for_suspects(connection: Connection) -> None:
-    assert not claiming.any_alone(connection, BASE)
-    assert claiming.claim_suspects(Transaction(connection, NOW), LEASE, 1) == []
+    assert not claiming.any_suspect(connection, BASE)
+    assert claiming.take_suspect(Transaction(connection, NOW), LEASE) is None
 
 
 def look_for_gaps(connection: Connection) -> None:
@@ -209,8 +210,8 @@ def in_sqlite(
 STATEMENTS: list[tuple[Callable[[Connection], object], int]] = [
     (lambda connection: submitting.submit(tx(connection), an_operation("mouse:ready", 6, tenant="mouse")), 6),
     (lambda connection: submitting.submit(tx(connection), a_sample(6, "mouse:sampling", tenant="mouse")), 4),
-    (lambda connection: claiming.claim(tx(connection), LEASE, claiming.by_shares(ROOM, ROOM)), 6),
-    (lambda connection: claiming.claim(tx(connection), OTHER_LEASE, claiming.by_shares(ROOM, ROOM)), 2),
+    (lambda connection: claiming.claim(tx(connection), LEASE, ROOMS), 6),
+    (lambda connection: claiming.claim(tx(connection), OTHER_LEASE, ROOMS), 2),
 ]
 
 

@@ -216,11 +216,11 @@ async def test_one_look_for_each_request(setup: Setup, client: EngineDriver, mon
 
     async with setup.running():
         await client.result(await client.create_model())
-        counted("claim_shares")
+        counted("claim")
         counted("cancelled")
         await train(client, steps=5)
     assert looks.count("cancelled") == 0
-    assert looks.count("claim_shares") <= 2 * 5 + 1  # a pass and a step each; the first look may be the creation's
+    assert looks.count("claim") <= 2 * 5 + 1  # a pass and a step each; the first look may be the creation's
 
 
 async def test_what_was_queued_runs_in_order_and_merged(setup: Setup, client: EngineDriver) -> None:
@@ -793,7 +793,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
 ) -> None:
     """The database committed the claim, but the connection broke before the engine heard of it."""
     monkeypatch.setattr("tinsmith.engine.failures._RETRY_AFTER_S", (0.0, 0.0))
-    claim, lost = setup.store.claim_shares, 0
+    claim, lost = setup.store.claim, 0
 
     async def unheard(lease: Lease, **limits: Any) -> Claim:
         nonlocal lost
@@ -804,7 +804,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
         lost += bool(claimed.records)
         return claimed
 
-    monkeypatch.setattr(setup.store, "claim_shares", unheard)
+    monkeypatch.setattr(setup.store, "claim", unheard)
     async with setup.running() as engine:
         await client.create_model()
         await train(client, steps=3)

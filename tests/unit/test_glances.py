@@ -16,7 +16,7 @@ from tinsmith.sql_store.subjects import log
 from tinsmith.store import Completion, OperationState, StoreContext
 from tinsmith.store.codec import decode_result
 from tinsmith.testing.engine_driver import take_over
-from tinsmith.testing.store_records import BASE, a_sample
+from tinsmith.testing.store_records import BASE, a_sample, claim_records
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def test_small_results_need_no_reader_and_large_ones_do(store: SqlStore, a
     for message, readers in (("", []), (secrets.token_hex(2 * log.SMALL_BYTES), ["get"])):
         request_id = await store.submit(a_sample(len(message)))
         assert (await store.get_operation(request_id)).state is OperationState.QUEUED
-        [claimed] = await store.claim(lease, max_operations=1)
+        [claimed] = await claim_records(store, lease, 1)
         await store.complete(lease, [Completion(request_id=request_id, result=ops.Failed(message=message))])
         asked.clear()
         found = await store.get_operation(request_id)

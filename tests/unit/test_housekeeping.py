@@ -67,7 +67,7 @@ async def test_a_session_that_ended_long_ago_is_deleted(store: RequestStore, tmp
     for days in (29, 2):
         assert (await store.get_session("old")).ended == "success"
         clock[0] += timedelta(days=days)
-        await store.touch_session("open", clock[0])
+        await store.hear_session("open", clock[0])
         for housekeeping in rounds:
             await housekeeping.round()
     with pytest.raises(NotFoundError):
@@ -91,7 +91,7 @@ async def test_a_clock_that_jumps_ends_nothing(store: RequestStore, tmp_path: Pa
             wall[0] += timedelta(seconds=10)
             running_s[0] += 10.0
             if heartbeats:
-                await store.touch_session(client.session_id, wall[0])
+                await store.hear_session(client.session_id, wall[0])
             await housekeeping.round()
 
     await a_minute(heartbeats=True)

@@ -20,7 +20,6 @@ from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.subjects import runs
-from tinsmith.sql_store.subjects.model_places import Applicant, Taken, next_ones
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.store import (
@@ -34,6 +33,7 @@ from tinsmith.store import (
     StoreContext,
     Waiting,
 )
+from tinsmith.store.model_places import Applicant, Taken, next_ones
 from tinsmith.testing.engine_driver import EngineDriver, make_engine
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)

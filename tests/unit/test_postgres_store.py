@@ -217,7 +217,7 @@ async def test_a_process_that_stops_within_a_transaction_does_not_hold_up_the_ot
         connection.execute(locked).one()
         connection.execute(SESSIONS.update().values(display_name="two"))
 
-    stopped = asyncio.create_task(one.run(stop))
+    stopped = one.run(stop)
     await asyncio.to_thread(holds_the_lock.wait, WAIT_S)
     await two.run(name)
     goes_on.set()

@@ -321,7 +321,7 @@ async def test_a_stopped_engine_keeps_its_models(
     states = {(await setup.store.get_operation(request_id)).state for request_id in requests}
     assert OperationState.RUNNING not in states
     assert OperationState.QUEUED in states
-    assert await setup.store.claim(await take_over(setup.store, "toy"), max_operations=9, alone=True) == []
+    assert await setup.store.claim_suspect(await take_over(setup.store, "toy")) is None
     async with setup.engine():
         await client.run(a_pass(client))
         assert bits(setup.backend.capture_state(MODEL)) == undisturbed
@@ -507,7 +507,7 @@ async def test_what_is_retried_alone_is_recorded_before_the_next_is_claimed(
         setup.backend.fail_in = "forward_backward"
         suspects = [await client.submit(a_pass(client)) for _ in range(2)]
         await setup.until(lambda: setup.backend.calls)
-    claim, complete = setup.store.claim, setup.store.complete
+    claim_suspect, complete = setup.store.claim_suspect, setup.store.complete
     recorded: list[Any] = []
     at_claims: list[tuple[int, int]] = []
 
@@ -515,13 +515,12 @@ async def test_what_is_retried_alone_is_recorded_before_the_next_is_claimed(
         await complete(lease, completions)
         recorded.extend(completions)
 
-    async def claiming(lease: Lease, **limits: Any) -> list[OperationRecord]:
-        if limits["alone"]:
-            at_claims.append((len(setup.backend.calls), len(recorded)))
-        return await claim(lease, **limits)
+    async def claiming(lease: Lease) -> OperationRecord | None:
+        at_claims.append((len(setup.backend.calls), len(recorded)))
+        return await claim_suspect(lease)
 
     monkeypatch.setattr(setup.store, "complete", recording)
-    monkeypatch.setattr(setup.store, "claim", claiming)
+    monkeypatch.setattr(setup.store, "claim_suspect", claiming)
     async with setup.engine():
         for request_id in suspects:
             assert isinstance(await client.result(request_id), ops.ForwardBackwardOutput)

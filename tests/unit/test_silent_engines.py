@@ -25,6 +25,7 @@ from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import EngineRecord, EngineState, Lease, StoreContext
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import TOY
+from tinsmith.testing.store_records import claim_records
 
 KEY = {"X-API-Key": "tml-a"}
 WAIT_S = 300.0
@@ -70,7 +71,7 @@ async def running(store: SqlStore, *, lease_s: float) -> str:
     prompt_P = np.array([1], np.int32)
     sample = ops.Sample(sampling_session_id="s1:sample:0", snapshot_id=None, prompt_P=prompt_P, params=params)
     request_id = await client.submit(sample)
-    await store.claim(Lease(base_model="toy", engine_id="engine-1", epoch=1, duration_s=lease_s), max_operations=1)
+    await claim_records(store, Lease(base_model="toy", engine_id="engine-1", epoch=1, duration_s=lease_s), 1)
     return request_id
 
 

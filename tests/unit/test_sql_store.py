@@ -28,12 +28,12 @@ from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.group_commit import Call, Grouping
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.subjects.log import created_at, new_request_id
 from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.sql_store.tables import SESSIONS, to_values
 from tinsmith.store import StoreContext
+from tinsmith.store.request_ids import created_at, new_request_id
 from tinsmith.testing.engine_driver import take_over
-from tinsmith.testing.store_records import BASE, NOW, a_sample, a_session
+from tinsmith.testing.store_records import BASE, NOW, a_sample, a_session, claim_records
 
 WAIT_S = 300.0
 
@@ -186,7 +186,7 @@ async def test_the_safety_poll_finds_what_no_wake_up_told(tmp_path: Path, monkey
     waiter = asyncio.create_task(store.wait_for(request_id, WAIT_S))
     await other.cancel(request_id)
     assert (await waiter).finished_at is not None
-    await store.claim(await take_over(store, BASE), max_operations=1)
+    await claim_records(store, await take_over(store, BASE), 1)
     await store.wait_for_work(BASE, WAIT_S)
     async with asyncio.timeout(WAIT_S):
         await store.wait_for_work(BASE, 10 * WAIT_S)

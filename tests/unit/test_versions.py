@@ -35,7 +35,7 @@ from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import CheckpointRecord, StoreContext
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine, take_over
 from tinsmith.testing.harness import TOY
-from tinsmith.testing.store_records import a_checkpoint
+from tinsmith.testing.store_records import a_checkpoint, claim_records
 
 MODEL = "s1:train:0"
 STEP = ops.OptimStep(model_id=MODEL, adam=ops.AdamParams(weight_decay=0.5))
@@ -248,7 +248,7 @@ async def test_orphans_are_removed_and_nothing_else(setup: Setup) -> None:
     orphan(left[0])
     await setup.client.submit(setup.a_save())
     lease = await take_over(setup.store, "toy")
-    (claimed,) = await setup.store.claim(lease, max_operations=1)
+    (claimed,) = await claim_records(setup.store, lease, 1)
     assert claimed.kind == "save_state"
     assert await remove_orphans(setup.store, setup.root, older_than_s=0) == [], "an engine may be writing it"
     assert all((setup.root / each).is_dir() for each in strange), "this store knows nothing of them"

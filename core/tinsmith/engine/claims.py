@@ -166,12 +166,13 @@ class Claims:
 
     async def _claim_shares(self) -> list[OperationRecord]:
         held = self._held
-        claim = await self._store.claim_shares(self._lease, training=held.training, samples=held.samples)
+        claim = await self._store.claim(self._lease, training=held.training, samples=held.samples)
         self._left_some = claim.left_some
         return claim.records
 
     async def _claim_one_alone(self) -> list[OperationRecord]:
-        return await self._store.claim(self._lease, max_operations=1, alone=True)
+        suspect = await self._store.claim_suspect(self._lease)
+        return [] if suspect is None else [suspect]
 
     async def _claim(self, claim: Callable[[], Awaitable[list[OperationRecord]]]) -> list[OperationRecord]:
         records = await with_retries(self._claim_once, claim)

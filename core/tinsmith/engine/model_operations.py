@@ -33,7 +33,7 @@ from tinsmith.store import (
     SamplingSessionCreated,
     SamplingSessionRecord,
 )
-from tinsmith.store.sampling_sessions import taken
+from tinsmith.store.refusals import taken
 
 ModelOperation = (
     ops.CreateModel | ops.SaveState | ops.LoadState | ops.SaveForSampler | ops.ExportAdapter | ops.UnloadModel

@@ -115,12 +115,9 @@ class Housekeeping:
         timeout, heard = timedelta(seconds=self._settings.session_timeout_s), timedelta(seconds=heard_s)
         if heard < timeout:
             return
-        if self._server_id is None:
-            expired = await self._store.expire_sessions(now - timeout)
-        else:
-            expired = await self._store.expire_sessions_of(self._server_id, now - timeout)
-            if heard >= timeout + _OTHERS_LATER:
-                expired += await self._store.expire_sessions(now - timeout - _OTHERS_LATER)
+        expired = await self._store.expire_sessions(now - timeout, heard_by=self._server_id)
+        if self._server_id is not None and heard >= timeout + _OTHERS_LATER:
+            expired += await self._store.expire_sessions(now - timeout - _OTHERS_LATER)
         for session_id in expired:
             _log.info("session %s expired: no heartbeat for %s", session_id, timeout)
 

@@ -19,8 +19,8 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.server.context import Context
 from tinsmith.server.known import KnownRequest, KnownRun, KnownSession
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
+from tinsmith.store.refusals import no_such
 from tinsmith.store.revocation import revoked, usable_checkpoint
-from tinsmith.store.unknown import no_such
 
 Owned = TypeVar(
     "Owned",

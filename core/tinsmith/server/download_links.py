@@ -9,8 +9,8 @@ from tinsmith.server.auth import may_read
 from tinsmith.server.context import API_PREFIX, ServerContext
 from tinsmith.server.signed_urls import Grant
 from tinsmith.store import CheckpointRecord
+from tinsmith.store.refusals import no_such
 from tinsmith.store.revocation import why_gone
-from tinsmith.store.unknown import no_such
 
 
 def make_grant(

@@ -7,7 +7,7 @@ from sqlalchemy.exc import ArgumentError
 from tinsmith.errors import ConfigError
 from tinsmith.settings import DataDir
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.databases.dialect import Dialect
+from tinsmith.sql_store.databases.database import Dialect
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.store import StoreContext
 

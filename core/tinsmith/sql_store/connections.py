@@ -1,8 +1,6 @@
-"""The connections of one store, and waiting for what other processes write."""
+"""The connections of one store."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from typing import Generic, TypeVar
@@ -40,8 +38,6 @@ class Connections(Generic[W]):
         self._max_readers = config.max_readers
         self._begin = begin
         self.wakeups = self._dialect.wakeups()
-        self._events: dict[str, asyncio.Event] = {}  # by topic
-        self._subscriptions = ExitStack()
         self._glances: Connection | None = None
 
     async def open(self) -> None:
@@ -70,8 +66,7 @@ class Connections(Generic[W]):
 
     async def close(self) -> None:
         """Run the calls that wait, then close."""
-        self._subscriptions.close()
-        self._events.clear()
+        self.wakeups.unsubscribe()
         if self._glances is not None:
             self._glances.engine.dispose()
             self._glances = None
@@ -90,31 +85,3 @@ class Connections(Generic[W]):
             return look(self._glances, name)
         except SQLAlchemyError:
             return None  # the reader says what is wrong
-
-    async def read_until(
-        self, done: Callable[[T], bool], read: Callable[[], Awaitable[T]], *, topic: str, timeout_s: float
-    ) -> T:
-        """Read again after each wake-up, until the answer is `done` or the time is over. Return the last answer."""
-        if timeout_s > 0:
-            with self.wakeups.subscribe(topic) as told, suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    while not done(found := await read()):
-                        await told.wait()
-                        told.clear()
-                    return found
-        return await read()
-
-    async def wait_for(self, topic: str, timeout_s: float) -> None:
-        """Return once the topic has been told since the last call for it, or after `timeout_s`."""
-        event = self.subscribed(topic)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # before Python 3.12, wait_for may swallow a cancellation
-                await event.wait()
-        event.clear()
-
-    def subscribed(self, topic: str) -> asyncio.Event:
-        """Return an event that stays subscribed, so that nothing is missed between a look and the next wait."""
-        if topic not in self._events:
-            self._events[topic] = self._subscriptions.enter_context(self.wakeups.subscribe(topic))
-            self._events[topic].set()
-        return self._events[topic]

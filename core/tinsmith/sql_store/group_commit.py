@@ -17,8 +17,7 @@ from sqlalchemy.exc import IntegrityError, InterfaceError, InternalError, Operat
 
 from tinsmith.errors import StoreError, StoreFullError
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store.databases.database import Database
-from tinsmith.sql_store.databases.wakeups import WakeUps
+from tinsmith.sql_store.databases.database import Channel, Database
 
 _CLOSED: Final = "the request store is closed"
 _FULL: Final = (
@@ -166,7 +165,7 @@ class Writer(Grouping, Generic[W]):
     A write that raises is undone alone; any may run twice.
     """
 
-    def __init__(self, database: Database, wakeups: WakeUps, begin: Callable[[Connection, datetime], W]) -> None:
+    def __init__(self, database: Database, wakeups: Channel, begin: Callable[[Connection, datetime], W]) -> None:
         super().__init__([database], max_group=_MAX_WRITES)
         self._database = database
         self._wakeups = wakeups

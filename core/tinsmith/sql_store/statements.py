@@ -36,7 +36,7 @@ class _Statement:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._lists = _LIST.findall(text)
+        self._lists = sorted(set(_LIST.findall(text)))
         self._of_sqlite: dict[tuple[int, ...], str] = {}  # by the lengths of the lists
 
     def execute(self, connection: Connection, *rows: Values) -> Any:  # Any: a cursor with rows as tuples

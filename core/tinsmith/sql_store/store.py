@@ -129,13 +129,9 @@ class SqlStore(RequestStore):
     update_session = _durable(sessions.update)
     end_session = _over(sessions.end_session)
     expire_sessions = _over(sessions.expire_sessions)
-    expire_sessions_of = _over(sessions.expire_sessions_of)
     forget_sessions = _over(retention.forget_sessions)
 
-    async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
-        return await self._heartbeats.record(sessions.Heartbeat(session_id, at, None))
-
-    async def hear_session(self, session_id: str, at: datetime, *, server_id: str) -> SessionRecord:
+    async def hear_session(self, session_id: str, at: datetime, *, server_id: str | None = None) -> SessionRecord:
         return await self._heartbeats.record(sessions.Heartbeat(session_id, at, server_id))
 
     # models
@@ -176,13 +172,12 @@ class SqlStore(RequestStore):
     finished_samples = _over(requests.finished_samples)
     is_awaited = _read(requests.is_awaited)
     waiting = _read(requests.waiting)
-    count_samples = _read(transaction.pending_samples)
     pending = _read(transaction.pending)
     cancel = _durable(requests.cancel)
 
     # the log, for engines
     claim = _over(claiming.claim_operations)
-    claim_shares = _over(claiming.claim_shares)
+    claim_suspect = _over(claiming.claim_suspect)
     complete = _over(completing.complete_operations)
     failed_pass = _read(windows.failed_pass)
     cancelled = _over(requests.cancelled)

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from datetime import datetime
 
-from tinsmith.errors import NotFoundError
 from tinsmith.store.records import CheckpointRecord, KeptCheckpoints
 
 
@@ -62,7 +61,3 @@ class Checkpoints(ABC):
 def is_version(found: CheckpointRecord, read: CheckpointRecord) -> bool:
     """Return whether a checkpoint is the version that was read, with the same expiry time."""
     return all(getattr(found, name) == getattr(read, name) for name in ("created_at", "directory", "expires_at"))
-
-
-def version_gone(read: CheckpointRecord) -> NotFoundError:
-    return NotFoundError(f"checkpoint {read.path!r} has been replaced, deleted or changed since it was read")

@@ -7,29 +7,29 @@ lease that has expired but was not taken over is renewed in the same transaction
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Final
 
 from tinsmith.store.claim_room import Claim, ClaimRoom
 from tinsmith.store.records import Completion, FailedPass, Lease, OperationRecord
 
+PASS: Final = "forward_backward"
+CLEARING: Final = ("optim_step", "load_state")
+"""The kinds of operations that clear the pending gradient, if they succeed."""
+
 
 class EngineLog(ABC):
     @abstractmethod
-    async def claim(
-        self, lease: Lease, *, max_operations: int, ordered: bool | None = None, alone: bool = False
-    ) -> list[OperationRecord]:
-        """Take operations that can run. Return at once, with an empty list if there are none.
+    async def claim(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
+        """Take operations that can run, as much as the rooms allow: some of every tenant that has work.
 
-        Of each model, the operations queued from `next_seq_id` on without a gap can run; samples always can.
-        `ordered` True takes operations of models only, False samples only. `alone` takes only what `requeue` has
-        marked to run by itself. Tenants take turns, each with its oldest operation first.
+        Return at once, also if there are none. Of each model, the operations queued from `next_seq_id` on without a gap
+        can run; samples always can. Of each tenant, the oldest operation is first. What this costs must depend neither
+        on how much is waiting nor on what is missing.
         """
 
     @abstractmethod
-    async def claim_shares(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
-        """Claim as `claim` does, but as much as the rooms allow: some of every tenant that has work.
-
-        What this costs must depend neither on how much is waiting nor on what is missing.
-        """
+    async def claim_suspect(self, lease: Lease) -> OperationRecord | None:
+        """Take one operation that `requeue` has marked to run by itself, if there is one."""
 
     @abstractmethod
     async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 
-from tinsmith.errors import ConflictError
 from tinsmith.store.records import SamplingSessionRecord
 
 
@@ -25,11 +24,3 @@ class SamplingSessions(ABC):
     @abstractmethod
     async def list_sampling_session_ids(self, session_id: str) -> list[str]:
         """Return their ids alone: there may be a hundred thousand."""
-
-
-def taken(sampling_session_id: str, content: str) -> ConflictError:
-    """Return the error for using the id of a sampling session again, for other content."""
-    return ConflictError(
-        f"sampling session {sampling_session_id!r} exists already, for {content!r}; each needs its own "
-        f"sampling_session_seq_id"
-    )

@@ -42,10 +42,6 @@ class ServerLog(ABC):
         """Return why the operation is still pending."""
 
     @abstractmethod
-    async def count_samples(self, tenant: str) -> int:
-        """Return how many of a tenant's unordered operations are queued or running."""
-
-    @abstractmethod
     async def pending(self, tenant: str) -> PendingCounts:
         """Return what a tenant has queued or running."""
 

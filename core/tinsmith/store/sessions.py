@@ -1,9 +1,13 @@
 """The store, for the REST server: clients' sessions."""
 
 from abc import ABC, abstractmethod
-from datetime import datetime
+from datetime import datetime, timedelta
+from typing import Final
 
 from tinsmith.store.records import SessionEnd, SessionRecord
+
+SILENCE: Final = timedelta(seconds=30)
+"""A client sends a heartbeat every 10 s. If none arrives for longer than this, the server may be at fault."""
 
 
 class Sessions(ABC):
@@ -23,12 +27,8 @@ class Sessions(ABC):
         """Return how many of a tenant's sessions have not ended."""
 
     @abstractmethod
-    async def touch_session(self, session_id: str, at: datetime) -> SessionRecord:
-        """Record a heartbeat. A session that has ended stays as it is."""
-
-    @abstractmethod
-    async def hear_session(self, session_id: str, at: datetime, *, server_id: str) -> SessionRecord:
-        """As `touch_session`, and record which server heard it."""
+    async def hear_session(self, session_id: str, at: datetime, *, server_id: str | None = None) -> SessionRecord:
+        """Record a heartbeat, and which server heard it. A session that has ended stays as it is."""
 
     @abstractmethod
     async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord: ...
@@ -50,9 +50,8 @@ class Sessions(ABC):
         """
 
     @abstractmethod
-    async def expire_sessions(self, last_seen_before: datetime) -> list[str]:
-        """End the sessions without a heartbeat since then, with reason "expired". Return their ids."""
+    async def expire_sessions(self, last_seen_before: datetime, *, heard_by: str | None = None) -> list[str]:
+        """End the sessions without a heartbeat since then, with reason "expired". Return their ids.
 
-    @abstractmethod
-    async def expire_sessions_of(self, server_id: str, last_seen_before: datetime) -> list[str]:
-        """As `expire_sessions`, but only those that this server heard last."""
+        With `heard_by`, only those that this server heard last, if several servers may share the store.
+        """

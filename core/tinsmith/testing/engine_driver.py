@@ -190,5 +190,5 @@ class EngineDriver:
         return record
 
     async def close_gaps_at_once(self) -> int:
-        await self.store.touch_session(self.session_id, datetime.now(UTC))
+        await self.store.hear_session(self.session_id, datetime.now(UTC))
         return await self.store.fail_gaps(self.base_model, older_than=datetime.now(UTC) + timedelta(hours=1))

@@ -45,6 +45,7 @@ from tinsmith.testing.store_records import (
     a_session,
     an_operation,
     claim,
+    claim_records,
     complete,
     done,
     failure_of,
@@ -53,10 +54,17 @@ from tinsmith.testing.store_records import (
 )
 from tinsmith.testing.store_recovery import RecoveryContract
 from tinsmith.testing.store_retention import RetentionContract
+from tinsmith.testing.store_tallies import TalliesContract
 
 
 class RequestStoreContract(
-    LogContract, PlacesContract, RecoveryContract, LeaseContract, RetentionContract, RoutedExpertsContract
+    LogContract,
+    PlacesContract,
+    RecoveryContract,
+    LeaseContract,
+    RetentionContract,
+    RoutedExpertsContract,
+    TalliesContract,
 ):
     """Tests every promise of `tinsmith.store.RequestStore`. Override `make_store` only."""
 
@@ -87,8 +95,8 @@ class RequestStoreContract(
     async def test_a_session_is_touched_and_updated(self, store: RequestStore) -> None:
         await store.create_session(a_session(), idempotency_key=None)
         later = NOW + timedelta(seconds=10)
-        assert (await store.touch_session("s1", later)).last_seen_at == later
-        assert (await store.touch_session("s1", NOW)).last_seen_at == later
+        assert (await store.hear_session("s1", later)).last_seen_at == later
+        assert (await store.hear_session("s1", NOW)).last_seen_at == later
         assert (await store.update_session("s1", project_id="p")).project_id == "p"
         assert await store.get_session("s1") == a_session(last_seen_at=later, project_id="p")
 
@@ -97,7 +105,7 @@ class RequestStoreContract(
         await store.end_session("s1", "errored", "why")
         ended = await store.end_session("s1", "success", None)
         assert (ended.ended, ended.end_detail) == ("errored", "why")
-        assert await store.touch_session("s1", NOW + timedelta(seconds=10)) == ended
+        assert await store.hear_session("s1", NOW + timedelta(seconds=10)) == ended
         assert await store.get_session("s1") == ended
 
     async def test_silent_sessions_expire(self, store: RequestStore) -> None:
@@ -114,7 +122,7 @@ class RequestStoreContract(
             await store.create_session(a_session(f"s{number}"), idempotency_key=None)
             later = NOW + timedelta(seconds=10 + number)
             assert (await store.hear_session(f"s{number}", later, server_id="one")).last_seen_at == later
-        assert await store.expire_sessions_of("one", NOW + timedelta(seconds=11)) == ["s0"]
+        assert await store.expire_sessions(NOW + timedelta(seconds=11), heard_by="one") == ["s0"]
         assert (await store.get_session("s1")).ended is None
 
     # models, sampling sessions, checkpoints
@@ -302,7 +310,7 @@ class RequestStoreContract(
         size = min(store.max_value_bytes, 4 << 20) - 4096  # for what surrounds an array
         payload = random.Random(1).randbytes(size)
         request_id = await store.submit(a_sample(payload=payload))
-        (claimed,) = await store.claim(await lease_of(store), max_operations=1)
+        (claimed,) = await claim_records(store, await lease_of(store), 1)
         assert claimed.payload == payload
         output = ForwardBackwardOutput(loss_fn_outputs=({"x": np.frombuffer(payload, np.uint8)},), metrics={})
         await complete(store, [done(request_id, output)])

@@ -29,6 +29,7 @@ from tinsmith.testing.store_records import (
     a_sample,
     an_operation,
     claim,
+    claim_records,
     done,
     lease_of,
     state_of,
@@ -127,7 +128,7 @@ class LeaseContract(StoreSuite):
 
         late = done(running, None, CheckpointWritten(record=a_checkpoint()))
         for attempt in (
-            store.claim(old, max_operations=9),
+            claim_records(store, old),
             store.complete(old, [late]),
             store.cancelled(old),
             store.requeue(old, max_attempts=3, reason=None),
@@ -150,7 +151,7 @@ class LeaseContract(StoreSuite):
         assert await other.list_engines() == [self._record("engine-2")]
         assert await other.cancelled(new) == [sample]
 
-        claimed = await other.claim(new, max_operations=9)
+        claimed = await claim_records(other, new)
         assert {each.request_id for each in claimed} == {running, queued}
         with pytest.raises(LeaseLostError):
             await store.complete(old, [late])
@@ -171,13 +172,13 @@ class LeaseContract(StoreSuite):
             engine_id = f"engine-{number}"
             lease = await lease_of(store, engine_id)
             ids = [await store.submit(a_sample(10 * number + each)) for each in range(3)]
-            assert len(await store.claim(lease, max_operations=9)) == 3
+            assert len(await claim_records(store, lease)) == 3
 
             async def take_over(dead: str) -> list[str]:
                 new = await other.acquire_lease(BASE, engine_id="engine-x", duration_s=3600.0, dead=dead)
                 assert isinstance(new, Lease)
                 await other.requeue(new, max_attempts=99, reason="silent")
-                claimed = await other.claim(new, max_operations=9)
+                claimed = await claim_records(other, new)
                 await other.complete(new, [done(each.request_id) for each in claimed])
                 await other.release_lease(BASE, "engine-x")
                 return [each.request_id for each in claimed]

@@ -46,7 +46,8 @@ from tinsmith.testing.store_records import (
     a_session,
     an_operation,
     claim,
-    claim_shares,
+    claim_records,
+    claim_within,
     complete,
     done,
     failure_of,
@@ -101,7 +102,7 @@ class LogContract(StoreSuite):
         request_id = await store.submit(operation)
         record = await other.get_operation(request_id)
         assert (record.state, record.seq_id, record.subject_id) == (OperationState.QUEUED, 1, "s1:train:0")
-        (claimed,) = await other.claim(await lease_of(other), max_operations=9)
+        (claimed,) = await claim_records(other, await lease_of(other))
         assert (claimed.payload, claimed.num_tokens, claimed.tenant) == (operation.payload, 11, "ann")
         assert claimed.started_at is not None
 
@@ -134,7 +135,7 @@ class LogContract(StoreSuite):
         for seq_id, kind in enumerate((*kinds, "forward_backward", "optim_step", "optim_step"), start=1):
             refused = no if seq_id in (4, 5) else None
             await store.submit(an_operation(seq_id=seq_id, kind=kind, refused=refused))
-        ids = [record.request_id for record in await store.claim(await lease_of(store), max_operations=9)]
+        ids = [record.request_id for record in await claim_records(store, await lease_of(store))]
         await complete(store, [done(ids[0]), done(ids[1]), done(ids[2]), done(ids[3], Failed(message="large"))])
         await complete(store, [done(ids[4], no), Completion(request_id=ids[5], result=no, applied=True)])
 
@@ -225,13 +226,6 @@ class LogContract(StoreSuite):
         mouse = await store.submit(a_sample(0, "s2:sample:0", tenant="bob"))
         assert set(await claim(store, 2)) == {hog[0], mouse}
 
-    async def test_claims_of_one_sort(self, store: RequestStore) -> None:
-        await a_model(store)
-        sample, step = await store.submit(a_sample()), await store.submit(an_operation(seq_id=1))
-        assert await claim(store, ordered=True) == [step]
-        assert await claim(store, ordered=True) == []
-        assert await claim(store, ordered=False) == [sample]
-
     async def test_every_tenant_has_a_share_of_what_an_engine_holds(self, store: RequestStore) -> None:
         """However many operations others have waiting, and whatever the engine holds of them."""
         await a_model(store)
@@ -239,21 +233,21 @@ class LogContract(StoreSuite):
         passes = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in range(1, 7)]
         samples = [await store.submit(a_sample(seq_id)) for seq_id in range(6)]
         room = ClaimRoom(operations=4, num_bytes=1000)
-        assert await claim_shares(store, room, room) == [*passes[:4], *samples[:4]]
+        assert await claim_within(store, room) == [*passes[:4], *samples[:4]]
         late = [await store.submit(an_operation("s2:train:0", seq_id, tenant="bob")) for seq_id in range(1, 7)]
         late_sample = await store.submit(a_sample(0, "s2:sample:0", tenant="bob"))
         full = ClaimRoom(operations=4, num_bytes=1000, held={"ann": Held(operations=4)})
-        assert await claim_shares(store, full, full) == [*late[:2], late_sample]
-        assert await claim_shares(store, full, full) == late[2:4]  # the store does not remember what it gave
+        assert await claim_within(store, full) == [*late[:2], late_sample]
+        assert await claim_within(store, full) == late[2:4]  # the store does not remember what it gave
 
     async def test_claims_are_bounded_by_decoded_bytes(self, store: RequestStore) -> None:
         ids = [await store.submit(a_sample(seq_id, num_bytes=size)) for seq_id, size in enumerate((40, 40, 40, 500))]
         room = ClaimRoom(operations=9, num_bytes=100)
-        assert await claim_shares(store, room, room) == ids[:2]
-        claimed = await store.claim_shares(await lease_of(store), training=room, samples=room)
+        assert await claim_within(store, room) == ids[:2]
+        claimed = await store.claim(await lease_of(store), training=room, samples=room)
         assert [(record.request_id, record.num_bytes) for record in claimed.records] == [(ids[2], 40)]
         assert claimed.left_some
-        assert await claim_shares(store, room, room) == ids[3:]  # larger than everything, so it is held alone
+        assert await claim_within(store, room) == ids[3:]  # larger than everything, so it is held alone
 
     async def test_a_gap_that_closes_keeps_the_order_of_its_model(self, store: RequestStore) -> None:
         await a_model(store)
@@ -608,7 +602,7 @@ class LogContract(StoreSuite):
         behind_a_gap = await store.submit(an_operation(seq_id=3))
         await store.end_session("s1", "success", None)
         assert "seq_id 2 " in (await failure_of(store, behind_a_gap)).message
-        records = await store.claim(await lease_of(store), max_operations=9)
+        records = await claim_records(store, await lease_of(store))
         assert [record.request_id for record in records][:1] == [first]
         unload = records[-1]
         assert unload.payload is not None

@@ -18,6 +18,7 @@ from tinsmith.store import (
     Completion,
     Lease,
     NewOperation,
+    OperationRecord,
     OperationState,
     RecoveryPointRecord,
     RequestStore,
@@ -111,13 +112,23 @@ async def a_model(store: RequestStore, model_id: str = "s1:train:0", tenant: str
     return request_id
 
 
-async def claim(store: RequestStore, max_operations: int = 100, **more: Any) -> list[str]:
-    records = await store.claim(await lease_of(store), max_operations=max_operations, **more)
-    return [record.request_id for record in records]
+async def claim_records(store: RequestStore, lease: Lease, max_operations: int = 100) -> list[OperationRecord]:
+    """Claim at most so many operations of models, and as many samples."""
+    room = ClaimRoom(operations=max_operations, num_bytes=1 << 40)
+    return (await store.claim(lease, training=room, samples=room)).records
 
 
-async def claim_shares(store: RequestStore, training: ClaimRoom, samples: ClaimRoom) -> list[str]:
-    claimed = await store.claim_shares(await lease_of(store), training=training, samples=samples)
+async def claim(store: RequestStore, max_operations: int = 100) -> list[str]:
+    return [record.request_id for record in await claim_records(store, await lease_of(store), max_operations)]
+
+
+async def claim_suspect(store: RequestStore) -> str | None:
+    record = await store.claim_suspect(await lease_of(store))
+    return None if record is None else record.request_id
+
+
+async def claim_within(store: RequestStore, room: ClaimRoom) -> list[str]:
+    claimed = await store.claim(await lease_of(store), training=room, samples=room)
     return [record.request_id for record in claimed.records]
 
 
@@ -146,7 +157,7 @@ async def finished(
 
 async def heard(store: RequestStore, session_id: str = "s1") -> None:
     """Have a heartbeat of the session arrive now. Gaps are closed only for clients that are heard."""
-    await store.touch_session(session_id, datetime.now(UTC))
+    await store.hear_session(session_id, datetime.now(UTC))
 
 
 async def state_of(store: RequestStore, request_id: str) -> OperationState:

@@ -35,6 +35,7 @@ from tinsmith.testing.store_records import (
     a_session,
     an_operation,
     claim,
+    claim_suspect,
     complete,
     done,
     failure_of,
@@ -52,17 +53,17 @@ class RecoveryContract(StoreSuite):
         running = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2)]
         await claim(store)
         await complete(store, [done(running[0])])
-        queued = await store.submit(an_operation(seq_id=3))
         sample = await store.submit(a_sample())
-        assert await claim(store, ordered=False) == [sample]
+        assert await claim(store) == [sample]
+        queued = await store.submit(an_operation(seq_id=3))
         waiter = asyncio.create_task(store.wait_for(running[1], LONG_S))
         assert await store.requeue(await lease_of(store), max_attempts=3, reason="killed") == []
         assert await state_of(store, running[1]) == OperationState.QUEUED
         run = await store.get_run("s1:train:0")
         assert (run.state, run.next_seq_id, run.applied_seq_id) == (RunState.READY, 2, 1)
         # what may have killed the engine runs by itself
-        assert await claim(store, 1, alone=True) == [running[1]]
-        assert await claim(store, alone=True) == []
+        assert await claim_suspect(store) == running[1]
+        assert await claim_suspect(store) is None
         assert set(await claim(store)) == {queued, sample}
         await complete(store, [done(running[1])])
         assert (await waiter).state == OperationState.SUCCEEDED
@@ -75,7 +76,7 @@ class RecoveryContract(StoreSuite):
             assert (
                 await store.requeue(await lease_of(store), max_attempts=2, reason="killed", max_interruptions=5) == []
             )
-            assert await claim(store, alone=True) == [innocent]
+            assert await claim_suspect(store) == innocent
         assert await store.requeue(await lease_of(store), max_attempts=2, reason="crashed") == []
         await claim(store)
         assert await store.requeue(await lease_of(store), max_attempts=2, reason="killed", max_interruptions=5) == [
@@ -111,7 +112,7 @@ class RecoveryContract(StoreSuite):
         await claim(store, 1)
         for _ in range(2):
             assert await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9") == []
-            assert await claim(store, alone=True) == [poison]
+            assert await claim_suspect(store) == poison
         assert await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9") == [poison]
         failed = await failure_of(store, poison)
         assert failed.category == "server"
@@ -137,7 +138,7 @@ class RecoveryContract(StoreSuite):
         for _ in range(10):
             assert await claim(store) == [request_id]
             assert await store.requeue(await lease_of(store), max_attempts=1, reason=None) == []
-        assert await claim(store, alone=True) == []
+        assert await claim_suspect(store) is None
         assert await claim(store) == [request_id]
 
     async def test_what_is_held_is_not_put_back(self, store: RequestStore) -> None:
@@ -156,10 +157,10 @@ class RecoveryContract(StoreSuite):
         request_id = await store.submit(a_sample())
         assert await claim(store) == [request_id]
         await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9")
-        assert await claim(store, alone=True) == []  # many may have been running, so they run together once more
+        assert await claim_suspect(store) is None  # many may have been running, so they run together once more
         assert await claim(store) == [request_id]
         await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9")
-        assert await claim(store, alone=True) == [request_id]
+        assert await claim_suspect(store) == request_id
         assert await store.requeue(await lease_of(store), max_attempts=3, reason="killed by signal 9") == [request_id]
         failed = await failure_of(store, request_id)
         assert failed.category == "server"

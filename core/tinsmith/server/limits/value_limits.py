@@ -2,7 +2,7 @@
 
 from tinsmith import operations as ops
 from tinsmith.errors import UserError
-from tinsmith.store.metadata import refuse_large_metadata
+from tinsmith.store.refusals import refuse_large_metadata
 from tinsmith.store.value_sizes import largest_result
 
 

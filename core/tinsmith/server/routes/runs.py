@@ -32,7 +32,7 @@ from tinsmith.server.download_links import link_name, make_grant, refuse_revoked
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import runs_of
 from tinsmith.store import CheckpointKind, CheckpointRecord, RunRecord, RunState
-from tinsmith.store.unknown import no_such
+from tinsmith.store.refusals import no_such
 
 router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"], route_class=JsonRoute)
 

@@ -19,7 +19,7 @@ from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_uns
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_sample
 from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
-from tinsmith.store.sampling_sessions import taken
+from tinsmith.store.refusals import taken
 
 router = APIRouter(prefix=API_PREFIX, tags=["sampling"], route_class=JsonRoute)
 

@@ -16,7 +16,7 @@ from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.training import submit_creation
 from tinsmith.server.submitting import submit_training
 from tinsmith.store import CheckpointRecord
-from tinsmith.store.sampling_sessions import taken
+from tinsmith.store.refusals import taken
 
 router = APIRouter(prefix=API_PREFIX, tags=["weights"], route_class=NumberedRoute)
 

@@ -1,19 +1,69 @@
-"""Running work on a database connection, whichever database it is.
+"""What differs between databases: connections, durability, and the channel for wake-ups.
 
 Work is a synchronous function over a connection, and runs in the connection's own thread: a hop to another thread for
 each statement would cost more than the statement itself.
+
+Each SQL statement is compiled once in a process, not once for every connection. SQLAlchemy keeps compiled statements
+by their dialect, and makes a dialect for every engine. A store has an engine for each of its connections, and an HTTP
+server that has just started would compile the same statements many times over.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
+from typing import Any, Final, TypeVar, TypeVarTuple
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, create_engine
+from sqlalchemy.engine import URL
+from sqlalchemy.util import LRUCache
+
+from tinsmith.store.wakeups import WakeUps
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+_COMPILED: Final[Any] = LRUCache(1000)  # Any: SQLAlchemy's own types of keys and statements
+
+
+class Dialect(ABC):
+    """One database. Creating it does no I/O."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The database's name in messages, without a password."""
+
+    @abstractmethod
+    def visitor(self) -> Engine | None:
+        """Return what connects without changing or waiting for anything; None if the database is yet to be made.
+
+        Raise ConfigError if it can never be used.
+        """
+
+    @abstractmethod
+    def version(self, connection: Connection) -> str:
+        """Return the database's name and version."""
+
+    @abstractmethod
+    def reader(self) -> "Database":
+        """Make a connection for reading."""
+
+    def glances(self) -> Connection | None:
+        """Open a connection whose reads of a few rows never wait, so that they need no thread; None if they may."""
+        return None
+
+    @abstractmethod
+    def writer(self, *, durable: bool) -> "Database":
+        """Make a connection whose commits are durable, or else only visible to every process at once.
+
+        A durable commit also makes every commit before it durable. A commit that is not durable may be lost only
+        together with every process that has seen it.
+        """
+
+    @abstractmethod
+    def wakeups(self) -> "Channel":
+        """Make the channel to the other processes on this database."""
 
 
 def _commit(connection: Connection) -> None:
@@ -67,3 +117,41 @@ class Database(ABC):
 
     async def _in_thread(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+
+class Channel(WakeUps, ABC):
+    """Wakes calls in this process, and in the other processes on the database."""
+
+    def enlist(self, connection: Connection, topics: list[str]) -> None:
+        """Have the transaction itself tell the other processes when it commits, if the database can do that."""
+
+    @abstractmethod
+    async def open(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    def send(self, topics: Sequence[str]) -> None:
+        """Wake the calls that wait in other processes, after the commit. From any thread; does not block.
+
+        Messages that cannot be sent at once are dropped.
+        """
+
+
+class SharedStatements:
+    """Mixed into a dialect, makes equal all its instances that compile alike."""
+
+    server_version_info: tuple[Any, ...] | None
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.server_version_info == self.server_version_info
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+def make_engine(url: URL, **options: Any) -> Engine:  # Any: as `create_engine`
+    """Make an engine for a URL whose driver name is that of a dialect with shared statements."""
+    execution_options = {**options.pop("execution_options", {}), "compiled_cache": _COMPILED}
+    return create_engine(url, execution_options=execution_options, **options)

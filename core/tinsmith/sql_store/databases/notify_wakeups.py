@@ -11,7 +11,7 @@ import psycopg
 from sqlalchemy import Connection, text
 
 from tinsmith.errors import StoreError
-from tinsmith.sql_store.databases.wakeups import WakeUps
+from tinsmith.sql_store.databases.database import Channel
 
 _CHANNEL: Final = "tinsmith"
 _MAX_PAYLOAD_BYTES: Final = 7900  # PostgreSQL allows less than 8000
@@ -23,7 +23,7 @@ _NOTIFY = text(f"SELECT pg_notify('{_CHANNEL}', :payload)")
 _log = logging.getLogger(__name__)
 
 
-class NotifyWakeUps(WakeUps):
+class NotifyWakeUps(Channel):
     """A payload holds the sender's name and the topics, one on each line. After an outage, all topics are woken."""
 
     def __init__(self, conninfo: str, *, prepare: str = "") -> None:

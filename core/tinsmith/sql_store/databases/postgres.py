@@ -18,12 +18,9 @@ from sqlalchemy.pool import QueuePool
 
 from tinsmith.errors import ConfigError, StoreError
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.databases.database import Database
-from tinsmith.sql_store.databases.dialect import Dialect
+from tinsmith.sql_store.databases.database import Channel, Database, Dialect, SharedStatements, make_engine
 from tinsmith.sql_store.databases.notify_wakeups import NotifyWakeUps
 from tinsmith.sql_store.databases.postgres_scrubbing import Scrubber
-from tinsmith.sql_store.databases.shared_statements import SharedStatements, make_engine
-from tinsmith.sql_store.databases.wakeups import WakeUps
 
 T = TypeVar("T")
 
@@ -99,7 +96,7 @@ class PostgresDialect(Dialect):
         commit = None if self._config.synchronous == "full" else "off"
         return self._database(isolation_level="READ COMMITTED", read_only=False, synchronous_commit=commit)
 
-    def wakeups(self) -> WakeUps:
+    def wakeups(self) -> Channel:
         return NotifyWakeUps(self._conninfo, prepare=self._prepare)
 
     @property

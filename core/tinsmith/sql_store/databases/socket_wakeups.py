@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tinsmith.errors import ServerError
-from tinsmith.sql_store.databases.wakeups import WakeUps
+from tinsmith.sql_store.databases.database import Channel
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _SUFFIX = ".sock"
 _SEPARATOR = "\n"
 
 
-class SocketWakeUps(WakeUps):
+class SocketWakeUps(Channel):
     """Each process binds `<directory>/<pid>-<random>.sock`, and sends to all other sockets in the directory."""
 
     def __init__(self, directory: Path) -> None:

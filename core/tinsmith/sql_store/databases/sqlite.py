@@ -19,11 +19,8 @@ from tinsmith.errors import ConfigError, StoreError
 from tinsmith.file_systems import NETWORK, file_system_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import sqlite_scrubbing
-from tinsmith.sql_store.databases.database import Database
-from tinsmith.sql_store.databases.dialect import Dialect
-from tinsmith.sql_store.databases.shared_statements import SharedStatements, make_engine
+from tinsmith.sql_store.databases.database import Channel, Database, Dialect, SharedStatements, make_engine
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
-from tinsmith.sql_store.databases.wakeups import WakeUps
 from tinsmith.turns import Turns
 
 _STRENGTH: Final = ("off", "normal", "full")
@@ -90,7 +87,7 @@ class SqliteDialect(Dialect):
         pragmas = (*pragmas, f"busy_timeout = {_TRY_MS}")  # of BEGIN; after it, a transaction waits for nobody
         return SqliteDatabase(self.path, begin=begin, pragmas=pragmas, turns=self.turns)
 
-    def wakeups(self) -> WakeUps:
+    def wakeups(self) -> Channel:
         return SocketWakeUps(self.path.with_name(self.path.name + ".wake"))
 
     def _pragmas(self, synchronous: str, *first: str) -> tuple[str, ...]:

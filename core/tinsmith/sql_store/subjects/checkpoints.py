@@ -8,13 +8,12 @@ from typing import Final, TypeVar, get_args
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, bindparam, func
 
-from tinsmith.errors import NotFoundError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import CHECKPOINTS, KEPT, RUNS, columns_of, put, to_record, to_values
 from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints
-from tinsmith.store.checkpoints import is_version, version_gone
-from tinsmith.store.metadata import refuse_large_metadata
+from tinsmith.store.checkpoints import is_version
+from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_large_metadata, version_gone
 
 T = TypeVar("T")
 
@@ -56,7 +55,7 @@ _NEWEST_OF = _RECORDS.where(
 def get(connection: Connection, path: str, *, lock: bool = False) -> CheckpointRecord:
     found = connection.execute(_GET.with_for_update() if lock else _GET, {"wanted": path}).first()
     if found is None:
-        raise _missing(path)
+        raise no_checkpoint(path)
     return to_record(found, CheckpointRecord)
 
 
@@ -114,8 +113,7 @@ async def add_checkpoint(connections: Connections, record: CheckpointRecord) -> 
 def add(tx: Transaction, record: CheckpointRecord) -> None:
     row = tx.connection.execute(_ANY, {"wanted": record.path}).first()
     if row is not None and row.deleted_at is None:
-        msg = f"checkpoint {record.path!r} exists already; choose another name"
-        raise UserError(msg)
+        raise checkpoint_exists(record.path)
     _put(tx, record)
 
 
@@ -173,14 +171,10 @@ def delete_version(tx: Transaction, read: CheckpointRecord) -> CheckpointRecord:
 def deleted(connection: Connection, path: str) -> CheckpointRecord:
     row = connection.execute(_ANY, {"wanted": path}).first()
     if row is None or row.deleted_at is None:
-        raise _missing(path)
+        raise no_checkpoint(path)
     return to_record(row, CheckpointRecord)
 
 
 def expired(connection: Connection, now: datetime) -> list[CheckpointRecord]:
     query = _RECORDS.where(_THERE, CHECKPOINTS.c.expires_at <= now).order_by(CHECKPOINTS.c.expires_at)
     return [to_record(row, CheckpointRecord) for row in connection.execute(query)]
-
-
-def _missing(path: str) -> NotFoundError:
-    return NotFoundError(f"no checkpoint {path!r}")

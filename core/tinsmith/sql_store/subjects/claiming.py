@@ -5,7 +5,7 @@ operations of each as may be claimed. Its cost depends neither on what else is w
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, NamedTuple, TypeVar
@@ -17,11 +17,9 @@ from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import leases, log
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import Claim, Claimable, ClaimRoom, Lease, OperationRecord
+from tinsmith.store.wakeups import work_topic
 
 T = TypeVar("T")
-W = TypeVar("W")
-
-Locks = Callable[[Connection, Lease, W], set[str]]
 
 _PART: Final = 500  # values of one IN list
 _QUEUES_AT_ONCE: Final = 50  # queues read by one statement
@@ -65,23 +63,15 @@ def _tenants(*, ordered: bool) -> tuple[str, str]:
     return item, f"SELECT {str(ordered).upper()} AS ordered, tenant FROM {found} WHERE tenant IS NOT NULL"
 
 
-def _queues(sorts: Sequence[bool]) -> Query[Queue]:
-    items, selects = zip(*(_tenants(ordered=each) for each in sorts), strict=True)
-    return Query(f"WITH RECURSIVE {', '.join(items)} {' UNION ALL '.join(selects)}", Queue)
-
-
-_QUEUES: Final[Mapping[bool | None, Query[Queue]]] = {
-    True: _queues([True]),
-    False: _queues([False]),
-    None: _queues([True, False]),
-}
+_OF_MODELS, _OF_SAMPLES = _tenants(ordered=True), _tenants(ordered=False)
+_QUEUES = Query(f"WITH RECURSIVE {_OF_MODELS[0]}, {_OF_SAMPLES[0]} {_OF_MODELS[1]} UNION ALL {_OF_SAMPLES[1]}", Queue)
 _SUSPECT = "base_model = :base_model AND operations.state = 'queued' AND operations.alone"
-_ANY_ALONE = Query(f"SELECT id FROM operations WHERE {_SUSPECT} ORDER BY id LIMIT 1", int)
+_ANY_SUSPECT = Query(f"SELECT id FROM operations WHERE {_SUSPECT} ORDER BY id LIMIT 1", int)
 _SUSPECTS = Query(
     f"{_HEAD} WHERE {_SUSPECT} AND NOT EXISTS (SELECT 1 FROM operations AS earlier, runs WHERE operations.ordered "
     "AND runs.model_id = operations.subject_id AND earlier.subject_id = operations.subject_id "
     "AND earlier.seq_id >= runs.next_seq_id AND earlier.seq_id < operations.seq_id AND earlier.state = 'queued') "
-    "ORDER BY id LIMIT :at_most",
+    "ORDER BY id LIMIT 1",
     Head,
 )
 _LOCK_MODELS = Query("SELECT model_id FROM runs WHERE model_id IN :models FOR UPDATE SKIP LOCKED", str)
@@ -98,52 +88,29 @@ _CLAIMED = Query(
 _ADVANCE = Change("UPDATE runs SET next_seq_id = :next WHERE model_id = :model")
 
 
-def queues(connection: Connection, base_model: str, *, ordered: bool | None = None) -> list[Queue]:
-    """Return the queues from which something can be claimed: of models (`ordered`), of samples, or of both (None)."""
-    return _QUEUES[ordered].all(connection, base_model=base_model)
-
-
-def any_alone(connection: Connection, base_model: str) -> bool:
-    return _ANY_ALONE.first(connection, base_model=base_model) is not None
-
-
 Limits = Mapping[Queue, int]
 """From which queues to claim, and at most how many operations of each."""
 
-Choose = Callable[[Sequence[Head]], Sequence[Head]]
-"""Chooses from heads, which are in order for each queue. Must not pass one over and take a later one of its queue."""
 
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """How much a claim may take, and of whom."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What a claim takes: first how many of which queues it looks at, then which of these."""
+    training: ClaimRoom
+    samples: ClaimRoom
 
-    ordered: bool | None = None  # of models, samples, or both
-    limits: Callable[[Sequence[Queue]], Limits]
-    choose: Choose
+    def limits(self, queues: Sequence[Queue]) -> Limits:
+        """Return how many operations to look at of which queues."""
+        found: dict[Queue, int] = {}
+        for ordered, room in self._sorts():
+            places = room.places(queue.tenant for queue in queues if queue.ordered is ordered)
+            found |= {Queue(ordered, tenant): number for tenant, number in places.items()}
+        return found
 
-
-def in_turns(max_operations: int, *, ordered: bool | None = None) -> Choice:
-    """Take turns between queues, up to a number."""
-
-    def choose(heads: Sequence[Head]) -> Sequence[Head]:
-        places: Counter[Queue] = Counter()
-        placed = []
-        for head in heads:
-            places[head.queue] += 1
-            placed.append((places[head.queue], head.turn, head))
-        placed.sort(key=lambda each: each[:2])  # stable, so a model's operations stay in order
-        return [head for _, _, head in placed[:max_operations]]
-
-    return Choice(ordered=ordered, limits=lambda queues: dict.fromkeys(queues, max_operations), choose=choose)
-
-
-def by_shares(training: ClaimRoom, samples: ClaimRoom) -> Choice:
-    """Give each tenant its share."""
-
-    def choose(heads: Sequence[Head]) -> Sequence[Head]:
+    def choose(self, heads: Sequence[Head]) -> Sequence[Head]:
+        """Choose from heads, which are in order for each queue."""
         chosen: list[Head] = []
-        for ordered, room in ((True, training), (False, samples)):
+        for ordered, room in self._sorts():
             waiting: dict[str, list[Claimable[Head]]] = defaultdict(list)
             for head in heads:
                 if head.ordered is ordered:
@@ -151,61 +118,45 @@ def by_shares(training: ClaimRoom, samples: ClaimRoom) -> Choice:
             chosen += room.choose(waiting)
         return chosen
 
-    def limits(queues: Sequence[Queue]) -> Limits:
-        found: dict[Queue, int] = {}
-        for ordered, room in ((True, training), (False, samples)):
-            places = room.places(queue.tenant for queue in queues if queue.ordered is ordered)
-            found |= {Queue(ordered, tenant): number for tenant, number in places.items()}
-        return found
-
-    return Choice(limits=limits, choose=choose)
-
-
-async def claim_operations(
-    connections: Connections, lease: Lease, *, max_operations: int, ordered: bool | None = None, alone: bool = False
-) -> list[OperationRecord]:
-    connections.subscribed(log.work_topic(lease.base_model))
-    if max_operations <= 0:
-        return []
-    if not alone:
-        return (await _claim(connections, lease, in_turns(max_operations, ordered=ordered))).records
-    if not await connections.reader.read(any_alone, lease.base_model):
-        return []
-    return await _write_claim(connections, suspects_to_claim, claim_suspects, lease, max_operations)
-
-
-async def claim_shares(connections: Connections, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
-    connections.subscribed(log.work_topic(lease.base_model))
-    return await _claim(connections, lease, by_shares(training, samples))
-
-
-async def _claim(connections: Connections, lease: Lease, choice: Choice) -> Claim:
-    return await _write_claim(connections, models_to_claim, claim, lease, choice)
-
-
-async def wait_for_work(connections: Connections, base_model: str, timeout_s: float) -> None:
-    await connections.wait_for(log.work_topic(base_model), timeout_s)
+    def _sorts(self) -> tuple[tuple[bool, ClaimRoom], tuple[bool, ClaimRoom]]:
+        return (True, self.training), (False, self.samples)
 
 
 @durable_boundary("store.claim")
-async def _write_claim(
-    connections: Connections, locks: Locks[W], take: Callable[[Transaction, Lease, W], T], lease: Lease, what: W
-) -> T:
-    return await connections.relaxed.write_locking(locks, take, lease, what)
+async def claim_operations(connections: Connections, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
+    connections.wakeups.subscribed(work_topic(lease.base_model))
+    return await connections.relaxed.write_locking(models_to_claim, claim, lease, Rooms(training, samples))
 
 
-def models_to_claim(connection: Connection, lease: Lease, choice: Choice) -> set[str]:
-    limits = choice.limits(queues(connection, lease.base_model, ordered=choice.ordered))
+@durable_boundary("store.claim")
+async def claim_suspect(connections: Connections, lease: Lease) -> OperationRecord | None:
+    connections.wakeups.subscribed(work_topic(lease.base_model))
+    if not await connections.reader.read(any_suspect, lease.base_model):
+        return None
+    return await connections.relaxed.write_locking(models_of_suspects, take_suspect, lease)
+
+
+async def wait_for_work(connections: Connections, base_model: str, timeout_s: float) -> None:
+    await connections.wakeups.wait_for(work_topic(base_model), timeout_s)
+
+
+def queues(connection: Connection, base_model: str) -> list[Queue]:
+    """Return the queues from which something can be claimed."""
+    return _QUEUES.all(connection, base_model=base_model)
+
+
+def models_to_claim(connection: Connection, lease: Lease, rooms: Rooms) -> set[str]:
+    limits = rooms.limits(queues(connection, lease.base_model))
     return {head.subject_id for head in _heads(connection, lease.base_model, limits) if head.ordered}
 
 
-def claim(tx: Transaction, lease: Lease, choice: Choice) -> Claim:
+def claim(tx: Transaction, lease: Lease, rooms: Rooms) -> Claim:
     """Look and take in one transaction: an engine is woken when there is something, so that few claims find nothing."""
     leases.fence(tx, lease)
-    waiting = queues(tx.connection, lease.base_model, ordered=choice.ordered)
-    limits = choice.limits(waiting)
+    waiting = queues(tx.connection, lease.base_model)
+    limits = rooms.limits(waiting)
     heads = _heads(tx.connection, lease.base_model, limits)
-    started = _start(tx, lease, choice.choose(heads))
+    started = _start(tx, lease, rooms.choose(heads))
     seen = Counter(head.queue for head in heads)
     left_some = (
         len(limits) < len(waiting)
@@ -215,18 +166,19 @@ def claim(tx: Transaction, lease: Lease, choice: Choice) -> Claim:
     return Claim(records=started, left_some=left_some)
 
 
-def suspects_to_claim(connection: Connection, lease: Lease, max_operations: int) -> set[str]:
-    return {head.subject_id for head in _suspects(connection, lease.base_model, max_operations) if head.ordered}
+def any_suspect(connection: Connection, base_model: str) -> bool:
+    return _ANY_SUSPECT.first(connection, base_model=base_model) is not None
 
 
-def claim_suspects(tx: Transaction, lease: Lease, max_operations: int) -> list[OperationRecord]:
-    """Claim what must run alone."""
+def models_of_suspects(connection: Connection, lease: Lease) -> set[str]:
+    return {head.subject_id for head in _SUSPECTS.all(connection, base_model=lease.base_model) if head.ordered}
+
+
+def take_suspect(tx: Transaction, lease: Lease) -> OperationRecord | None:
+    """Claim the first operation that must run alone, and that nothing of its model is ahead of."""
     leases.fence(tx, lease)
-    return _start(tx, lease, _suspects(tx.connection, lease.base_model, max_operations))
-
-
-def _suspects(connection: Connection, base_model: str, limit: int) -> list[Head]:
-    return _SUSPECTS.all(connection, base_model=base_model, at_most=limit)
+    started = _start(tx, lease, _SUSPECTS.all(tx.connection, base_model=lease.base_model))
+    return started[0] if started else None
 
 
 def _heads(connection: Connection, base_model: str, limits: Limits) -> list[Head]:

@@ -33,7 +33,8 @@ from tinsmith.store import (
     SamplingSessionCreated,
 )
 from tinsmith.store.codec import encode_result
-from tinsmith.store.sampling_sessions import taken
+from tinsmith.store.refusals import taken
+from tinsmith.store.wakeups import places_topic
 
 
 class _First(NamedTuple):
@@ -133,4 +134,4 @@ def _change_state(tx: Transaction, effect: RunStateChanged) -> None:
     _CHANGE_STATE.run(tx.connection, model=effect.model_id, state=effect.state, reason=effect.reason)
     if effect.state not in models.LIVE:
         recovery_points.drop_all(tx.connection, effect.model_id)
-        tx.wake.append(log.places_topic(run.base_model))
+        tx.wake.append(places_topic(run.base_model))

@@ -11,6 +11,7 @@ from tinsmith.sql_store.subjects import leases, log, submitting
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import ENGINES, OPERATIONS, RUNNING, columns_of, put, to_record, to_values
 from tinsmith.store import EngineRecord, EngineState, Lease
+from tinsmith.store.refusals import no_engine
 
 # Without those of models that are ready: the next engine rebuilds them and continues.
 _PENDING = (
@@ -79,7 +80,7 @@ def fail_some(tx: Transaction, base_model: str, after: int) -> int | None:
         return None
     models = sorted({row.subject_id for row in rows if row.ordered})
     _LOSE.run(tx.connection, models=models, reason=engine.detail)
-    log.fail(tx, rows, submitting.no_engine(base_model, engine.detail))
+    log.fail(tx, rows, no_engine(base_model, engine.detail))
     return rows[-1].id
 
 

@@ -9,7 +9,7 @@ The end of a session is such a decision too (`sessions.py`): nothing will fill t
 missing seq_id, and what is behind it fails in parts. Once a model is lost or unloaded, everything behind a gap fails.
 """
 
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Final
 
 import sqlalchemy
@@ -22,9 +22,9 @@ from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import SESSIONS
 from tinsmith.store import RunState
-
-SILENCE: Final = timedelta(seconds=30)
-"""A client sends a heartbeat every 10 s. If none arrives for longer than this, the server may be at fault."""
+from tinsmith.store.refusals import behind_a_gap, lost
+from tinsmith.store.sessions import SILENCE
+from tinsmith.store.wakeups import work_topic
 
 _PART: Final = log.PART  # operations that one transaction fails
 _LARGEST: Final = (1 << 63) - 1
@@ -127,7 +127,7 @@ def _fail_gap(tx: Transaction, run: Run) -> tuple[int, bool]:
     run.arrived_seq_id = run.next_seq_id - 1
     submitting.let_follow(tx.connection, run)
     models.write(tx.connection, run)
-    tx.wake.append(log.work_topic(run.base_model))
+    tx.wake.append(work_topic(run.base_model))
     return failed, run.unload_seq_id is not None or not run.is_live
 
 
@@ -167,14 +167,5 @@ def _fail(tx: Transaction, run: Run, missing: int, *, before: int = _LARGEST) ->
 
 def _failure(run: Run, missing: int) -> Failed:
     if run.state == RunState.LOST:
-        return submitting.lost(run.model_id, run.state_reason)
-    if run.unload_seq_id == missing:
-        rest = "its session has ended"
-    elif run.state == RunState.UNLOADED:
-        rest = "the model has been unloaded"
-    else:
-        rest = "the model continues with the next request"
-    return Failed(
-        message=f"seq_id {missing} of {run.model_id!r} never arrived, so the requests that waited behind it "
-        f"were not run; {rest}"
-    )
+        return lost(run.model_id, run.state_reason)
+    return behind_a_gap(run.model_id, missing, run.state, unloads=run.unload_seq_id == missing)

@@ -4,17 +4,16 @@ Every write of an engine calls `fence` first, in the same transaction. It locks 
 until the write is committed, and a write after the takeover finds the higher epoch.
 """
 
-import asyncio
-from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from sqlalchemy import Connection
 
-from tinsmith.errors import LeaseLostError
 from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import Lease, LeaseHeld
+from tinsmith.store.refusals import lease_lost
+from tinsmith.store.wakeups import lease_topic
 
 
 class _Row(NamedTuple):
@@ -32,10 +31,6 @@ _SHARE = Query(f"{_READ} {_OURS} FOR SHARE", _Row)
 _OVERDUE = Query(f"{_READ} WHERE engine_id IS NOT NULL AND expires_at < DATABASE_NOW", _Row)
 _INSERT = Change("INSERT INTO leases (base_model, epoch, engine_id, expires_at) VALUES (:base_model, 0, NULL, 0)")
 _UPDATE = Change(f"UPDATE leases SET epoch = :epoch, engine_id = :engine_id, expires_at = :until {_OURS}")
-
-
-def topic(base_model: str) -> str:
-    return f"lease {base_model}"
 
 
 def acquire(
@@ -62,16 +57,14 @@ def renew(tx: Transaction, lease: Lease) -> None:
 
 
 async def wait_for_lease(connections: Connections, base_model: str, timeout_s: float) -> None:
-    with connections.wakeups.subscribe(topic(base_model)) as told, suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await told.wait()
+    await connections.wakeups.next(lease_topic(base_model), timeout_s)
 
 
 def release(tx: Transaction, base_model: str, engine_id: str) -> None:
     row = _LOCK.first(tx.connection, base_model=base_model)
     if row is not None and row.engine_id == engine_id:
         _UPDATE.run(tx.connection, base_model=base_model, epoch=row.epoch, engine_id=None, until=row.now)
-        tx.wake.append(topic(base_model))
+        tx.wake.append(lease_topic(base_model))
 
 
 def fence(tx: Transaction, lease: Lease) -> None:
@@ -97,12 +90,7 @@ def is_held(connection: Connection, base_model: str) -> bool:
 def _refuse_superseded(lease: Lease, row: _Row | None) -> None:
     if row is not None and (row.epoch, row.engine_id) == (lease.epoch, lease.engine_id):
         return
-    now = "nobody" if row is None or row.engine_id is None else f"engine {row.engine_id!r} with epoch {row.epoch}"
-    msg = (
-        f"engine {lease.engine_id!r} of {lease.base_model!r} no longer holds its lease (epoch {lease.epoch}): "
-        f"{now} holds it; nothing that this engine does is recorded any more"
-    )
-    raise LeaseLostError(msg)
+    raise lease_lost(lease, row and row.engine_id, row and row.epoch)
 
 
 def _extend(connection: Connection, lease: Lease, now: datetime) -> None:

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Final, NamedTuple
 
 import sqlalchemy
@@ -18,6 +17,8 @@ from tinsmith.sql_store.subjects.transaction import Connections, Finished, Trans
 from tinsmith.sql_store.tables import RETENTION
 from tinsmith.store import OperationRecord, OperationState
 from tinsmith.store.codec import encode_result
+from tinsmith.store.refusals import no_request
+from tinsmith.store.wakeups import done_topic, request_of
 
 SMALL_BYTES: Final = 1 << 14
 """Larger results are read by a reader."""
@@ -29,9 +30,6 @@ RECORD: Final = ", ".join(
     if each.name not in {"payload", "result_kind", "result"}
 )
 """The columns of a record, but for its contents."""
-_DONE: Final = "done "
-_PREFIX: Final = "req-"  # then the time, which tells pruned requests from unknown ones
-_TIME_DIGITS, _RANDOM_BYTES = 14, 12
 
 
 class Operation(NamedTuple):
@@ -83,24 +81,6 @@ _ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(
 _log = logging.getLogger(__name__)
 
 
-def work_topic(base_model: str) -> str:
-    return f"work {base_model}"
-
-
-def places_topic(base_model: str) -> str:
-    """Told when a place for a model may have become free, and when a model begins to wait for one."""
-    return f"places {base_model}"
-
-
-def done_topic(request_id: str) -> str:
-    return _DONE + request_id
-
-
-def request_of(topic: str) -> str | None:
-    """Return the request_id of a `done_topic`, None for any other."""
-    return topic.removeprefix(_DONE) if topic.startswith(_DONE) else None
-
-
 async def sweep(connections: Connections, every_s: float) -> None:
     """Now and then, wake calls that could have missed a wake-up."""
     while True:
@@ -114,22 +94,6 @@ async def sweep(connections: Connections, every_s: float) -> None:
             continue
         connections.wakeups.wake(done_topic(request_id) for request_id in done)
         connections.wakeups.wake(topic for topic in topics if request_of(topic) is None)
-
-
-def new_request_id(now: datetime) -> str:
-    """`req-<microseconds since 1970, hex>-<random, hex>`."""
-    return f"{_PREFIX}{int(now.timestamp() * 1_000_000):0{_TIME_DIGITS}x}-{secrets.token_hex(_RANDOM_BYTES)}"
-
-
-def created_at(request_id: str) -> datetime | None:
-    """Return when a request was made; None if `request_id` was not made by `new_request_id`."""
-    time, _, rest = request_id.removeprefix(_PREFIX).partition("-")
-    if not request_id.startswith(_PREFIX) or len(time) != _TIME_DIGITS or len(rest) != 2 * _RANDOM_BYTES:
-        return None
-    try:
-        return datetime.fromtimestamp(int(time, 16) / 1_000_000, UTC)
-    except (ValueError, OverflowError):
-        return None
 
 
 def get(connection: Connection, request_id: str) -> OperationRecord:
@@ -214,8 +178,5 @@ def locks_rows(connection: Connection) -> bool:
 
 
 def _missing(connection: Connection, request_id: str) -> NotFoundError | ResultExpiredError:
-    made_at = created_at(request_id)
     removed: datetime | None = connection.execute(sqlalchemy.select(RETENTION.c.finished_before)).scalar()
-    if made_at is not None and removed is not None and made_at < removed:
-        return ResultExpiredError(f"the result of request {request_id!r} is past its retention; send the request again")
-    return NotFoundError(f"no request {request_id!r}")
+    return no_request(request_id, removed)

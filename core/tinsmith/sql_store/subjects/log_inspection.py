@@ -5,10 +5,10 @@ from datetime import datetime
 import sqlalchemy
 from sqlalchemy import BigInteger, ColumnElement, Connection, func, type_coerce
 
-from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.subjects import recovery_points
 from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, RESULTS, RUNS, columns_of, to_record
 from tinsmith.store import LoggedOperation, LogTotals, RunLog, RunRecord
+from tinsmith.store.refusals import missing
 
 _PAYLOAD_BYTES = func.coalesce(func.length(PAYLOADS.c.payload), 0)
 _RESULT_BYTES = func.coalesce(func.length(RESULTS.c.result), 0)
@@ -23,8 +23,7 @@ _RETRIED = sqlalchemy.or_(OPERATIONS.c.attempts > 1, OPERATIONS.c.interruptions 
 def run_log(connection: Connection, model_id: str) -> RunLog:
     run = connection.execute(_RUN.where(RUNS.c.model_id == model_id)).first()
     if run is None:
-        msg = f"no model {model_id!r}"
-        raise NotFoundError(msg)
+        raise missing("model", model_id)
     return RunLog(
         run=to_record(run, RunRecord),
         pruned_seq_id=run.pruned_seq_id,

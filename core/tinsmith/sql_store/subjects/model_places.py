@@ -1,20 +1,19 @@
 """Places for models on a backend: which models have one, and who gets the next."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 
 import sqlalchemy
 from sqlalchemy import Connection, bindparam
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
-from tinsmith.sql_store.subjects import leases, log, models, runs, submitting
+from tinsmith.sql_store.subjects import leases, models, runs, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import LIVE, RUNS
 from tinsmith.store import WAITS_FOR_PLACE, Lease, PlaceLimits, PlaceWait
+from tinsmith.store.model_places import Applicant, Taken, next_ones, place_wait
+from tinsmith.store.wakeups import places_topic, work_topic
 
 _LIVE = (
     sqlalchemy.select(RUNS.c.model_id, RUNS.c.tenant, RUNS.c.next_seq_id, RUNS.c.created_at, RUNS.c.lora)
@@ -24,24 +23,6 @@ _LIVE = (
 _WAITING = sqlalchemy.select(RUNS.c.model_id).where(
     RUNS.c.base_model == bindparam("base_model"), LIVE, RUNS.c.next_seq_id == WAITS_FOR_PLACE
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Applicant:
-    """A model that waits for a place."""
-
-    model_id: str
-    tenant: str
-    since: datetime
-    full: bool = False  # all weights are trained
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """The places that are taken."""
-
-    by_tenant: Counter[str]
-    full: int = 0  # by models of which all weights are trained
 
 
 @durable_boundary("store.admit_models")
@@ -62,7 +43,7 @@ def _model_to_give_up(connection: Connection, lease: Lease, model_id: str, _: st
 
 
 async def wait_for_places(connections: Connections, base_model: str, timeout_s: float) -> None:
-    await connections.wait_for(log.places_topic(base_model), timeout_s)
+    await connections.wakeups.wait_for(places_topic(base_model), timeout_s)
 
 
 def waiting_models(connection: Connection, base_model: str) -> list[str]:
@@ -77,7 +58,7 @@ def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> list[str]:
     for model_id in sorted(got_one):
         _admit(tx, model_id)
     if got_one:
-        tx.wake.append(log.work_topic(lease.base_model))
+        tx.wake.append(work_topic(lease.base_model))
     late = [each.model_id for each in waiting if each.since < limits.give_up_before]
     return [model_id for model_id in late if model_id not in got_one]
 
@@ -89,34 +70,10 @@ def give_up(tx: Transaction, lease: Lease, model_id: str, failure: str) -> None:
         runs.mark_lost(tx, run, failure, Failed(message=failure, category="server"))
 
 
-def next_ones(waiting: Sequence[Applicant], taken: Taken, limits: PlaceLimits) -> Iterator[Applicant]:
-    """Yield the models that get the free places; `waiting` begins with the model that has waited longest."""
-    waiting, by_tenant, full = list(waiting), taken.by_tenant.copy(), taken.full
-    while (free := limits.max_models - by_tenant.total()) > 0:
-        full_is_free = limits.max_full_models is None or full < limits.max_full_models
-        able = [
-            each
-            for each in waiting
-            if (full_is_free or not each.full) and (free > limits.kept or not by_tenant[each.tenant])
-        ]
-        if not able:
-            return
-        chosen = min(able, key=lambda each: (by_tenant[each.tenant], each.since))
-        yield chosen
-        waiting.remove(chosen)
-        by_tenant[chosen.tenant] += 1
-        full += chosen.full
-
-
 def wait_of(connection: Connection, run: Run) -> PlaceWait:
     """Return what a model that waits for a place waits for."""
     taken, waiting = _places(connection, run.base_model)
-    return PlaceWait(
-        taken=taken.by_tenant.total(),
-        taken_by_tenant=taken.by_tenant[run.tenant],
-        num_waiting=len(waiting),
-        taken_full=taken.full if any(each.full for each in waiting if each.model_id == run.model_id) else None,
-    )
+    return place_wait(run.model_id, run.tenant, waiting, taken)
 
 
 def _places(connection: Connection, base_model: str) -> tuple[Taken, list[Applicant]]:

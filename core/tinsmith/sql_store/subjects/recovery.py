@@ -12,6 +12,8 @@ from tinsmith.sql_store.subjects import leases, log, models, recovery_points, ru
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import RUNS, SAMPLING_SESSIONS, columns_of, to_record
 from tinsmith.store import Lease, LiveModel, OperationRecord, RunRecord, RunState
+from tinsmith.store.refusals import ended_too_often
+from tinsmith.store.wakeups import work_topic
 
 _CREATION = "create_model"
 _RUNNING = Query(
@@ -83,12 +85,12 @@ def requeue(
         too_often = interruptions >= max_interruptions if max_interruptions else attempts >= max_attempts
         if reason is not None and too_often:
             failed.append(each.request_id)
-            if _give_up(tx, each, f"the engine ended {attempts + interruptions} times", reason):
+            if _give_up(tx, each, ended_too_often(each.kind, attempts + interruptions, reason)):
                 lost.add(each.subject_id)
         else:
             alone = each.ordered or attempts >= max_attempts - 1
             _put_back(tx, each, crashed=reason is not None, alone=alone)
-    tx.wake.append(log.work_topic(lease.base_model))
+    tx.wake.append(work_topic(lease.base_model))
     return failed
 
 
@@ -101,10 +103,9 @@ def _put_back(tx: Transaction, operation: log.Operation, *, crashed: bool, alone
         models.write(tx.connection, run)
 
 
-def _give_up(tx: Transaction, operation: log.Operation, times: str, reason: str) -> bool:
+def _give_up(tx: Transaction, operation: log.Operation, failure: Failed) -> bool:
     """Fail this operation alone. Its seq_id is used up; return whether its model is lost, as after a creation."""
-    message = f"{times} while this {operation.kind} ran, so it is not tried again: {reason}"
-    log.finish(tx, operation, Failed(message=message, category="server"))
+    log.finish(tx, operation, failure)
     run = models.locked(tx.connection, operation.subject_id) if operation.ordered else None
     if run is None:
         return False
@@ -112,7 +113,7 @@ def _give_up(tx: Transaction, operation: log.Operation, times: str, reason: str)
     models.write(tx.connection, run)
     if operation.kind != _CREATION:
         return False
-    runs.mark_lost(tx, run, f"it could not be created: {message}")
+    runs.mark_lost(tx, run, f"it could not be created: {failure.message}")
     return True
 
 

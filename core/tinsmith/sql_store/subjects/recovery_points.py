@@ -3,11 +3,11 @@
 import sqlalchemy
 from sqlalchemy import Connection, bindparam
 
-from tinsmith.errors import ServerError
 from tinsmith.sql_store.subjects import leases, models
 from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.sql_store.tables import RECOVERY_POINTS, columns_of, put, to_record, to_values
 from tinsmith.store import Lease, RecoveryPointRecord
+from tinsmith.store.refusals import ahead_of_results, model_not_live
 
 _OF = (
     sqlalchemy.select(*columns_of(RecoveryPointRecord, RECOVERY_POINTS))
@@ -20,14 +20,9 @@ def add(tx: Transaction, lease: Lease, record: RecoveryPointRecord, *, keep: int
     leases.fence(tx, lease)
     run = models.locked(tx.connection, record.model_id)
     if run is None or not run.is_live:
-        msg = f"model {record.model_id!r} is not live, so its recovery point is not kept"
-        raise ServerError(msg)
+        raise model_not_live(record)
     if record.seq_id > run.applied_seq_id:
-        msg = (
-            f"a recovery point of {record.model_id!r} at seq_id {record.seq_id} is ahead of the recorded results, "
-            f"which end at {run.applied_seq_id}"
-        )
-        raise ServerError(msg)
+        raise ahead_of_results(record, run.applied_seq_id)
     keep_newest(tx.connection, record, keep)
 
 

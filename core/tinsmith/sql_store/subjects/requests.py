@@ -8,7 +8,6 @@ from functools import partial
 import sqlalchemy
 from sqlalchemy import Connection, bindparam
 
-from tinsmith.operations import Failed
 from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import leases, log, model_places, models, transaction
 from tinsmith.sql_store.subjects.models import Run
@@ -23,6 +22,8 @@ from tinsmith.store import (
     OperationState,
     Waiting,
 )
+from tinsmith.store.refusals import CANCELLED
+from tinsmith.store.wakeups import done_topic, samples_topic, work_topic
 
 _OURS = "SELECT id FROM operations WHERE base_model = :base_model AND tenant = :tenant"
 _NUM_QUEUED, _NUM_RUNNING = (
@@ -47,10 +48,10 @@ async def get_operation(connections: Connections, request_id: str) -> OperationR
 
 
 async def wait_for(connections: Connections, request_id: str, timeout_s: float) -> OperationRecord:
-    return await connections.read_until(
+    return await connections.wakeups.read_until(
         lambda operation: operation.state in log.FINISHED,
         partial(get_operation, connections, request_id),
-        topic=log.done_topic(request_id),
+        topic=done_topic(request_id),
         timeout_s=timeout_s,
     )
 
@@ -59,10 +60,10 @@ async def finished_samples(
     connections: Connections, sampling_session_id: str, clone: int, *, after: int, limit: int, timeout_s: float
 ) -> FinishedSamples:
     look = transaction.finished_samples
-    return await connections.read_until(
+    return await connections.wakeups.read_until(
         lambda found: len(found.samples) > 0,
         partial(connections.reader.read, look, sampling_session_id, clone, cursor=after, limit=limit),
-        topic=transaction.samples_topic(sampling_session_id, clone),
+        topic=samples_topic(sampling_session_id, clone),
         timeout_s=timeout_s,
     )
 
@@ -98,10 +99,10 @@ def is_awaited(connection: Connection, model_id: str, seq_id: int) -> bool:
 def cancel(tx: Transaction, request_id: str) -> OperationRecord:
     operation = log.find(tx.connection, request_id, lock=True)
     if not operation.ordered and operation.state not in log.FINISHED:
-        log.finish(tx, operation, Failed(message="cancelled by the client"), OperationState.CANCELLED)
+        log.finish(tx, operation, CANCELLED, OperationState.CANCELLED)
         if operation.state == OperationState.RUNNING:
             _TELL.run(tx.connection, key=operation.id, told=False)
-            tx.wake.append(log.work_topic(operation.base_model))
+            tx.wake.append(work_topic(operation.base_model))
     return log.get(tx.connection, request_id)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import sqlalchemy
 from sqlalchemy import Connection, bindparam, func
 
-from tinsmith.errors import NotFoundError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
 from tinsmith.sql_store.subjects import leases, log, models, recovery_points, submitting
@@ -13,8 +12,8 @@ from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import LIVE, RUNS, columns_of, to_record, to_values
 from tinsmith.store import Lease, NewOperation, RunRecord, RunState
-from tinsmith.store.metadata import refuse_large_metadata
-from tinsmith.store.unknown import no_such
+from tinsmith.store.refusals import lost, missing, refuse_large_metadata
+from tinsmith.store.wakeups import places_topic
 
 _RECORDS = sqlalchemy.select(*columns_of(RunRecord, RUNS))
 _GET = _RECORDS.where(RUNS.c.model_id == bindparam("model"))
@@ -38,14 +37,14 @@ def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
         tx.connection.execute(
             RUNS.insert(), to_values(run) | {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0}
         )
-        tx.wake.append(log.places_topic(run.base_model))
+        tx.wake.append(places_topic(run.base_model))
     return submitting.submit(tx, operation)
 
 
 def get(connection: Connection, model_id: str) -> RunRecord:
     row = connection.execute(_GET, {"model": model_id}).first()
     if row is None:
-        raise NotFoundError(no_such("model", model_id))
+        raise missing("model", model_id)
     return to_record(row, RunRecord)
 
 
@@ -76,8 +75,8 @@ def mark_lost(tx: Transaction, run: Run, reason: str, failure: Failed | None = N
     """Fail what is pending as well; the caller has locked the run."""
     models.write(tx.connection, replace(run, state=RunState.LOST, state_reason=reason))
     recovery_points.drop_all(tx.connection, run.model_id)
-    tx.wake.append(log.places_topic(run.base_model))
-    log.fail_pending(tx, run.model_id, failure or submitting.lost(run.model_id, reason))
+    tx.wake.append(places_topic(run.base_model))
+    log.fail_pending(tx, run.model_id, failure or lost(run.model_id, reason))
 
 
 def note(tx: Transaction, lease: Lease, model_id: str, note: str) -> None:

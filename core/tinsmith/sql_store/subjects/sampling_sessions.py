@@ -5,12 +5,11 @@ from dataclasses import fields
 import sqlalchemy
 from sqlalchemy import Connection, bindparam, func
 
-from tinsmith.errors import NotFoundError
 from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import OPEN, SAMPLING_SESSIONS, SESSIONS, columns_of, to_record, to_values
 from tinsmith.store import SamplingSessionRecord
-from tinsmith.store.unknown import no_such
+from tinsmith.store.refusals import missing
 
 _FIELDS = [each.name for each in fields(SamplingSessionRecord)]
 _GET = Query(
@@ -48,7 +47,7 @@ async def get_sampling_session(connections: Connections, sampling_session_id: st
 def get(connection: Connection, sampling_session_id: str) -> SamplingSessionRecord:
     found = _GET.first(connection, wanted=sampling_session_id)
     if found is None:
-        raise NotFoundError(no_such("sampling session", sampling_session_id))
+        raise missing("sampling session", sampling_session_id)
     return found
 
 

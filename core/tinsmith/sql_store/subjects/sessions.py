@@ -9,7 +9,6 @@ from typing import Final
 import sqlalchemy
 from sqlalchemy import Connection, bindparam, func
 
-from tinsmith.errors import NotFoundError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.columns import Microseconds
@@ -21,8 +20,9 @@ from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import OPEN, RUNS, SESSIONS, columns_of, to_record, to_values
 from tinsmith.store import NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.codec import encode_operation, kind_of
-from tinsmith.store.metadata import refuse_large_metadata
-from tinsmith.store.unknown import no_such
+from tinsmith.store.refusals import missing, refuse_large_metadata
+from tinsmith.store.sessions import SILENCE
+from tinsmith.store.wakeups import work_topic
 
 _PAUSE_S: Final = 0.02
 """After a transaction, heartbeats gather for this long. One that comes alone does not wait."""
@@ -72,7 +72,7 @@ def create(tx: Transaction, session: SessionRecord, idempotency_key: str | None)
 def get(connection: Connection, session_id: str, *, lock: bool = False) -> SessionRecord:
     row = connection.execute(_GET.with_for_update() if lock else _GET, {"wanted": session_id}).first()
     if row is None:
-        raise NotFoundError(no_such("session", session_id))
+        raise missing("session", session_id)
     return to_record(row, SessionRecord)
 
 
@@ -102,7 +102,7 @@ def touch_all(tx: Transaction, heartbeats: Sequence[Heartbeat]) -> list[SessionR
     order.
     """
     changes = [
-        {"wanted": each.session_id, "at": each.at, "server": each.server_id, "silent_since": each.at - gaps.SILENCE}
+        {"wanted": each.session_id, "at": each.at, "server": each.server_id, "silent_since": each.at - SILENCE}
         for each in sorted(heartbeats, key=lambda each: each.session_id)
     ]
     _TOUCH.run_each(tx.connection, changes)
@@ -155,7 +155,7 @@ class Heartbeats:
             if recorded.done():  # its client has left
                 continue
             if session is None:
-                recorded.set_exception(NotFoundError(no_such("session", heartbeat.session_id)))
+                recorded.set_exception(missing("session", heartbeat.session_id))
             else:
                 recorded.set_result(session)
 
@@ -219,7 +219,7 @@ def _unload(tx: Transaction, model_id: str) -> None:
     )
     submitting.insert(tx, operation, run, submitting.neighbours(tx.connection, operation))
     models.write(tx.connection, run)
-    tx.wake.append(log.work_topic(run.base_model))
+    tx.wake.append(work_topic(run.base_model))
 
 
 def _first_missing(tx: Transaction, run: Run) -> int:
@@ -228,17 +228,11 @@ def _first_missing(tx: Transaction, run: Run) -> int:
     return submitting.last_before_a_gap(tx.connection, run, first) + 1
 
 
-async def expire_sessions(connections: Connections, last_seen_before: datetime) -> list[str]:
-    return await _expire_silent(connections, None, last_seen_before)
-
-
-async def expire_sessions_of(connections: Connections, server_id: str, last_seen_before: datetime) -> list[str]:
-    return await _expire_silent(connections, server_id, last_seen_before)
-
-
-async def _expire_silent(connections: Connections, server_id: str | None, last_seen_before: datetime) -> list[str]:
+async def expire_sessions(
+    connections: Connections, last_seen_before: datetime, *, heard_by: str | None = None
+) -> list[str]:
     expired = []
-    for session_id in await connections.reader.read(silent, last_seen_before, server_id):
+    for session_id in await connections.reader.read(silent, last_seen_before, heard_by):
         if await connections.durable.write_locking(_models_to_end, expire, session_id, last_seen_before):
             await _fail_what_is_left(connections, session_id)
             expired.append(session_id)

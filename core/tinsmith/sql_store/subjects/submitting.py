@@ -12,13 +12,15 @@ from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection
 
-from tinsmith.errors import ConflictError, NotFoundError, ResultExpiredError, UserError
 from tinsmith.operations import Failed
 from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects import log, models
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.store import EngineState, NewOperation, RunState
+from tinsmith.store.refusals import lost, missing, no_engine, pruned_already, session_ended, too_late, used_already
+from tinsmith.store.request_ids import new_request_id
+from tinsmith.store.wakeups import work_topic
 
 
 class Neighbour(NamedTuple):
@@ -101,15 +103,14 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
     if run is not None:
         changed = {"arrived": run.arrived_seq_id, "state": run.state, "reason": run.state_reason}
         _REQUESTED.run(tx.connection, model=run.model_id, now=tx.now, **changed)
-    tx.wake.append(log.work_topic(operation.base_model))
+    tx.wake.append(work_topic(operation.base_model))
     return request_id
 
 
 def _locked_run(connection: Connection, model_id: str) -> Run:
     run = models.locked(connection, model_id)
     if run is None:
-        msg = f"no model {model_id!r}"
-        raise NotFoundError(msg)
+        raise missing("model", model_id)
     return run
 
 
@@ -125,20 +126,14 @@ def refuse_ended_session(connection: Connection, session_id: str, *, lock: bool 
     """With `lock`, the session cannot end before the transaction does."""
     row = (_END_LOCKED if lock else _END).first(connection, session_id=session_id)
     if row is not None and row.ended is not None:
-        detail = f": {row.end_detail}" if row.end_detail else ""
-        msg = f"session {session_id!r} has ended ({row.ended}{detail}); create a new one"
-        raise UserError(msg)
+        raise session_ended(session_id, row.ended, row.end_detail)
 
 
 def _repeat(connection: Connection, operation: NewOperation, run: Run | None, same: Neighbour) -> str:
     if same.digest != operation.digest:
         if run is not None:  # the end of the session may have queued an UnloadModel under this seq_id
             refuse_ended_session(connection, run.session_id)
-        msg = (
-            f"seq_id {operation.seq_id} of {operation.subject_id!r} was already used by a request with other content; "
-            "every request needs a seq_id of its own"
-        )
-        raise ConflictError(msg)
+        raise used_already(operation)
     return same.request_id
 
 
@@ -146,14 +141,10 @@ def _hopeless(connection: Connection, operation: NewOperation, run: Run | None) 
     """Return why an operation can never run, or None. Raise if it cannot even be recorded."""
     if run is not None:
         if operation.seq_id <= run.pruned_seq_id:
-            msg = f"the result of seq_id {operation.seq_id} of {operation.subject_id!r} is past its retention"
-            raise ResultExpiredError(msg)
+            raise pruned_already(operation)
         refuse_ended_session(connection, run.session_id)
         if operation.seq_id < run.next_seq_id:
-            return Failed(
-                message=f"seq_id {operation.seq_id} of {operation.subject_id!r} arrived after the model had gone on "
-                f"without it, to seq_id {run.next_seq_id}; send requests in order, or sooner",
-            )
+            return too_late(operation, run.next_seq_id)
         if run.state == RunState.LOST:
             return lost(run.model_id, run.state_reason)
         if run.state == RunState.READY:
@@ -164,18 +155,6 @@ def _hopeless(connection: Connection, operation: NewOperation, run: Run | None) 
     return None
 
 
-def lost(model_id: str, reason: str | None) -> Failed:
-    return Failed(
-        message=f"model {model_id!r} is lost: {reason or 'its engine ended'}; create a new one, from a checkpoint if "
-        "there is one",
-        category="server",
-    )
-
-
-def no_engine(base_model: str, detail: str) -> Failed:
-    return Failed(message=f"base model {base_model!r} cannot be served: {detail}", category="server")
-
-
 def insert(
     tx: Transaction, operation: NewOperation, run: Run | None, near: Neighbours, *, with_payload: bool = True
 ) -> str:
@@ -183,7 +162,7 @@ def insert(
 
     Its turn comes after everything else, and not before the one before it. The caller writes what changes of `run`.
     """
-    request_id = log.new_request_id(tx.now)
+    request_id = new_request_id(tx.now)
     before = near.get(operation.seq_id - 1)
     payload_bytes = len(operation.payload) if with_payload else 0
     values: dict[str, Any] = {  # Any: values of the columns

@@ -23,11 +23,12 @@ import sqlalchemy
 from sqlalchemy import Connection, bindparam
 from sqlalchemy.exc import IntegrityError
 
-from tinsmith.errors import UserError
 from tinsmith.sql_store import connections
 from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.tables import RUNS
 from tinsmith.store import SEQ_IDS_PER_CLONE, FinishedSample, FinishedSamples, PendingCounts
+from tinsmith.store.refusals import cursor_ahead
+from tinsmith.store.wakeups import samples_topic
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +163,6 @@ class Transaction:
 Connections = connections.Connections[Transaction]
 
 
-def samples_topic(subject_id: str, clone: int) -> str:
-    return f"samples {subject_id} {clone}"
-
-
 def _announce(connection: Connection, finished: Iterable[Finished], now: datetime) -> list[str]:
     """Number the samples. Return the topics to tell after the commit."""
     by_client: dict[tuple[str, int], list[Finished]] = {}
@@ -218,11 +215,7 @@ def finished_samples(
 ) -> FinishedSamples:
     last = _LAST.first(connection, subject_id=subject_id, clone=clone) or 0
     if cursor > last:
-        msg = (
-            f"cursor {cursor} of {subject_id!r} is ahead of everything that this server has recorded ({last}), so its "
-            "database must have been replaced; create a new sampling client"
-        )
-        raise UserError(msg)
+        raise cursor_ahead(subject_id, cursor, last)
     rows = _AFTER.all(connection, subject_id=subject_id, clone=clone, cursor=cursor, at_most=limit)
     samples = [
         FinishedSample(request_id=each.request_id, succeeded=each.succeeded, size_bytes=each.size_bytes)
@@ -239,7 +232,3 @@ def pending(connection: Connection, tenant: str) -> PendingCounts:
         number[row.kind] += sign * row.number
         num_bytes += sign * row.num_bytes
     return PendingCounts(by_kind=dict(+number), num_bytes=num_bytes)
-
-
-def pending_samples(connection: Connection, tenant: str) -> int:
-    return pending(connection, tenant).by_kind.get("sample", 0)

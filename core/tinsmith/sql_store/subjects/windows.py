@@ -1,7 +1,5 @@
 """Windows: a model's operations since its pending gradient was cleared, and whether a pass among them failed."""
 
-from typing import Final
-
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, or_
 
@@ -9,19 +7,17 @@ from tinsmith.operations import Failed
 from tinsmith.sql_store.tables import OPERATIONS, RESULTS
 from tinsmith.store import FailedPass, OperationState
 from tinsmith.store.codec import decode_result
-
-_PASS: Final = "forward_backward"
-_CLEARING: Final = ("optim_step", "load_state")  # the pending gradient, if they succeed
+from tinsmith.store.engine_log import CLEARING, PASS
 
 _of_model = OPERATIONS.c.subject_id == bindparam("model")
 _before = OPERATIONS.c.seq_id < bindparam("before")
 _FAILED_PASS = and_(
     OPERATIONS.c.state == OperationState.FAILED,
-    or_(OPERATIONS.c.kind == _PASS, OPERATIONS.c.early),  # or what was failed behind a gap, which may have been a pass
+    or_(OPERATIONS.c.kind == PASS, OPERATIONS.c.early),  # or what was failed behind a gap, which may have been a pass
 )
-_LAST_CLEARING = (
+_LASTCLEARING = (
     sqlalchemy.select(OPERATIONS.c.seq_id)
-    .where(_of_model, _before, OPERATIONS.c.kind.in_(_CLEARING), OPERATIONS.c.state == OperationState.SUCCEEDED)
+    .where(_of_model, _before, OPERATIONS.c.kind.in_(CLEARING), OPERATIONS.c.state == OperationState.SUCCEEDED)
     .order_by(OPERATIONS.c.seq_id.desc())
     .limit(1)
 )
@@ -40,7 +36,7 @@ def is_done_with() -> ColumnElement[bool]:
     cleared = sqlalchemy.exists().where(
         _later.c.subject_id == OPERATIONS.c.subject_id,
         _later.c.seq_id > OPERATIONS.c.seq_id,
-        _later.c.kind.in_(_CLEARING),
+        _later.c.kind.in_(CLEARING),
         _later.c.state == OperationState.SUCCEEDED,
     )
     return or_(sqlalchemy.not_(_FAILED_PASS), cleared)
@@ -50,7 +46,7 @@ def failed_pass(
     connection: Connection, model_id: str, *, after_seq_id: int | None, before_seq_id: int
 ) -> FailedPass | None:
     values = {"model": model_id, "before": before_seq_id}
-    after = after_seq_id if after_seq_id is not None else connection.execute(_LAST_CLEARING, values).scalar()
+    after = after_seq_id if after_seq_id is not None else connection.execute(_LASTCLEARING, values).scalar()
     after = -1 if after is None else after
     row = connection.execute(_FIRST_FAILED, {**values, "after": after}).first()
     if row is None:

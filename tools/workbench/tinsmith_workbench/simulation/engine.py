@@ -60,7 +60,7 @@ class Engine:
     # Claiming ---------------------------------------------------------------------------------------------------------
 
     def claimable(self) -> list[Request]:
-        """Return what the engine would claim now, as `claim_shares` of a store does."""
+        """Return what the engine would claim now, as `claim` of a store does."""
         return self._claimable(self.holdings.training, ordered=True) + self._claimable(
             self.holdings.samples, ordered=False
         )

@@ -1,0 +1,196 @@
+"""What a store counts for each tenant: what it has queued, what it has used, and what it keeps."""
+
+import asyncio
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from tinsmith.errors import NotFoundError
+from tinsmith.operations import Failed, OptimStepOutput
+from tinsmith.store import (
+    CheckpointWritten,
+    Completion,
+    KeptCheckpoints,
+    OperationState,
+    PendingCounts,
+    RecoveryPointTaken,
+    RequestStore,
+    SamplingSessionCreated,
+    SamplingSessionRecord,
+    StoredCheckpoints,
+    Usage,
+    UsageRecord,
+)
+from tinsmith.testing.store_records import (
+    BASE,
+    NOW,
+    a_checkpoint,
+    a_model,
+    a_recovery_point,
+    a_sample,
+    a_session,
+    an_operation,
+    claim,
+    complete,
+    done,
+    heard,
+    lease_of,
+)
+from tinsmith.testing.store_suite import StoreSuite
+
+
+class TalliesContract(StoreSuite):
+    async def test_what_a_tenant_has_is_counted(self, store: RequestStore) -> None:
+        await a_model(store)
+        await store.submit(an_operation(seq_id=2, payload=b"123"))
+        await store.submit(a_sample(payload=b"45"))
+        await store.submit(a_sample(tenant="bob", subject_id="s2:sample:0"))
+        await store.add_checkpoint(a_checkpoint("a"))
+        await store.add_checkpoint(a_checkpoint("b"))
+        await store.delete_checkpoint(a_checkpoint("b").path)
+        assert await store.pending("ann") == PendingCounts(by_kind={"optim_step": 1, "sample": 1}, num_bytes=5)
+        assert [await store.count_live_models(tenant) for tenant in ("ann", "bob")] == [1, 0]
+        assert [await store.count_live_sessions(tenant) for tenant in ("ann", "bob")] == [1, 0]
+        assert await store.kept_checkpoints("ann") == KeptCheckpoints(number=1, num_bytes=2**40)
+        assert [await store.is_awaited("s1:train:0", seq_id) for seq_id in (1, 2)] == [True, False]
+
+    async def test_what_a_tenant_keeps_is_counted_until_it_is_deleted(self, store: RequestStore) -> None:
+        """Of the log, of checkpoints, of snapshots and of recovery points; nothing of it is another tenant's."""
+        await a_model(store)
+        assert await store.kept_bytes("bob") == []
+        before = (await store.kept_bytes("ann"))[0]
+        assert before.log > 0  # of the creation
+        step = await store.submit(an_operation(seq_id=1, payload=b"123"))
+        await claim(store)
+        saved = CheckpointWritten(record=a_checkpoint("a"))
+        sampler = SamplingSessionRecord(
+            sampling_session_id="s1:sample:7",
+            session_id="s1",
+            tenant="ann",
+            base_model=BASE,
+            created_at=NOW,
+            num_bytes=700,
+        )
+        taken = RecoveryPointTaken(record=a_recovery_point(1), keep=2)
+        effects = saved, SamplingSessionCreated(record=sampler), taken
+        await complete(store, [done(step, OptimStepOutput(), *effects)])
+        (kept,) = await store.kept_bytes("ann")
+        result = len((await store.get_operation(step)).result or b"")
+        assert kept.log == before.log + 3 + result
+        assert (kept.checkpoints, kept.snapshots, kept.recovery_points) == (2**40, 700, 2**40)
+        assert [each.tenant for each in await store.kept_bytes(None)] == ["ann"]
+        await store.delete_checkpoint(a_checkpoint("a").path)
+        assert (await store.kept_bytes("ann"))[0].checkpoints == 0
+        await store.end_session("s1", "success", None)
+        await store.lose_run(await lease_of(store), "s1:train:0", "lost")
+        await store.prune(datetime.now(UTC) + timedelta(hours=1))
+        assert sum(each.total for each in await store.kept_bytes("ann")) == 0
+
+    async def test_open_sampling_sessions_are_counted(self, store: RequestStore) -> None:
+        for number, tenant in enumerate(["ann", "ann", "bob"]):
+            await store.create_session(a_session(f"s{number}", tenant=tenant), idempotency_key=None)
+            for name in ("a", "b"):
+                sampler = SamplingSessionRecord(
+                    sampling_session_id=f"s{number}:sample:{name}",
+                    session_id=f"s{number}",
+                    tenant=tenant,
+                    base_model=BASE,
+                    created_at=NOW,
+                )
+                await store.create_sampling_session(sampler)
+        assert [await store.count_open_sampling_sessions(tenant) for tenant in ("ann", "bob", "eve")] == [4, 2, 0]
+        await store.end_session("s0", "success", None)
+        assert await store.count_open_sampling_sessions("ann") == 2
+
+    async def test_whatever_has_finished_no_longer_counts_as_pending(self, store: RequestStore) -> None:
+        await a_model(store)
+        await heard(store)
+        await a_model(store, "s2:train:0")
+        lease = await lease_of(store)
+        sizes: dict[str, Any] = {"payload": b"x" * 10}
+        refused = an_operation(seq_id=1, refused=Failed(message="no"), **sizes)
+        assert await store.submit(refused) == await store.submit(refused)
+        samples = [store.submit(a_sample(number, **sizes)) for number in range(4)]
+        bad = store.submit(an_operation("nope:train:0", 1))  # shares a commit with them
+        assert isinstance((await asyncio.gather(*samples, bad, return_exceptions=True))[-1], NotFoundError)
+        step = await store.submit(an_operation(seq_id=2, **sizes))
+        held = PendingCounts(by_kind={"sample": 4, "optim_step": 1}, num_bytes=50)
+        assert await store.pending("ann") == held
+        claimed = await claim(store)
+        assert await store.pending("ann") == held
+        await asyncio.gather(complete(store, [done(step)]), complete(store, [done(step)]))
+        await store.cancel(claimed[1])
+        await store.cancel(claimed[1])
+        for _ in range(2):
+            await store.requeue(lease, max_attempts=2, reason="it was killed")
+            await claim(store)
+        await store.submit(an_operation(seq_id=4, **sizes))
+        await store.submit(an_operation("s2:train:0", 1, **sizes))
+        assert await store.pending("ann") == PendingCounts(by_kind={"optim_step": 2}, num_bytes=20)
+        await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1))
+        await store.lose_run(lease, "s2:train:0", "why")
+        assert await store.pending("ann") == PendingCounts(by_kind={}, num_bytes=0)
+        await store.submit(an_operation(seq_id=6, **sizes))
+        await store.end_session("s1", "success", None)
+        (unload,) = await claim(store)
+        assert (await store.pending("ann")).by_kind == {"unload_model": 1}
+        await complete(store, [done(unload)])
+        assert await store.pending("ann") == PendingCounts(by_kind={}, num_bytes=0)
+
+    async def test_what_can_never_run_is_stored_without_its_payload(self, store: RequestStore) -> None:
+        await a_model(store)
+        await heard(store)
+        await store.submit(an_operation(seq_id=2))
+        await store.fail_gaps(BASE, older_than=datetime.now(UTC) + timedelta(hours=1))
+        await store.submit(an_operation(seq_id=1))  # the model has gone on without it
+        await store.lose_run(await lease_of(store), "s1:train:0", "for some reason")
+        await store.submit(an_operation(seq_id=3))
+        logged = await store.list_log("s1:train:0", from_seq_id=1, limit=9)
+        assert [(each.state, each.payload_bytes > 0) for each in logged] == [
+            (OperationState.FAILED, False),
+            (OperationState.FAILED, True),
+            (OperationState.FAILED, False),
+        ]
+
+    async def test_what_an_operation_used_is_counted_once(self, store: RequestStore) -> None:
+        await a_model(store)
+        steps = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2)]
+        sample = await store.submit(a_sample(tenant="bob"))
+        await claim(store)
+        completions = [
+            Completion(request_id=steps[0], result=OptimStepOutput(), usage=Usage(trained_tokens=5, engine_s=0.5)),
+            Completion(
+                request_id=steps[1],
+                result=OptimStepOutput(),
+                effects=(CheckpointWritten(record=a_checkpoint(size_bytes=2**40)),),
+                usage=Usage(trained_tokens=7, engine_s=0.25),
+            ),
+            Completion(request_id=sample, result=OptimStepOutput(), usage=Usage(prefilled_tokens=3, sampled_tokens=2)),
+        ]
+        for _ in range(2):  # the answer to the first may have been lost
+            await complete(store, completions)
+        ann = UsageRecord(
+            tenant="ann", base_model=BASE, trained_tokens=12, checkpoints=1, stored_bytes=2**40, engine_s=0.75
+        )
+        bob = UsageRecord(tenant="bob", base_model=BASE, prefilled_tokens=3, sampled_tokens=2)
+        assert await store.total_usage(None) == [ann, bob]
+        assert await store.total_usage("bob") == [bob]
+        now, hour = datetime.now(UTC), timedelta(hours=1)
+        (hourly,) = await store.hourly_usage("ann", first=now - hour, last=now)
+        assert hourly.hour is not None
+        assert replace(hourly, hour=None) == ann
+        assert hourly.hour in {each.replace(minute=0, second=0, microsecond=0) for each in (now, now - hour)}
+        assert await store.hourly_usage("ann", first=hourly.hour, last=hourly.hour) == [hourly]
+        for other in (hourly.hour - hour, hourly.hour + hour):
+            assert await store.hourly_usage(None, first=other, last=other) == []
+
+    async def test_what_is_kept_is_told_by_project(self, store: RequestStore) -> None:
+        await a_model(store)
+        await store.update_session("s1", project_id="p")
+        await store.add_checkpoint(a_checkpoint("a"))
+        await store.add_checkpoint(replace(a_checkpoint("b"), model_id="imported"))
+        await store.add_checkpoint(a_checkpoint("c", tenant="bob"))
+        of_project = StoredCheckpoints(tenant="ann", project_id="p", number=1, num_bytes=2**40)
+        assert await store.stored_checkpoints("ann", project_id="p") == [of_project]
+        assert {each.project_id for each in await store.stored_checkpoints("ann")} == {"p", None}
+        assert {each.tenant for each in await store.stored_checkpoints(None)} == {"ann", "bob"}
