@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tinker
 from forked import Forked
 from processes import Launcher
 
@@ -136,6 +137,23 @@ def test_the_second_signal_stops_at_once(serve: Callable[..., Served], launcher:
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(START_S) == 130
     assert not psutil.wait_procs(engines, START_S)[1]
+
+
+@pytest.mark.slow
+def test_a_server_with_its_store_in_memory_runs_its_engine_itself(
+    serve: Callable[..., Served], launcher: Launcher
+) -> None:
+    """It says what that means, and stops in order; nothing of its work is in the data directory."""
+    server = serve("--store", "memory", launcher=launcher)
+    server.wait_for_line("ready tiny")
+    assert "nothing survives this process" in server.text
+    assert server.engines() == []
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
+    training = client.create_lora_training_client("tiny", rank=4).result()
+    assert training.optim_step(tinker.AdamParams()).result() is not None
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(START_S) == 0
+    assert not (server.data_dir / "tinsmith.db").exists()
 
 
 @pytest.mark.slow

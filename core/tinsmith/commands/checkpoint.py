@@ -28,7 +28,7 @@ from tinsmith.errors import ConfigError, UserError
 from tinsmith.huggingface.safetensors_files import DTYPES
 from tinsmith.json_values import Json
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_store
+from tinsmith.processes.assembly import make_shared_store
 from tinsmith.processes.printable import console as new_console
 from tinsmith.processes.printable import escape, printable
 from tinsmith.settings import Settings
@@ -220,7 +220,7 @@ def import_weights(
         force=force,
     )
     with _progress("importing") as progress:
-        store = make_store(settings, plugins_of(context))
+        store = make_shared_store(settings, plugins_of(context))
         records = asyncio.run(_import(store, request, settings.data_dir.checkpoints, progress))
     for record in records:
         typer.echo(record.path)

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from tinsmith.errors import ConfigError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_store
+from tinsmith.processes.assembly import make_shared_store
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
 
@@ -20,7 +20,7 @@ async def opened_store(settings: Settings, plugins: Plugins) -> AsyncIterator[Re
             "with --data-dir, or its configuration file with --config"
         )
         raise ConfigError(msg)
-    store = make_store(settings, plugins)
+    store = make_shared_store(settings, plugins)
     await store.open()
     try:
         yield store

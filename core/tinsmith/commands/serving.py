@@ -43,6 +43,7 @@ def serve(
     host: Annotated[str | None, setting_flag("server.host")] = None,
     port: Annotated[int | None, setting_flag("server.port")] = None,
     data_dir: DataDir = None,
+    store: Annotated[str | None, setting_flag("store")] = None,
     log_level: LogLevel = None,
 ) -> None:
     """Serve base models to Tinker clients. A model that is not on this machine is downloaded from the hub."""
@@ -54,6 +55,7 @@ def serve(
         ("--host", "server.host", host),
         ("--port", "server.port", port),
         ("--data-dir", "server.data_dir", data_dir),
+        ("--store", "store.plugin", store),
         ("--log-level", "server.log_level", log_level),
         arguments=model,
         base_model=base_model,

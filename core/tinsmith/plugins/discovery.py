@@ -16,6 +16,7 @@ BUILTINS: Final = (
     "losses",
     "schedulers",
     "sql_store",
+    "memory_store",
     "toy_backend",
     "toy_sampler",
     "no_sampler",

@@ -42,6 +42,17 @@ def make_store(settings: Settings, plugins: Plugins) -> RequestStore:
     return spec.create(config, context)
 
 
+def make_shared_store(settings: Settings, plugins: Plugins) -> RequestStore:
+    """Return the request store, not opened yet, for a process beside the server. Raise ConfigError if it has none."""
+    if plugins.stores.get(settings.store.plugin).in_process:
+        msg = (
+            f"store.plugin {settings.store.plugin!r} lives in the process of its server, which runs the engines "
+            "itself, and nobody else can open it; for this, serve with --store sql"
+        )
+        raise ConfigError(msg)
+    return make_store(settings, plugins)
+
+
 def make_scheduler(settings: Settings, plugins: Plugins) -> Scheduler:
     spec = plugins.schedulers.get(settings.scheduler.plugin)
     return spec.create(spec.config.model_validate(settings.scheduler.options()))

@@ -22,7 +22,7 @@ from tinsmith.lifeline import end_with, leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_scheduler, make_store
+from tinsmith.processes.assembly import make_scheduler, make_shared_store, make_store
 from tinsmith.processes.deaths import EXIT_MISCONFIGURED, EXIT_STORE, EXIT_SUPERSEDED, Cause
 from tinsmith.processes.engine_child import ENGINE_ID, LAST_WORDS, SUPERVISED, new_engine_id
 from tinsmith.processes.engine_run import EngineRun, Previous, StoppedWhileLoadingError
@@ -55,6 +55,7 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     log_to_stderr(settings.server.log_level)
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports at every start that there is nothing to do
     try:
+        make_shared_store(settings, plugins)  # raises if an engine can be no process of its own
         plan = make_plan(settings, plugins, this_machine(), [model_name])  # or as the server
         uvloop.run(_until_signalled(with_placement(settings, plan), model_name, plugins))
     except StoppedWhileLoadingError:
@@ -119,7 +120,7 @@ async def serve_engine(
     LeaseLostError if another engine has taken over; `on_lost` is called before that is raised, at once.
     """
     model = settings.model(model_name)
-    store = make_store(settings, plugins)
+    store = make_store(settings, plugins)  # of an engine's own thread, or process
     engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()
     signs = settings.data_dir.life_signs(model_name)
     await store.open()

@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.hook_values import ServerStarted, ServerStopping
+from tinsmith.lifeline import leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan_of_sound, with_placement
 from tinsmith.placement.report import lines_of
@@ -30,6 +31,7 @@ from tinsmith.processes.assembly import make_store
 from tinsmith.processes.before_start import obstacles, refuse
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
+from tinsmith.processes.engine_threads import EngineThreads
 from tinsmith.processes.garbage import collect_old, collect_rarely
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.processes.logs import log_to_stderr
@@ -74,7 +76,8 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
         listener = listen(settings.server)
         url = _url(settings.server, listener)
         with listener:
-            uvloop.run(_serve(settings, plugins, keys, listener, url, lock))
+            if uvloop.run(_serve(settings, plugins, keys, listener, url, lock)):
+                leave(0)
 
 
 def _take_from_environment(server: ServerSettings) -> None:
@@ -186,10 +189,13 @@ async def _serve(
     listener: socket.socket,
     url: str,
     lock: DataDirLock,
-) -> None:
+) -> bool:
+    """Return whether threads are left that the end of the process must not wait for."""
     store = make_store(settings, plugins)
     await store.open()
-    supervisor = Supervisor(settings, store)
+    supervisor: Supervisor | EngineThreads = Supervisor(settings, store)
+    if plugins.stores.get(settings.store.plugin).in_process:
+        supervisor = EngineThreads(settings, models_to_run(settings), store)
     try:
         await supervisor.start()  # first: engines take longer to start than all that follows
         app = await create_app(settings, store=store, plugins=plugins, keys=keys)
@@ -218,6 +224,7 @@ async def _serve(
     finally:
         await supervisor.stop()  # if the app could not be made
         await store.close()
+    return isinstance(supervisor, EngineThreads) and supervisor.any_left
 
 
 async def _housekeeping(settings: Settings, store: RequestStore, context: ServerContext) -> None:
@@ -297,7 +304,7 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextmanager
-def _signals(http: _HttpServer, supervisor: Supervisor) -> Iterator[None]:
+def _signals(http: _HttpServer, supervisor: Supervisor | EngineThreads) -> Iterator[None]:
     """At the first signal, stop in order; at the second, kill the engines and exit."""
     loop = asyncio.get_running_loop()
 

@@ -149,7 +149,6 @@ class SqlStore(RequestStore):
     create_sampling_session = _durable(sampling_sessions.create, point="store.create_sampling_session")
     get_sampling_session = _over(sampling_sessions.get_sampling_session)
     count_open_sampling_sessions = _read(sampling_sessions.count_open)
-    list_sampling_sessions = _read(sampling_sessions.list_of)
     list_sampling_session_ids = _read(sampling_sessions.ids_of)
 
     # checkpoints

@@ -105,6 +105,11 @@ class StoreSpec(Generic[C]):
     config: type[C]
     create: Callable[[C, StoreContext], RequestStore]
     description: str = ""
+    in_process: bool = False
+    """Whether only the process that makes the store can open it.
+
+    Then the server runs its engines in threads, and no other command can read what it keeps.
+    """
     diagnose: Callable[[C, StoreContext], str] | None = None
     """Look at the store without changing it, before each start of a server and for `tinsmith doctor`.
 

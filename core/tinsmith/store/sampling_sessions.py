@@ -18,9 +18,5 @@ class SamplingSessions(ABC):
         """Return how many sampling sessions a tenant has in sessions that have not ended."""
 
     @abstractmethod
-    async def list_sampling_sessions(self, session_id: str) -> list[SamplingSessionRecord]:
-        """Return the sampling sessions of a session, oldest first."""
-
-    @abstractmethod
     async def list_sampling_session_ids(self, session_id: str) -> list[str]:
-        """Return their ids alone: there may be a hundred thousand."""
+        """Return the ids of a session's sampling sessions, oldest first: there may be a hundred thousand."""

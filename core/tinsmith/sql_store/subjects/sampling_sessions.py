@@ -7,7 +7,7 @@ from sqlalchemy import Connection, bindparam, func
 
 from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import OPEN, SAMPLING_SESSIONS, SESSIONS, columns_of, to_record, to_values
+from tinsmith.sql_store.tables import OPEN, SAMPLING_SESSIONS, SESSIONS, to_values
 from tinsmith.store import SamplingSessionRecord
 from tinsmith.store.refusals import missing
 
@@ -18,7 +18,6 @@ _GET = Query(
 _INSERT = Change(insert_into("sampling_sessions", *_FIELDS))
 _OF = SAMPLING_SESSIONS.c.session_id == bindparam("session")
 _OLDEST = SAMPLING_SESSIONS.c.created_at, SAMPLING_SESSIONS.c.sampling_session_id
-_LIST = sqlalchemy.select(*columns_of(SamplingSessionRecord, SAMPLING_SESSIONS)).where(_OF).order_by(*_OLDEST)
 _IDS = sqlalchemy.select(SAMPLING_SESSIONS.c.sampling_session_id).where(_OF).order_by(*_OLDEST)
 _NUM_OPEN = (
     sqlalchemy.select(func.count())
@@ -49,11 +48,6 @@ def get(connection: Connection, sampling_session_id: str) -> SamplingSessionReco
     if found is None:
         raise missing("sampling session", sampling_session_id)
     return found
-
-
-def list_of(connection: Connection, session_id: str) -> list[SamplingSessionRecord]:
-    rows = connection.execute(_LIST, {"session": session_id})
-    return [to_record(row, SamplingSessionRecord) for row in rows]
 
 
 def ids_of(connection: Connection, session_id: str) -> list[str]:

@@ -1,0 +1,388 @@
+"""The rows of a store in memory, and the rules of its log.
+
+Nothing here waits, and everything is called under `Memory.lock`, so each method of the store is one transaction.
+Methods refuse before they change anything, so a transaction that raises has no effect. What waits is scanned: what a
+claim costs grows with it.
+"""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from tinsmith.operations import Failed, Result, UnloadModel
+from tinsmith.store import (
+    SEQ_IDS_PER_CLONE,
+    WAITS_FOR_PLACE,
+    CheckpointRecord,
+    EngineRecord,
+    EngineState,
+    FinishedSample,
+    Lease,
+    NewOperation,
+    OperationRecord,
+    OperationState,
+    RecoveryPointRecord,
+    RunRecord,
+    RunState,
+    SamplingSessionRecord,
+    SessionRecord,
+    refusals,
+)
+from tinsmith.store.codec import encode_operation, encode_result, kind_of
+from tinsmith.store.model_places import Applicant, Taken
+from tinsmith.store.request_ids import new_request_id
+from tinsmith.store.sessions import SILENCE
+from tinsmith.store.wakeups import done_topic, places_topic, samples_topic, work_topic
+
+
+@dataclass(slots=True)
+class Operation:
+    """An operation. `record` has its payload, and its result once it is finished."""
+
+    record: OperationRecord
+    id: int  # the order of arrival
+    turn: int  # orders what a tenant has waiting, never against the order of a model
+    digest: bytes
+    engine_id: str | None = None
+    attempts: int = 0
+    interruptions: int = 0
+    alone: bool = False  # an engine died while it ran, so the next attempt runs by itself
+    behind_a_gap: bool = False  # it failed there
+
+    @property
+    def is_queued(self) -> bool:
+        return self.record.state is OperationState.QUEUED
+
+    @property
+    def is_running(self) -> bool:
+        return self.record.state is OperationState.RUNNING
+
+    @property
+    def size(self) -> int:
+        return len(self.record.payload or b"") + len(self.record.result or b"")
+
+
+@dataclass(slots=True)
+class Run:
+    """A model."""
+
+    record: RunRecord
+    arrived: int  # up to here no seq_id is missing, and what is queued can run
+    pruned: int = -1  # the highest seq_id that retention has removed
+    unload: int | None = None  # the seq_id of the UnloadModel, once the session has ended
+    rebuilds: int = 0  # begun and not finished
+
+    @property
+    def is_live(self) -> bool:
+        return self.record.state in (RunState.CREATING, RunState.READY)
+
+    @property
+    def waits_for_place(self) -> bool:
+        return self.record.next_seq_id == WAITS_FOR_PLACE and self.record.state is RunState.CREATING
+
+    def change(self, **changes: Any) -> None:  # Any: fields of the record
+        self.record = replace(self.record, **changes)
+
+
+@dataclass(slots=True)
+class Session:
+    record: SessionRecord
+    idempotency_key: str | None
+    heard_since: datetime  # heartbeats have arrived all the time since then
+
+
+@dataclass(slots=True)
+class LeaseRow:
+    epoch: int
+    engine_id: str | None  # None: released
+    expires_at: datetime
+
+
+@dataclass(slots=True)
+class Samples:
+    """The finished samples of one client, in order, with their numbers, from 1, and their times."""
+
+    last: int = 0
+    entries: list[tuple[int, FinishedSample, datetime]] = field(default_factory=list)
+
+
+class Memory:
+    """What the stores of one process share, whichever event loop they belong to."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.told: list[str] = []  # the topics that the running transaction tells
+        self.tell_all: list[Callable[[list[str]], None]] = []  # who is told, from any thread
+        self.sessions: dict[str, Session] = {}
+        self.runs: dict[str, Run] = {}
+        self.samplers: dict[str, SamplingSessionRecord] = {}
+        self.checkpoints: dict[str, CheckpointRecord] = {}
+        self.deleted_checkpoints: dict[str, tuple[CheckpointRecord, datetime]] = {}
+        self.operations: dict[str, Operation] = {}
+        self.unfinished: dict[str, Operation] = {}  # in order of arrival
+        self.of_subject: defaultdict[str, dict[int, Operation]] = defaultdict(dict)
+        self.samples: defaultdict[tuple[str, int], Samples] = defaultdict(Samples)
+        self.untold: defaultdict[str, list[str]] = defaultdict(list)  # cancelled while they ran, by base model
+        self.leases: dict[str, LeaseRow] = {}
+        self.engines: dict[str, EngineRecord] = {}
+        self.recovery_points: defaultdict[str, dict[int, RecoveryPointRecord]] = defaultdict(dict)
+        self.usage: defaultdict[tuple[datetime, str, str], Counter[str]] = defaultdict(Counter)
+        self.experts: dict[tuple[str, str, bytes], tuple[bytes, datetime]] = {}  # oldest first
+        self.secrets: dict[str, bytes] = {}
+        self.pruned_before: datetime | None = None
+        self._last_id = 0
+
+    # finding rows
+
+    def session(self, session_id: str) -> Session:
+        if session_id not in self.sessions:
+            raise refusals.missing("session", session_id)
+        return self.sessions[session_id]
+
+    def run(self, model_id: str) -> Run:
+        if model_id not in self.runs:
+            raise refusals.missing("model", model_id)
+        return self.runs[model_id]
+
+    def operation(self, request_id: str) -> Operation:
+        if request_id not in self.operations:
+            raise refusals.no_request(request_id, self.pruned_before)
+        return self.operations[request_id]
+
+    def checkpoint(self, path: str) -> CheckpointRecord:
+        if path not in self.checkpoints:
+            raise refusals.no_checkpoint(path)
+        return self.checkpoints[path]
+
+    def pending(self, subject_id: str) -> list[Operation]:
+        """Return what a model has queued or running, in order."""
+        found = [each for each in self.unfinished.values() if each.record.subject_id == subject_id]
+        return sorted(found, key=lambda each: each.record.seq_id)
+
+    # submitting
+
+    def submit(self, new: NewOperation) -> str:
+        run = self.run(new.subject_id) if new.ordered else None
+        same = self.of_subject[new.subject_id].get(new.seq_id)
+        if same is not None and same.digest == new.digest:
+            return same.record.request_id
+        if same is not None:
+            if run is not None:  # the end of the session may have queued an UnloadModel under this seq_id
+                self.refuse_ended(run.record.session_id)
+            raise refusals.used_already(new)
+        failed = self._hopeless(new, run) or new.refused
+        row = self.insert(new, run, payload=new.payload if failed is None else None)
+        if failed is not None:
+            self.finish(row, failed)
+            if run is not None and run.record.state is RunState.CREATING and new.seq_id == 0:
+                run.change(state=RunState.LOST, state_reason=failed.message)
+        if run is not None:
+            run.change(last_request_at=row.record.created_at)
+        self.told.append(work_topic(new.base_model))
+        return row.record.request_id
+
+    def refuse_ended(self, session_id: str) -> None:
+        session = self.sessions.get(session_id)
+        if session is not None and session.record.ended is not None:
+            raise refusals.session_ended(session_id, session.record.ended, session.record.end_detail)
+
+    def _hopeless(self, new: NewOperation, run: Run | None) -> Failed | None:
+        """Return why an operation can never run, or None. Raise if it cannot even be recorded."""
+        if run is not None:
+            if new.seq_id <= run.pruned:
+                raise refusals.pruned_already(new)
+            self.refuse_ended(run.record.session_id)
+            if new.seq_id < run.record.next_seq_id:
+                return refusals.too_late(new, run.record.next_seq_id)
+            if run.record.state is RunState.LOST:
+                return refusals.lost(run.record.model_id, run.record.state_reason)
+            if run.record.state is RunState.READY:
+                return None  # waits for the next engine if this one has been given up
+        engine = self.engines.get(new.base_model)
+        if engine is not None and engine.state is EngineState.FAILED:
+            return refusals.no_engine(new.base_model, engine.detail)
+        return None
+
+    def insert(self, new: NewOperation, run: Run | None, *, payload: bytes | None) -> Operation:
+        now = datetime.now(UTC)
+        self._last_id += 1
+        before = self.of_subject[new.subject_id].get(new.seq_id - 1) if new.ordered else None
+        record = OperationRecord(
+            request_id=new_request_id(now),
+            base_model=new.base_model,
+            kind=new.kind,
+            tenant=new.tenant,
+            session_id=new.session_id,
+            subject_id=new.subject_id,
+            seq_id=new.seq_id,
+            ordered=new.ordered,
+            num_tokens=new.num_tokens,
+            num_bytes=new.num_bytes,
+            state=OperationState.QUEUED,
+            created_at=now,
+            payload=payload,
+        )
+        turn = self._last_id if before is None else max(self._last_id, before.turn)
+        row = Operation(record, self._last_id, turn, new.digest)
+        self.operations[record.request_id] = self.unfinished[record.request_id] = row
+        self.of_subject[new.subject_id][new.seq_id] = row
+        if run is not None and new.seq_id == run.arrived + 1:
+            self.follow(run)
+        return row
+
+    def follow(self, run: Run) -> None:
+        """Move `arrived` over everything that is there. What waited for the missing one gets its turn."""
+        rows, first = self.of_subject[run.record.model_id], run.arrived + 1
+        while run.arrived + 1 in rows and (run.unload is None or run.arrived < run.unload):
+            run.arrived += 1
+        moved = [rows[seq_id] for seq_id in range(first, run.arrived + 1)]
+        turn = max((each.turn for each in moved), default=0)
+        for each in moved:
+            each.turn = turn
+
+    # finishing
+
+    def finish(self, row: Operation, result: Result, state: OperationState | None = None) -> None:
+        """Record the result of an operation that was queued or running, and wake who waits for it."""
+        now, (kind, encoded) = datetime.now(UTC), encode_result(result)
+        if state is None:
+            state = OperationState.FAILED if isinstance(result, Failed) else OperationState.SUCCEEDED
+        row.record = replace(row.record, state=state, finished_at=now, result_kind=kind, result=encoded)
+        request_id, subject_id = row.record.request_id, row.record.subject_id
+        del self.unfinished[request_id]
+        self.told.append(done_topic(request_id))
+        if not row.record.ordered:
+            clone = row.record.seq_id // SEQ_IDS_PER_CLONE
+            samples = self.samples[subject_id, clone]
+            samples.last += 1
+            succeeded = state is OperationState.SUCCEEDED
+            notice = FinishedSample(request_id=request_id, succeeded=succeeded, size_bytes=len(encoded))
+            samples.entries.append((samples.last, notice, now))
+            self.told.append(samples_topic(subject_id, clone))
+
+    def lose(self, run: Run, reason: str, failure: Failed | None = None) -> None:
+        """Lose a model, and fail what it has pending."""
+        run.change(state=RunState.LOST, state_reason=reason)
+        self.ended(run)
+        for row in self.pending(run.record.model_id):
+            self.finish(row, failure or refusals.lost(run.record.model_id, reason))
+
+    def ended(self, run: Run) -> None:
+        """A model is no longer live, so its place is free."""
+        self.recovery_points.pop(run.record.model_id, None)
+        self.told.append(places_topic(run.record.base_model))
+
+    # gaps, and the end of a session
+
+    def fail_gap(self, run: Run, older_than: datetime | None) -> int:
+        """Fail what waits behind a missing seq_id for ever, or has waited since before then. Return how many failed."""
+        pending = self.pending(run.record.model_id)
+        early = [each for each in pending if each.record.seq_id > run.arrived]
+        if run.unload is not None or not run.is_live:
+            missing = run.arrived + 1 if run.unload is None else run.unload
+            return self._fail_behind(run, missing, [each for each in early if each.record.seq_id > missing])
+        late = [] if older_than is None else [each for each in early if each.record.created_at < older_than]
+        if older_than is None or not late or run.waits_for_place or not self._was_heard(run, older_than):
+            return 0
+        if any(run.record.applied_seq_id < each.record.seq_id <= run.arrived for each in pending):
+            return 0  # if one of them were requeued, the model would reach the gap again
+        last = late[-1].record.seq_id
+        failed = self._fail_behind(run, run.arrived + 1, [each for each in early if each.record.seq_id <= last])
+        run.change(next_seq_id=last + 1, applied_seq_id=last)
+        run.arrived = last
+        self.follow(run)
+        self.told.append(work_topic(run.record.base_model))
+        return failed
+
+    def _was_heard(self, run: Run, since: datetime) -> bool:
+        """Return whether heartbeats of the client have arrived all the time, so that it could send what is missing."""
+        session = self.sessions.get(run.record.session_id)
+        silent_since = datetime.now(UTC) - SILENCE
+        return session is None or (session.heard_since < since and session.record.last_seen_at >= silent_since)
+
+    def _fail_behind(self, run: Run, missing: int, rows: list[Operation]) -> int:
+        model_id, state = run.record.model_id, run.record.state
+        if state is RunState.LOST:
+            failure = refusals.lost(model_id, run.record.state_reason)
+        else:
+            failure = refusals.behind_a_gap(model_id, missing, state, unloads=run.unload == missing)
+        for row in rows:
+            row.behind_a_gap = True
+            self.finish(row, failure)
+        return len(rows)
+
+    def unload(self, run: Run) -> None:
+        """Queue an UnloadModel under the first missing seq_id. Nothing fills that gap, so what is behind it fails."""
+        rows = self.of_subject[run.record.model_id]
+        run.unload = 0 if run.waits_for_place else max(run.arrived + 1, run.record.next_seq_id)
+        while run.unload in rows:
+            run.unload += 1
+        unload = UnloadModel(model_id=run.record.model_id)
+        new = NewOperation(
+            base_model=run.record.base_model,
+            kind=kind_of(unload),
+            tenant=run.record.tenant,
+            session_id=run.record.session_id,
+            subject_id=run.record.model_id,
+            seq_id=run.unload,
+            ordered=True,
+            payload=encode_operation(unload),
+            digest=b"",
+        )
+        self.insert(new, run, payload=new.payload)
+        self.told.append(work_topic(run.record.base_model))
+
+    # engines
+
+    def fence(self, lease: Lease) -> None:
+        """Raise LeaseLostError if another engine has taken the lease over. Renew the lease if it has expired."""
+        row, now = self.leases.get(lease.base_model), datetime.now(UTC)
+        if row is None or (row.epoch, row.engine_id) != (lease.epoch, lease.engine_id):
+            raise refusals.lease_lost(lease, row.engine_id if row else None, row.epoch if row else None)
+        if row.expires_at <= now:
+            self.extend(lease)
+
+    def extend(self, lease: Lease) -> None:
+        until = datetime.now(UTC) + timedelta(seconds=lease.duration_s)
+        self.leases[lease.base_model] = LeaseRow(lease.epoch, lease.engine_id, until)
+
+    def ready(self, base_model: str) -> Iterator[Operation]:
+        """Yield what an engine could claim."""
+        for row in self.unfinished.values():
+            if row.is_queued and row.record.base_model == base_model:
+                run = self.runs.get(row.record.subject_id) if row.record.ordered else None
+                if run is None or row.record.seq_id <= run.arrived:
+                    yield row
+
+    def start(self, row: Operation, lease: Lease) -> OperationRecord:
+        row.record = replace(row.record, state=OperationState.RUNNING, started_at=datetime.now(UTC))
+        row.engine_id = lease.engine_id
+        row.attempts += 1
+        if row.record.ordered:
+            self.runs[row.record.subject_id].change(next_seq_id=row.record.seq_id + 1)
+        return row.record
+
+    def keep_newest(self, record: RecoveryPointRecord, keep: int) -> None:
+        points = self.recovery_points[record.model_id]
+        points[record.seq_id] = record
+        for seq_id in sorted(points)[:-keep]:
+            del points[seq_id]
+
+    def newest_points(self, model_id: str) -> tuple[RecoveryPointRecord, ...]:
+        points = self.recovery_points.get(model_id, {})
+        return tuple(points[seq_id] for seq_id in sorted(points, reverse=True))
+
+    def places(self, base_model: str) -> tuple[Taken, list[Applicant]]:
+        """Return the places that are taken, and the models that wait, longest first."""
+        live = [each for each in self.runs.values() if each.record.base_model == base_model and each.is_live]
+        live.sort(key=lambda each: (each.record.created_at, each.record.model_id))
+        with_place = [each.record for each in live if each.record.next_seq_id != WAITS_FOR_PLACE]
+        full = sum(each.lora.rank == 0 for each in with_place)
+        waiting = [each.record for each in live if each.record.next_seq_id == WAITS_FOR_PLACE]
+        applicants = [
+            Applicant(each.model_id, each.tenant, each.created_at, full=each.lora.rank == 0) for each in waiting
+        ]
+        return Taken(Counter(each.tenant for each in with_place), full), applicants

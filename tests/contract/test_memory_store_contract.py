@@ -1,0 +1,71 @@
+"""The store in memory keeps the contract of all stores, and is refused where it would be no use."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.memory_store.memory import Memory
+from tinsmith.memory_store.store import MemoryStore
+from tinsmith.plugins.loading import Plugins
+from tinsmith.processes.assembly import make_shared_store, make_store
+from tinsmith.processes.before_start import look_at_store
+from tinsmith.processes.engine_threads import EngineThreads
+from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
+from tinsmith.store import EngineState
+from tinsmith.testing.engine_driver import WAIT_S
+from tinsmith.testing.store_contract import RequestStoreContract
+from tinsmith.testing.store_records import MakeStore, a_session
+
+
+class TestMemoryStore(RequestStoreContract):
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        memory = Memory()
+        return lambda: MemoryStore(memory)
+
+
+def in_memory(data_dir: Path, *models: ModelSettings, shared: bool = False) -> Settings:
+    server = ServerSettings(data_dir=data_dir, share_data_dir=shared)
+    return Settings(server=server, store=PluginSection(plugin="memory"), models=models)
+
+
+async def test_stores_on_one_data_directory_share_what_they_hold_in_this_process_alone(tmp_path: Path) -> None:
+    settings, plugins = in_memory(tmp_path), Plugins.load()
+    one, two, elsewhere = [make_store(each, plugins) for each in (settings, settings, in_memory(tmp_path / "other"))]
+    for each in (one, two, elsewhere):
+        await each.open()
+    await one.create_session(a_session(), idempotency_key=None)
+    found = [len(await each.list_sessions(None, limit=9, offset=0)) for each in (one, two, elsewhere)]
+    assert found == [1, 1, 0]
+    for each in (one, two, elsewhere):
+        await each.close()
+    with pytest.raises(ConfigError, match="lives in the process of its server"):
+        make_shared_store(settings, plugins)
+
+
+@pytest.mark.parametrize(("shared", "reason"), [(True, "cannot share a store in memory"), (False, "tinsmith.db")])
+def test_it_is_refused_where_others_keep_something(tmp_path: Path, *, shared: bool, reason: str) -> None:
+    if not shared:
+        (tmp_path / "tinsmith.db").touch()
+    with pytest.raises(ConfigError, match=reason):
+        look_at_store(in_memory(tmp_path, shared=shared), Plugins.load())
+
+
+async def test_an_engine_that_fails_in_the_server_is_given_up(tmp_path: Path) -> None:
+    model = ModelSettings(name="toy", backend=PluginSection(plugin="toy"), sampler=PluginSection(plugin="missing"))
+    settings = in_memory(tmp_path, model)
+    store = make_store(settings, Plugins.load())
+    await store.open()
+    engines = EngineThreads(settings, [model], store)
+    await engines.start()
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            (record,) = await store.list_engines()
+            if record.state is EngineState.FAILED:
+                break
+            await asyncio.sleep(0.01)  # nothing tells who only looks
+    assert "the engine of 'toy' failed" in record.detail
+    await engines.stop()
+    await store.close()
