@@ -1,16 +1,17 @@
 """Operations with small results are looked up without a reader, and everything else is as if there were no glances."""
 
 import secrets
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 
 from tinsmith import operations as ops
 from tinsmith.errors import StoreError
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.group_commit import Reader
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.subjects import log
 from tinsmith.store import Completion, OperationState, StoreContext
@@ -20,17 +21,17 @@ from tinsmith.testing.store_records import BASE, a_sample, claim_records
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions that readers were asked for."""
-    seen: list[str] = []
-    read = Reader.read
+def told() -> Iterator[list[Callable[[bool], None]]]:
+    """Who is told of each statement before it is executed, and whether a reader executes it, in a thread of its own."""
+    ours, listeners = threading.get_ident(), list[Callable[[bool], None]]()
 
-    async def noting(reader: Reader, function: object, *args: object, **options: object) -> object:
-        seen.append(getattr(function, "__name__", ""))
-        return await read(reader, function, *args, **options)  # type: ignore[arg-type]
+    def note(*_: object) -> None:
+        for each in listeners:
+            each(threading.get_ident() != ours)
 
-    monkeypatch.setattr(Reader, "read", noting)
-    return seen
+    event.listen(Engine, "before_cursor_execute", note)
+    yield listeners
+    event.remove(Engine, "before_cursor_execute", note)
 
 
 @pytest.fixture
@@ -41,33 +42,35 @@ async def store(tmp_path: Path) -> AsyncIterator[SqlStore]:
     await store.close()
 
 
-async def test_small_results_need_no_reader_and_large_ones_do(store: SqlStore, asked: list[str]) -> None:
+async def test_small_results_need_no_reader_and_large_ones_do(
+    store: SqlStore, told: list[Callable[[bool], None]]
+) -> None:
     lease = await take_over(store, BASE)
-    for message, readers in (("", []), (secrets.token_hex(2 * log.SMALL_BYTES), ["get"])):
+    for message, by_reader in (("", {False}), (secrets.token_hex(2 * log.SMALL_BYTES), {False, True})):
         request_id = await store.submit(a_sample(len(message)))
         assert (await store.get_operation(request_id)).state is OperationState.QUEUED
         [claimed] = await claim_records(store, lease, 1)
         await store.complete(lease, [Completion(request_id=request_id, result=ops.Failed(message=message))])
-        asked.clear()
+        seen: list[bool] = []
+        told[:] = [seen.append]
         found = await store.get_operation(request_id)
-        assert asked == readers
+        told.clear()
+        assert set(seen) == by_reader
         assert (found.request_id, found.state) == (claimed.request_id, OperationState.FAILED)
         assert found.result is not None
         assert found.result_kind is not None
         assert decode_result(found.result_kind, found.result) == ops.Failed(message=message)
 
 
-async def test_what_a_glance_cannot_tell_a_reader_does(
-    store: SqlStore, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_glance_cannot_tell_a_reader_does(store: SqlStore, told: list[Callable[[bool], None]]) -> None:
     request_id = await store.submit(a_sample(0))
 
-    def failing(_connection: object, _request_id: str) -> None:
-        raise OperationalError("SELECT", None, Exception("locked"))
+    def fail(by_reader: bool) -> None:
+        if not by_reader:
+            raise OperationalError("SELECT", None, Exception("locked"))
 
-    monkeypatch.setattr(log, "glance", failing)
+    told.append(fail)
     assert (await store.get_operation(request_id)).state is OperationState.QUEUED
-    assert asked == ["get"]
     await store.close()
     with pytest.raises(StoreError, match="closed"):
         await store.get_operation(request_id)
