@@ -3,3 +3,4 @@
 from typing import Any, TypeAlias
 
 Json: TypeAlias = Any
+"""A value of JSON that has not been checked."""

@@ -1,5 +1,5 @@
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
-from tinsmith.builtin.fifo_scheduler import FifoConfig, FifoScheduler
+from tinsmith.builtin.schedulers import FifoConfig, FifoScheduler
 from tinsmith.scheduler import Scheduler
 from tinsmith.testing.scheduler_contract import SchedulerContract
 

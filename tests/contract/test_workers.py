@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tinsmith import ConfigError
-from tinsmith.commands.worker import worker
+from tinsmith.commands.serving import worker
 from tinsmith.testing import Nursery, WorkersContract
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.workers_contract import (

@@ -16,7 +16,7 @@ from fastapi import Response
 from tinsmith.operations import Consistency, LoraConfig
 from tinsmith.processes.reports import EngineReports
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.server.limits.large_answers import LargeAnswers
+from tinsmith.server.limits.heavy_work import LargeAnswers
 from tinsmith.store import CheckpointRecord, EngineRecord, EngineState
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.harness import RunningServer, running_server

@@ -12,8 +12,7 @@ import tinker
 
 from tinsmith.hook_values import Principal
 from tinsmith.hookspecs import hookimpl
-from tinsmith.server.api_keys import ApiKeys
-from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.api_keys import ApiKeys, KeyTokens
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum, step
 

@@ -19,8 +19,7 @@ from starlette.types import Scope
 
 from tinsmith.errors import AuthenticationError, CapacityError
 from tinsmith.hook_values import Principal
-from tinsmith.server.api_keys import ApiKeys
-from tinsmith.server.key_tokens import KeyTokens
+from tinsmith.server.api_keys import ApiKeys, KeyTokens
 from tinsmith.server.limits import body_budget
 from tinsmith.server.limits.bodies import STRANGER_BYTES, UNPACKED_FREELY, BodyLimit, BodyLimits
 from tinsmith.server.limits.body_budget import FREE_BYTES, LEASE, BodyBudget, hold_decoded

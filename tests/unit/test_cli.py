@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.commands import cli
-from tinsmith.commands.elsewhere import WORKBENCH
+from tinsmith.commands.cli import WORKBENCH
 from tinsmith.commands.flags import base_model_name_of, settings_flags, take_model
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.plugins.loading import Plugins

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.processes import deaths
-from tinsmith.processes.deaths import Cause, Death, Witness
-from tinsmith.processes.restarts import Restarts
+from tinsmith.processes.deaths import Cause, Death, Restarts, Witness
 from tinsmith.settings import RecoverySettings, SupervisorSettings
 
 CRASH, INTERRUPTION = Death(Cause.CRASH, "crashed"), Death(Cause.INTERRUPTION, "was killed")

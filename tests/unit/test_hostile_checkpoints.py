@@ -18,7 +18,7 @@ from tinsmith.errors import ServerError
 from tinsmith.huggingface.outside_files import open_regular, parse_json, read_json
 from tinsmith.huggingface.safetensors_files import StoredTensors, read_header
 from tinsmith.operations import LoraConfig
-from tinsmith.processes.printable import escape, escape_lines, printable
+from tinsmith.processes.logs import escape, escape_lines, printable
 
 DEEP = b'{"a":' * 200_000 + b"1" + b"}" * 200_000
 

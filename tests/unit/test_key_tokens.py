@@ -12,9 +12,8 @@ from pydantic import SecretStr
 
 from tinsmith.errors import AuthenticationError, InvalidTokenError
 from tinsmith.hook_values import Principal
-from tinsmith.server import key_tokens
-from tinsmith.server.api_keys import ApiKeys, owner_of
-from tinsmith.server.key_tokens import KeyToken, KeyTokens
+from tinsmith.server import api_keys
+from tinsmith.server.api_keys import ApiKeys, KeyToken, KeyTokens, owner_of
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey, KeySource
 
@@ -141,7 +140,7 @@ def test_a_signature_is_checked_once_and_the_time_always(monkeypatch: pytest.Mon
 
 
 def test_few_tokens_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_tokens, "_MOST_KNOWN", 2)
+    monkeypatch.setattr(api_keys, "_MOST_KNOWN", 2)
     decoded: list[str] = []
     decode = KeyTokens._decoded
 

@@ -1,7 +1,7 @@
 import asyncio
 import threading
 
-from tinsmith.server.limits.large_answers import LargeAnswers
+from tinsmith.server.limits.heavy_work import LargeAnswers
 
 
 async def test_a_tenant_has_one_large_answer_built_at_a_time_off_the_event_loop() -> None:

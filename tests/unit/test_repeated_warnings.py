@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tinsmith.processes.repeated_warnings import EVERY_S, RepeatedWarnings
+from tinsmith.processes.logs import EVERY_S, RepeatedWarnings
 from tinsmith.processes.serve import configure_logging
 from tinsmith.testing.harness import running_server
 

@@ -13,8 +13,7 @@ from tinsmith.backend import Capabilities
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import PluginReport
 from tinsmith.processes.display import EngineDisplay, show_banner
-from tinsmith.processes.logs import StderrHandler
-from tinsmith.processes.printable import console
+from tinsmith.processes.logs import StderrHandler, console
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineFailure, EngineRecord, EngineState
 

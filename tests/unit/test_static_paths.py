@@ -10,7 +10,7 @@ from starlette.routing import Match
 
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
-from tinsmith.server.static_paths import StaticPaths
+from tinsmith.server.plugin_routes import StaticPaths
 from tinsmith.settings import Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore

@@ -19,7 +19,7 @@ from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.atomic_directory import sweep
-from tinsmith.checkpoints.versions import versions_on_disk
+from tinsmith.checkpoints.tinker_path import versions_on_disk
 from tinsmith.engine.checkpoint_files import CheckpointReader
 from tinsmith.engine.engine import Engine
 from tinsmith.errors import LeaseLostError, ServerError

@@ -17,10 +17,9 @@ from rich.table import Table
 
 from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints.format import SHARD_BYTES
-from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.checkpoints.tinker_path import TinkerPath, newest_on_disk
 from tinsmith.checkpoints.tools import importing, rewriting, verifying
 from tinsmith.checkpoints.tools.contents import Contents, described, open_contents
-from tinsmith.checkpoints.versions import newest_on_disk
 from tinsmith.commands.flags import base_model_name_of
 from tinsmith.commands.open_store import opened_store
 from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
@@ -29,8 +28,8 @@ from tinsmith.huggingface.safetensors_files import DTYPES
 from tinsmith.json_values import Json
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_shared_store
-from tinsmith.processes.printable import console as new_console
-from tinsmith.processes.printable import escape, printable
+from tinsmith.processes.logs import console as new_console
+from tinsmith.processes.logs import escape, printable
 from tinsmith.settings import Settings
 from tinsmith.store import CheckpointRecord, RequestStore
 

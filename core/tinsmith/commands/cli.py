@@ -7,30 +7,42 @@ import io
 import sys
 import traceback
 from importlib.metadata import version as distribution_version
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from tinsmith.commands.checkpoint import add_checkpoint_commands
 from tinsmith.commands.demo import add_demo_command
 from tinsmith.commands.doctor.command import add_doctor_command
-from tinsmith.commands.elsewhere import CommandGroup
 from tinsmith.commands.plan import add_plan_command
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
-from tinsmith.commands.serving import add_serving_commands
-from tinsmith.commands.worker import add_worker_command
+from tinsmith.commands.serving import add_serving_commands, add_worker_command
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.printable import escape_lines
+from tinsmith.processes.logs import escape_lines
 from tinsmith.settings.environment import remember_credentials
 from tinsmith.settings.secrets import cleaned
 
+WORKBENCH: Final = ("simulate", "rehearse", "rehearsal-table", "compile-check", "compile-table", "megatron-plan")
 _SURROGATES: Final = ("\ud800", "\udfff")
 """What Python decodes bytes to that its file system encoding does not know."""
 _EXIT_FAILED: Final = 1
 _EXIT_USAGE: Final = 2
+
+
+class CommandGroup(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Raise UserError for a command of the workbench that nobody has added."""
+        if args[0] in WORKBENCH and self.get_command(ctx, args[0]) is None:
+            msg = (
+                f"`tinsmith {args[0]}` comes with tinsmith-workbench, which is not installed here, or is broken (see "
+                "`tinsmith plugins`); pip install ./tools/workbench in a clone, 'tinsmith[workbench]' from wheels"
+            )
+            raise UserError(msg)
+        return super().resolve_command(ctx, args)
 
 
 def app() -> None:

@@ -25,7 +25,7 @@ from tinsmith.errors import ServerError, UserError
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.lifeline import Tethered
 from tinsmith.processes.data_dir_lock import read_server_url
-from tinsmith.processes.printable import console as new_console
+from tinsmith.processes.logs import console as new_console
 from tinsmith.settings import DataDir
 from tinsmith.settings.sources import ENV_PREFIX
 

@@ -1,13 +1,17 @@
-"""The request store for commands that read what a server keeps, whether the server runs or not."""
+"""The request store for commands that read it, whether the server runs or not, and how people name a run in it."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, NotFoundError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_shared_store
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
+
+_PAGE: Final = 1000
+_NAMED: Final = 3  # in a message
 
 
 @asynccontextmanager
@@ -26,3 +30,32 @@ async def opened_store(settings: Settings, plugins: Plugins) -> AsyncIterator[Re
         yield store
     finally:
         await store.close()
+
+
+async def find_run(store: RequestStore, text: str) -> str:
+    """Return the model_id that is meant.
+
+    Raises NotFoundError if no run is, UserError if several are.
+    """
+    newest, total = await store.list_runs(None, limit=_PAGE, offset=0)
+    ids = [each.model_id for each in newest]
+    while len(ids) < total and text != "last":
+        more, total = await store.list_runs(None, limit=_PAGE, offset=len(ids))
+        if not more:  # some have been deleted meanwhile
+            break
+        ids += [each.model_id for each in more]
+    if text in ids:
+        return text
+    meant = ids[:1] if text == "last" else [each for each in ids if each.startswith(text)]
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        msg = f"{len(meant)} runs begin with {text!r}, such as {_listed(meant)}; type more of the id"
+        raise UserError(msg)
+    there = f"the newest are {_listed(ids)}" if ids else "there are none yet"
+    msg = f"no run {text!r}: {there}; `tinsmith runs list` prints all of them"
+    raise NotFoundError(msg)
+
+
+def _listed(ids: list[str]) -> str:
+    return ", ".join(map(repr, ids[:_NAMED]))

@@ -28,7 +28,7 @@ from tinsmith.authoring.new_plugin import PluginKind, write_plugin
 from tinsmith.commands.options import AsJson, plugins_of
 from tinsmith.errors import UserError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.printable import console, escape, escape_lines, printable_lines
+from tinsmith.processes.logs import console, escape, escape_lines, printable_lines
 
 _FAILED: Final = 1
 _COLOURS: Final[Mapping[Outcome, str]] = {"passed": "green", "skipped": "yellow", "failed": "red"}

@@ -19,8 +19,7 @@ from tinsmith.backend import ModelState, TrainingBackend
 from tinsmith.backend import Progress as ReportProgress
 from tinsmith.checkpoints.format import write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.commands.open_store import opened_store
-from tinsmith.commands.run_names import find_run
+from tinsmith.commands.open_store import find_run, opened_store
 from tinsmith.engine.backend_calls import TrainingThread
 from tinsmith.engine.checkpoint_files import CheckpointReader
 from tinsmith.engine.failures import BackendFailedError
@@ -30,7 +29,7 @@ from tinsmith.engine.time_travel import check_reachable, rebuild_at
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_trainer
-from tinsmith.processes.printable import console as new_console
+from tinsmith.processes.logs import console as new_console
 from tinsmith.settings import DataDir, ModelSettings, Settings
 from tinsmith.store import CheckpointRecord, RequestStore, RunRecord
 

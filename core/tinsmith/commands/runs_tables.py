@@ -13,11 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith.commands.open_store import opened_store
-from tinsmith.commands.run_names import find_run
+from tinsmith.commands.open_store import find_run, opened_store
 from tinsmith.commands.runs_report import OperationReport, RunReport, report
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.printable import escape
+from tinsmith.processes.logs import escape
 from tinsmith.settings import Settings
 from tinsmith.store import LogTotals, RunRecord, RunState
 

@@ -1,4 +1,7 @@
-"""Where plugins are found: core's own modules, and the entry points of installed distributions."""
+"""Finds plugins: core's own modules, and the entry points of installed distributions; and says what is wrong with one.
+
+A plugin's distribution requires tinsmith as any package does, for instance `tinsmith~=0.1`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Final
+from typing import Any, Final
 
-from tinsmith.plugins.registry import PluginOrigin
-from tinsmith.plugins.requirement import check_requirement
+import pluggy
+from packaging.requirements import Requirement
+
+from tinsmith import hookspecs
+from tinsmith.backend import BackendConfig
+from tinsmith.errors import PluginError
+from tinsmith.losses import LossSpec
+from tinsmith.plugins.hook_caller import HOOK_NAMES, HOOK_PREFIX
+from tinsmith.plugins.registry import PluginOrigin, suggestion
 
 GROUP: Final = "tinsmith"
 BUILTINS: Final = (
@@ -29,6 +39,22 @@ BUILTINS: Final = (
 
 Found = tuple[PluginOrigin, Callable[[], object]]
 """A plugin that is not loaded yet: where it comes from, and what loads it or raises why it must not be."""
+
+
+def check_requirement(entry_point: EntryPoint) -> None:
+    """Raise PluginError if the distribution of a plugin does not admit this version of tinsmith."""
+    distribution = entry_point.dist
+    if distribution is None:
+        return
+    core = version("tinsmith")
+    for each in map(Requirement, distribution.requires or ()):
+        applies = each.marker is None or each.marker.evaluate({"extra": ""})
+        if each.name.lower() == "tinsmith" and applies and not each.specifier.contains(core, prereleases=True):
+            msg = (
+                f"it needs tinsmith{each.specifier}, and this is tinsmith {core}; install a release of "
+                f"{distribution.name} that admits it, or another tinsmith"
+            )
+            raise PluginError(msg)
 
 
 def builtin_plugins() -> Iterator[Found]:
@@ -53,3 +79,47 @@ def _origin_of(entry_point: EntryPoint) -> PluginOrigin:
     if distribution is None:
         return PluginOrigin(name=entry_point.name, distribution="(unknown)", version="-")
     return PluginOrigin(name=entry_point.name, distribution=distribution.name, version=distribution.version)
+
+
+def plugin_error(origin: PluginOrigin, error: BaseException) -> PluginError:
+    """Wrap what a plugin raised. The result has `error` as its cause."""
+    match error:
+        case PluginError():
+            reason, remedy = str(error), ""
+        case pluggy.PluginValidationError():
+            reason, remedy = _validation_reason(error), ""
+        case ModuleNotFoundError(name=str(missing)):
+            reason, remedy = str(error), f"; install what provides {missing!r} in this environment, or reinstall it"
+        case _:
+            reason, remedy = f"{type(error).__name__}: {error}", f"; reinstall or uninstall {origin.distribution}"
+    wrapped = PluginError(f"plugin {origin.name!r} of {origin} is broken: {reason}{remedy}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _validation_reason(error: pluggy.PluginValidationError) -> str:
+    """Put pluggy's complaint in one line. If a hook is misspelt, suggest the nearest one."""
+    misspelt = [name for name in dir(error.plugin) if name.startswith(HOOK_PREFIX) and name not in HOOK_NAMES]
+    if misspelt:
+        return f"there is no hook {misspelt[0]!r}{suggestion(misspelt[0], HOOK_NAMES)}"
+    return " ".join(str(error).split())
+
+
+def refuse_unmarked_hooks(plugin: object) -> None:
+    """Raise PluginError for a hook without its decorator, which pluggy would ignore silently."""
+    for name in dir(plugin):
+        function = getattr(plugin, name) if name.startswith(HOOK_PREFIX) else None
+        if callable(function) and getattr(function, f"{hookspecs.PROJECT_NAME}_impl", None) is None:
+            msg = f"{name} is not marked; write @tinsmith.hookimpl above it"
+            raise PluginError(msg)
+
+
+def check_spec(spec: Any) -> None:
+    if not isinstance(spec.name, str) or not spec.name:
+        msg = f"{type(spec).__name__} has the name {spec.name!r}; it must be a non-empty string"
+        raise PluginError(msg)
+    if isinstance(spec, LossSpec):
+        return
+    if not isinstance(spec.config, type) or not issubclass(spec.config, BackendConfig):
+        msg = f"{type(spec).__name__} {spec.name!r} has the config {spec.config!r}; it must subclass BackendConfig"
+        raise PluginError(msg)

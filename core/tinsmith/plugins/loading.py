@@ -17,8 +17,13 @@ from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, BackendSpec, Sample
 from tinsmith.errors import PluginError, TinsmithError
 from tinsmith.hook_values import Principal
 from tinsmith.losses import LossSpec
-from tinsmith.plugins.discovery import builtin_plugins, installed_plugins
-from tinsmith.plugins.faults import check_spec, plugin_error, refuse_unmarked_hooks
+from tinsmith.plugins.discovery import (
+    builtin_plugins,
+    check_spec,
+    installed_plugins,
+    plugin_error,
+    refuse_unmarked_hooks,
+)
 from tinsmith.plugins.hook_caller import HOOK_NAMES, HOOK_PREFIX, HookCaller
 from tinsmith.plugins.registry import Offer, PluginOrigin, PluginReport, Registry, suggestion
 from tinsmith.scheduler import SchedulerSpec

@@ -12,7 +12,7 @@ from rich.table import Table
 from tinsmith.huggingface.hub_cache import hub_endpoint
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import NO_SAMPLER
-from tinsmith.processes.printable import escape
+from tinsmith.processes.logs import escape
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState
 

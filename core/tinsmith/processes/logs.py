@@ -1,9 +1,23 @@
-"""Where the server and its engines log."""
+"""What the server and its engines log, and text from outside on a terminal.
+
+Names of files and tensors, metadata, and what plugins and tenants say may hold control characters and markup. What any
+client can cause, such as a malformed request, must not flood the log.
+"""
 
 import logging
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from rich import markup
+from rich.console import Console
 
 from tinsmith.settings.secrets import CleanFormatter
+
+_UNBOUNDED: Final = 10_000  # columns
+EVERY_S: Final = 60.0
 
 
 class StderrHandler(logging.Handler):
@@ -22,3 +36,61 @@ def log_to_stderr(level: str) -> None:
     handler = StderrHandler()
     handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console for people. It wraps lines on terminals only: files and pipes get each line whole."""
+    made = Console(stderr=stderr, emoji=False, highlight=False)  # ids contain :train:, which would be an emoji
+    if not made.is_terminal:
+        made.width = _UNBOUNDED
+    return made
+
+
+def printable(text: str) -> str:
+    """Replace what a terminal would obey, such as escape sequences, by its number."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "backslashreplace").decode() for each in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """Make text printable, and keep its lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def escape(text: str) -> str:
+    """Make text printable, and free of rich's markup."""
+    return markup.escape(printable(text))
+
+
+def escape_lines(text: str) -> str:
+    """Make text printable and free of rich's markup, and keep its lines."""
+    return markup.escape(printable_lines(text))
+
+
+@dataclass(slots=True)
+class _Shown:
+    at_s: float
+    left_out: int = 0
+
+
+class RepeatedWarnings(logging.Filter):
+    """For a logger: lets each kind of warning pass once a minute, and tells how many were left out since."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._shown: dict[str, _Shown] = {}  # by the message before its arguments are filled in
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        kind, now = str(record.msg), self._clock()
+        before = self._shown.get(kind)
+        if before is not None and now - before.at_s < EVERY_S:
+            before.left_out += 1
+            return False
+        if before is not None and before.left_out > 0:
+            record.msg = f"{kind} ({before.left_out} more since the last such line)"
+        self._shown[kind] = _Shown(now)
+        return True

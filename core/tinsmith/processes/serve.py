@@ -34,9 +34,7 @@ from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.engine_threads import EngineThreads
 from tinsmith.processes.garbage import collect_old, collect_rarely
 from tinsmith.processes.housekeeping import Housekeeping
-from tinsmith.processes.logs import log_to_stderr
-from tinsmith.processes.printable import console
-from tinsmith.processes.repeated_warnings import RepeatedWarnings
+from tinsmith.processes.logs import RepeatedWarnings, console, log_to_stderr
 from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.context import Engines, ServerContext

@@ -9,10 +9,9 @@ from datetime import UTC, datetime
 from typing import Final
 
 from tinsmith.errors import ServerError
-from tinsmith.processes.deaths import Cause, Death
+from tinsmith.processes.deaths import Cause, Death, Restarts
 from tinsmith.processes.engine_child import Ended, EngineChild
 from tinsmith.processes.lost_engines import LostEngine
-from tinsmith.processes.restarts import Restarts
 from tinsmith.references import log_privately
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.settings.secrets import cleaned

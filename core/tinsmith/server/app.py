@@ -13,12 +13,11 @@ from tinsmith.errors import ConfigError, PluginError
 from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server import error_answers
-from tinsmith.server.api_keys import HEADER, ApiKeys
+from tinsmith.server.api_keys import HEADER, ApiKeys, KeyTokens
 from tinsmith.server.auth import identified, identified_by
 from tinsmith.server.context import Engines, Metrics, ServerContext
 from tinsmith.server.descriptions import add_descriptions
 from tinsmith.server.download_links import has_signature
-from tinsmith.server.key_tokens import KeyTokens
 from tinsmith.server.limits.admission import Admission
 from tinsmith.server.limits.bodies import BodyLimit, BodyLimits
 from tinsmith.server.limits.body_budget import BodyBudget
@@ -27,10 +26,9 @@ from tinsmith.server.limits.gate import Gate, names_of
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.limits.strangers import Strangers
 from tinsmith.server.live_keys import LiveKeys
-from tinsmith.server.plugin_routes import plugin_routes
+from tinsmith.server.plugin_routes import StaticPaths, plugin_routes
 from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, usage, weights
 from tinsmith.server.signed_urls import UrlSigner
-from tinsmith.server.static_paths import StaticPaths
 from tinsmith.settings import KeySource, Settings
 from tinsmith.store import RequestStore
 from tinsmith.store.disk_room import reserve_bytes, space_at

@@ -22,8 +22,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.hearing import Hearing
 from tinsmith.server.known import Known, KnownRequest, KnownRun, KnownSession
-from tinsmith.server.limits.heavy_work import HeavyWork
-from tinsmith.server.limits.large_answers import LargeAnswers
+from tinsmith.server.limits.heavy_work import HeavyWork, LargeAnswers
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.storage_health import StorageHealth

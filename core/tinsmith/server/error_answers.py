@@ -5,18 +5,17 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from tinsmith.errors import CapacityError, DiskError, InvalidTokenError, StoreError, TinsmithError
+from tinsmith.errors import CapacityError, DiskError, InvalidTokenError, StoreError, TinsmithError, UnsupportedError
 from tinsmith.references import Told, log_privately, told
 from tinsmith.server.auth import known_caller
 from tinsmith.server.context import context_of
-from tinsmith.server.media_types import MediaTypeError
 from tinsmith.settings.secrets import cleaned
 
 _log = logging.getLogger(__name__)
@@ -26,6 +25,18 @@ _OUTAGE_S: Final = 5  # `Retry-After` while the store or the disk cannot be used
 _CLOSING: Final = {"connection": "close"}
 """After an unexpected error, uvicorn closes the connection. A client that does not know would lose its next request."""
 _DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+
+
+class MediaTypeError(UnsupportedError):
+    """A body comes in a form, or packed in a way, that is not read here."""
+
+    http_status: ClassVar[int] = 415
+
+    def __init__(self, message: str, *, offered: str, header: str = "accept") -> None:
+        """`header` of the answer names what is offered."""
+        super().__init__(message)
+        self.offered = offered
+        self.header = header
 
 
 def install(app: FastAPI) -> None:

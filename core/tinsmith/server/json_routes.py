@@ -18,8 +18,8 @@ from tinsmith.protocol.answers import JSON
 from tinsmith.protocol.unknown_fields import UnknownFieldError, is_exact, validated
 from tinsmith.server.auth import authenticated, caller_of
 from tinsmith.server.context import context_of
+from tinsmith.server.error_answers import MediaTypeError
 from tinsmith.server.limits.body_budget import lease_of
-from tinsmith.server.media_types import MediaTypeError
 
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -1,10 +1,14 @@
-"""The routes of plugins. Each is closed to callers without a valid key, unless its plugin has marked it public."""
+"""The routes of plugins, and a table of routes by path.
+
+Each route of a plugin is closed to callers without a valid key, unless its plugin has marked it public.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, routing
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,6 +22,7 @@ _POLICY_VIOLATION = 1008
 
 # Any: a route, or what FastAPI 0.137 and later have for one of a router that another one includes: a RouteContext.
 RouteLike = Any
+_NONE: Final[tuple[Match, Scope]] = (Match.NONE, {})
 
 
 def plugin_routes(router: APIRouter, context: RoutesContext, plugins: Plugins) -> Iterator[BaseRoute]:
@@ -80,3 +85,29 @@ class _Closed:
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
             return
         await self._app(scope, receive, send)
+
+
+class StaticPaths(BaseRoute):
+    """Stands before all routes, and takes requests for those that would be found anyway."""
+
+    def __init__(self, routes: Sequence[BaseRoute]) -> None:
+        self._found: dict[tuple[str, str], APIRoute] = {}
+        for route in (each for each in routes if isinstance(each, APIRoute) and "{" not in each.path):
+            for method in route.methods:
+                first = _first(routes, method, route.path)
+                if isinstance(first, APIRoute):
+                    self._found[method, route.path] = first
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["type"] != "http" or scope.get("root_path"):
+            return _NONE
+        route = self._found.get((scope["method"], scope["path"]))
+        return _NONE if route is None else route.matches(scope)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["route"].handle(scope, receive, send)
+
+
+def _first(routes: Sequence[BaseRoute], method: str, path: str) -> BaseRoute | None:
+    scope = {"type": "http", "method": method, "path": path, "headers": []}
+    return next((route for route in routes if route.matches(scope)[0] is Match.FULL), None)

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from tinsmith.checkpoints.format import Checkpoint, read_checkpoint
-from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.checkpoints.versions import newest_on_disk
+from tinsmith.checkpoints.tinker_path import TinkerPath, newest_on_disk
 
 
 def read_saved(data_dir: Path, path: str) -> Checkpoint:

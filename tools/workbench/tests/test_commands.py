@@ -5,8 +5,7 @@ from typer.testing import CliRunner
 from workbench_harness import typed
 
 from tinsmith import ConfigError
-from tinsmith.commands.cli import build_group
-from tinsmith.commands.elsewhere import WORKBENCH
+from tinsmith.commands.cli import WORKBENCH, build_group
 from tinsmith.plugins.loading import Plugins
 from tinsmith_workbench import plugin
 

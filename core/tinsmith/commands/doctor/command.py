@@ -30,7 +30,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.placement.machine import this_machine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.before_start import look_at_store, obstacles
-from tinsmith.processes.printable import console, escape, escape_lines
+from tinsmith.processes.logs import console, escape, escape_lines
 from tinsmith.settings import Settings
 from tinsmith.settings.secrets import cleaned
 

@@ -21,10 +21,9 @@ from tinsmith.errors import CapacityError, TinsmithError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.server.auth import forget_caller
 from tinsmith.server.context import API_PREFIX
-from tinsmith.server.error_answers import tinsmith_error
+from tinsmith.server.error_answers import MediaTypeError, tinsmith_error
 from tinsmith.server.limits.body_budget import FREE_BYTES, LEASE, BodyBudget, Lease
 from tinsmith.server.limits.heavy_work import HeavyWork
-from tinsmith.server.media_types import MediaTypeError
 from tinsmith.server.refusals import record_refusal
 
 STRANGER_BYTES: Final = FREE_BYTES

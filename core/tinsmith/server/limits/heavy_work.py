@@ -1,4 +1,4 @@
-"""Work on large bodies: in a thread of its own, one at a time, by turns among tenants.
+"""Work on large bodies: in a separate thread, one at a time, alternating between tenants. And work on large answers.
 
 Unpacking and decoding hold Python's lock for long stretches, and need several times the memory of the body. One at a
 time, they neither stop the event loop nor add up. It is always the same thread, because the allocator keeps some freed
@@ -7,11 +7,14 @@ memory for each thread that has used it.
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
 from weakref import WeakValueDictionary
+
+from fastapi import Response
+from starlette.concurrency import run_in_threadpool
 
 T = TypeVar("T")
 
@@ -50,3 +53,17 @@ def _freed(work: Callable[[], T]) -> T:
             traceback.clear_frames(failed.__traceback__)
             failed = failed.__cause__ or failed.__context__
         raise
+
+
+class LargeAnswers:
+    """One per app."""
+
+    def __init__(self) -> None:
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def build(self, tenant: str, read: Callable[[], Awaitable[T]], to_json: Callable[[T], str]) -> Response:
+        """Answer with what was read. `to_json` runs in a thread."""
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        async with turn:
+            body = await run_in_threadpool(to_json, await read())
+        return Response(body, media_type="application/json")

@@ -19,9 +19,8 @@ from tinsmith.protocol import answers, wire
 from tinsmith.references import Told, log_privately
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
-from tinsmith.server.engine_texts import with_causes
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
-from tinsmith.server.waiting_reasons import explain
+from tinsmith.server.waiting_reasons import explain, with_causes
 from tinsmith.store import EngineState, FinishedSample, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result
 

@@ -10,8 +10,8 @@ from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, authenticated
 from tinsmith.server.context import API_PREFIX, Context
-from tinsmith.server.engine_texts import last_failure, with_causes
 from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.waiting_reasons import last_failure, with_causes
 from tinsmith.settings.secrets import cleaned
 from tinsmith.store import EngineRecord, EngineState
 

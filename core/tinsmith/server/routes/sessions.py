@@ -10,8 +10,8 @@ from tinsmith.errors import ServerError, StoreFullError, UserError
 from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_known_session, own_session, readable_session, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
-from tinsmith.server.engine_texts import session_messages
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
+from tinsmith.server.waiting_reasons import session_messages
 from tinsmith.store import RunRecord, SessionRecord
 
 router = APIRouter(prefix=API_PREFIX, tags=["sessions"], route_class=JsonRoute)

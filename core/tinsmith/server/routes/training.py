@@ -13,8 +13,8 @@ from tinsmith.protocol import training_request, translate, wire
 from tinsmith.protocol.answers import PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
+from tinsmith.server.error_answers import MediaTypeError
 from tinsmith.server.known import KnownRun
-from tinsmith.server.media_types import MediaTypeError
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
