@@ -4,26 +4,29 @@ A submit is durable before it is acknowledged, and a result before anybody sees 
 anything runs, so that no two engines run it; losing it costs nothing, so it need not be on the disk.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine, event
 
 from tinsmith import operations as ops
-from tinsmith.sql_store.databases.database import Database
-from tinsmith.sql_store.group_commit import Call, Reader, Writer
-from tinsmith.sql_store.subjects import log
-from tinsmith.store import OperationRecord
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer, running_server
 
-OF_OPERATIONS = {"submit", "claim", "complete"}
+OF_OPERATIONS = {
+    "INSERT INTO operations": "submit",
+    "WITH RECURSIVE found_true": "claim",
+    "INSERT INTO results": "complete",
+}
 DURABILITY = {1: "relaxed", 2: "durable"}  # what SQLite calls normal and full
-OF_REQUESTS = {"runs", "sessions", "sampling_sessions", "checkpoints", "claiming", "log", "requests", "transaction"}
+OF_ALL_REQUESTS = ("cancel_told", "found(model)")  # engines ask now and then what is cancelled, and what waits at gaps
+OF_REQUESTS = {"runs", "sessions", "sampling_sessions", "checkpoints", "operations", "finished_samples"}
 FEWEST = [["durable submit"], ["relaxed claim"], ["durable complete"]]
 
 
@@ -34,23 +37,52 @@ def toy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServ
         yield server
 
 
+@dataclass
+class Executed:
+    """What the server's database was asked to do since the last `clear`."""
+
+    commits: list[list[str]] = field(default_factory=list)  # what each did for operations, not for leases and reports
+    reads: list[str] = field(default_factory=list)  # the tables that readers looked into for a request
+    glances: list[str] = field(default_factory=list)  # the requests that were looked up without a reader
+
+    def clear(self) -> None:
+        for each in (self.commits, self.reads, self.glances):
+            each.clear()
+
+
 @pytest.fixture
-def commits(toy_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Of each commit, what it did for operations, in order; not those for leases, reports and heartbeats."""
-    seen: list[list[str]] = []
-    run_group = Writer._run_group
-    data_dir = str(toy_server.settings.server.data_dir)
+def executed(toy_server: RunningServer) -> Iterator[Executed]:
+    """Told by SQLAlchemy, as a database would log it."""
+    data_dir, seen = str(toy_server.settings.server.data_dir), Executed()
+    transactions: dict[int, list[str]] = {}  # the statements of each, by connection
 
-    def noting(writer: Writer[Any], calls: list[Call], topics: list[str], connection: Connection) -> Any:
-        if data_dir not in str(connection.engine.url):  # of another server in this process
-            return run_group(writer, calls, topics, connection)
-        level = DURABILITY[connection.exec_driver_sql("PRAGMA synchronous").scalar_one()]
-        if names := [call.function.__name__ for call in calls if call.function.__name__ in OF_OPERATIONS]:
-            seen.append([f"{level} {name}" for name in names])
-        return run_group(writer, calls, topics, connection)
+    def execute(connection: Connection, _: object, statement: str, values: Any, *__: object) -> None:
+        if data_dir not in str(connection.engine.url) or statement.startswith("PRAGMA"):
+            return
+        if statement == "BEGIN":  # a reader's; writers begin on the driver
+            transactions[id(connection)] = [statement]
+            return
+        statements = transactions.setdefault(id(connection), [])
+        statements.append(statement)
+        if statements[0] == "BEGIN":
+            table = re.search(r"FROM (\w+)", statement)
+            if table and table[1] in OF_REQUESTS and not any(each in statement for each in OF_ALL_REQUESTS):
+                seen.reads.append(table[1])
+        elif statement.startswith("SELECT operations.") and "request_id" in values:
+            seen.glances.append(values["request_id"])
 
-    monkeypatch.setattr(Writer, "_run_group", noting)
-    return seen
+    def commit(connection: Connection) -> None:
+        statements = transactions.pop(id(connection), [])
+        names = [name for each in statements for start, name in OF_OPERATIONS.items() if each.startswith(start)]
+        if names:
+            level = DURABILITY[connection.exec_driver_sql("PRAGMA synchronous").scalar_one()]
+            seen.commits.append([f"{level} {name}" for name in names])
+
+    event.listen(Engine, "before_cursor_execute", execute)
+    event.listen(Engine, "commit", commit)
+    yield seen
+    event.remove(Engine, "before_cursor_execute", execute)
+    event.remove(Engine, "commit", commit)
 
 
 @pytest.fixture
@@ -81,77 +113,44 @@ def sample(model_id: str) -> ops.Operation:
 def test_an_operation_costs_three_commits(
     toy_server: RunningServer,
     driver: EngineDriver,
-    commits: list[list[str]],
+    executed: Executed,
     make: Callable[[str], ops.Operation],
 ) -> None:
     for _ in range(3):
         result = toy_server.call(driver.run(make(driver.model_id())))
         assert not isinstance(result, ops.Failed)
-    assert commits == FEWEST * 3
+    assert executed.commits == FEWEST * 3
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of each read for a request, its module and function; not those that are done now and then, for all requests."""
-    seen: list[str] = []
-    run = Reader._run
-
-    async def noting(reader: Reader, database: Database, calls: list[Call]) -> Any:
-        functions = [getattr(call.function, "func", call.function) for call in calls]  # of a partial
-        names = [(each.__module__.rpartition(".")[2], each.__name__) for each in functions]
-        seen.extend(f"{module}.{name}" for module, name in names if module in OF_REQUESTS)
-        return await run(reader, database, calls)
-
-    monkeypatch.setattr(Reader, "_run", noting)
-    return seen
-
-
-@pytest.fixture
-def glances(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of each operation that was looked up without a reader, its name."""
-    seen: list[str] = []
-    glance = log.glance
-
-    def noting(connection: Connection, request_id: str) -> OperationRecord | None:
-        seen.append(request_id)
-        return glance(connection, request_id)
-
-    monkeypatch.setattr(log, "glance", noting)
-    return seen
-
-
-def test_for_an_operation_only_its_result_is_looked_up(
-    client: tinker.ServiceClient, reads: list[str], glances: list[str]
-) -> None:
+def test_for_an_operation_only_its_result_is_looked_up(client: tinker.ServiceClient, executed: Executed) -> None:
     """Neither whose model it is, which never changes, nor for whom there is work, which the claim finds by itself."""
     training = client.create_lora_training_client("toy", rank=8).result()
     training.optim_step(tinker.AdamParams()).result()
-    reads.clear()
-    glances.clear()
+    executed.clear()
     for _ in range(3):
         training.optim_step(tinker.AdamParams()).result()
-    assert reads == []
-    assert len(set(glances)) == 3
-    assert len(glances) <= 2 * 3  # when its client begins to wait, and when it is done
+    assert executed.reads == []
+    assert len(set(executed.glances)) == 3
+    assert len(executed.glances) <= 2 * 3  # when its client begins to wait, and when it is done
 
 
-def test_for_a_sample_its_session_and_its_result_are_read(client: tinker.ServiceClient, reads: list[str]) -> None:
+def test_for_a_sample_its_session_and_its_result_are_read(client: tinker.ServiceClient, executed: Executed) -> None:
     """The session may have ended since the last one."""
     sampler = client.create_sampling_client(base_model="toy").result()
     prompt, params = tinker.ModelInput.from_ints([3, 4, 5]), tinker.SamplingParams(max_tokens=2, seed=1)
     sampler.sample(prompt, 1, params).result()
-    reads.clear()
+    executed.clear()
     for _ in range(3):
         sampler.sample(prompt, 1, params).result()
-    assert set(reads) - {"transaction.finished_samples"} == {"sessions.get"}
-    assert Counter(reads)["sessions.get"] == 3
+    assert set(executed.reads) - {"finished_samples"} == {"sessions"}
+    assert Counter(executed.reads)["sessions"] == 3
 
 
-def test_a_save_for_sampling_needs_no_reader(client: tinker.ServiceClient, reads: list[str]) -> None:
+def test_a_save_for_sampling_needs_no_reader(client: tinker.ServiceClient, executed: Executed) -> None:
     """But for the tenant's tallies, which are read once a second."""
     training = client.create_lora_training_client("toy", rank=4).result()
     training.save_weights_and_get_sampling_client().result()
-    reads.clear()
+    executed.clear()
     for _ in range(3):
         training.save_weights_and_get_sampling_client().result()
-    assert reads == []
+    assert executed.reads == []
