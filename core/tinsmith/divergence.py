@@ -1,4 +1,4 @@
-"""What every backend answers to numbers that are not finite: a refusal by name, for the sender of that request alone.
+"""The answer of every backend to numbers that are not finite: a refusal by name, only for the sender of that request.
 
 An optimizer step that is not finite is not applied, so training does not ruin a model. Weights that are not finite all
 the same, because they were loaded for instance, are not sampled.

@@ -1,4 +1,4 @@
-"""What hooks are called with and return: who sent a request, what routes of plugins work with, what observers learn."""
+"""Arguments and results of hooks: the sender of a request, the context of plugin routes, the events for observers."""
 
 from __future__ import annotations
 

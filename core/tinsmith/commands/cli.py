@@ -117,7 +117,7 @@ def _check_arguments() -> None:
 
 
 def _print_what_can_be_printed() -> None:
-    """Have a terminal that knows few characters show the others as escapes, instead of ending the command."""
+    """Show characters that the terminal cannot encode as escapes, instead of ending the command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""What `tinsmith runs show` reports of one run: plain values, without the tensors of its operations."""
+"""The report of `tinsmith runs show` on one run: plain values, without the tensors of its operations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

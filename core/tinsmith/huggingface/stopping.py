@@ -17,7 +17,7 @@ TAIL_MARGIN_TOKENS = 4
 
 
 class StopRules:
-    """What all requests share: the end-of-sequence tokens and the tokenizer of the base model."""
+    """Shared by all requests: the end-of-sequence tokens and the tokenizer of the base model."""
 
     def __init__(self, eos_tokens: Iterable[int], tokenizer: "Tokenizer | None") -> None:
         self.eos_tokens = frozenset(eos_tokens)

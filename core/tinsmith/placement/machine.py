@@ -25,12 +25,12 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int | None:
-        """What backends may take of a device: the driver, and what their allocators lose, take the rest."""
+        """Memory of a device for backends. The rest is for the driver and gaps of allocators."""
         return None if self.device_bytes is None else self.device_bytes * 92 // 100
 
     @property
     def usable_host_bytes(self) -> int | None:
-        """What backends on the CPU may take: the system and the server take the rest."""
+        """Host memory for backends on the CPU. The rest is for the system and the server."""
         return None if self.host_bytes is None else self.host_bytes * 92 // 100
 
 

@@ -24,7 +24,7 @@ _MORE_DEVICES: Final = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A part, what it gets, and what it makes of that."""
+    """A backend or sampler with its devices, memory and resulting demand."""
 
     part: Part
     placement: Placement
@@ -32,12 +32,12 @@ class Placed:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether its launcher gives it devices, which may be of this machine or of others."""
+        """True if its launcher assigns the devices, on this machine or on others."""
         return self.demand.num_devices == 0 and not self.placement.devices and not self.on_host
 
     @property
     def on_host(self) -> bool:
-        """Whether it computes on the CPU."""
+        """True if it computes on the CPU."""
         return self.demand.on_host and not self.placement.devices
 
 

@@ -1,4 +1,4 @@
-"""What placement assigns devices and memory to: a part, or the two parts of a model that take turns on theirs."""
+"""The units of placement: a trainer or a sampler, or the two of a model that take turns on the same devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plugins offer, by name: one registry per kind of spec, which knows who offered what."""
+"""The offers of plugins, by name: one registry per kind of spec, with the plugin of each offer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Offer:
 
 
 class Named(Protocol):
-    """What every spec has."""
+    """The attributes common to all specs."""
 
     @property
     def name(self) -> str: ...

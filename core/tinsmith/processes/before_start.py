@@ -1,4 +1,4 @@
-"""What must hold before a server starts: one list of checks, for `serve`, `doctor` and `check-config`.
+"""The checks before a server starts: one list, for `serve`, `doctor` and `check-config`.
 
 What can be seen in the configuration alone is checked when it is loaded. Nothing here changes anything.
 """
@@ -18,7 +18,7 @@ from tinsmith.settings import ModelSettings, PluginSection, Settings
 from tinsmith.store import StoreContext
 
 _ANYBODY: Final = "key-"
-"""What the tenants of a server without keys begin with."""
+"""The prefix of the tenants of a server without keys."""
 
 
 @dataclass(frozen=True, slots=True)

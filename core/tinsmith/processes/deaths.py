@@ -34,7 +34,7 @@ class Cause(StrEnum):
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether nothing that the engine was running can be at fault."""
+        """True if no operation of the engine can be the cause."""
         return self in (Cause.INTERRUPTION, Cause.SUPERSEDED)
 
 

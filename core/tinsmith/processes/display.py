@@ -1,4 +1,4 @@
-"""What `tinsmith serve` prints: its models and URL, how to connect, and the progress of each engine."""
+"""The output of `tinsmith serve`: its models and URL, how to connect, and the progress of each engine."""
 
 from __future__ import annotations
 

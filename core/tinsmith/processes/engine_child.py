@@ -31,7 +31,7 @@ ENGINE_ID: Final = "_TINSMITH_ENGINE_ID"
 """Set in an engine's environment: the name under which it takes its lease."""
 
 LAST_WORDS: Final = "\x1e"
-"""What the line begins with in which a supervised engine says why it ends."""
+"""The prefix of the line in which a supervised engine says why it ends."""
 
 _TUNABLES: Final = "GLIBC_TUNABLES"
 _PAGES_STAY: Final = {
@@ -112,7 +112,7 @@ class EngineChild:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped the process, as with SIGSTOP."""
+        """True if somebody has stopped the process, for example with SIGSTOP."""
         process = self._process
         return process is not None and process.returncode is None and is_stopped(process.pid)
 

@@ -63,7 +63,7 @@ class Previous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What a run needs. `run` returns when it was stopped in order."""
+    """One run of an engine. `run` returns after an orderly stop."""
 
     settings: Settings
     model: ModelSettings

@@ -72,7 +72,7 @@ class EngineThreads:
 
     @property
     def any_left(self) -> bool:
-        """Whether an engine did not stop in time, so that the process would wait for it."""
+        """True if an engine did not stop in time, so the process would wait for it."""
         return any(engine.thread is not None for engine in self._engines)
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""What a server does periodically: ends abandoned sessions, deletes old results and expired checkpoints."""
+"""The periodic work of a server: it ends abandoned sessions, and deletes old results and expired checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request's fields may hold: the bounds of `docs/reference/limits.md`, and the checks behind them.
+"""The bounds of a request's fields, listed in `docs/reference/limits.md`, and their checks.
 
 No check costs more than reading what it checks, and each stops at the first error. The checks of fields raise
 ValueError, as pydantic wants it.

@@ -1,4 +1,4 @@
-"""What is checked of a protobuf message on the wire, where a parser would say nothing.
+"""Checks of a protobuf message on the wire that a parser does not make.
 
 - How many parts it has. An empty message takes two bytes on the wire and hundreds in memory, so a body's size alone
   bounds neither memory nor time.
@@ -37,7 +37,7 @@ _MAX_SHIFT: Final = 63
 
 
 class _Field(NamedTuple):
-    """What a key on the wire, which is a number and a wire type, stands for."""
+    """The field that a key on the wire, a number and a wire type, stands for."""
 
     inner: Descriptor | None = None  # of a message
     is_packed: bool = False

@@ -318,7 +318,7 @@ class TelemetryRequest(_Body):
 
 
 class ClientConfig(BaseModel):
-    """What the server asks of the SDK. Unless noted, the defaults are the SDK's."""
+    """The configuration that the server gives the SDK. Unless noted, the defaults are the SDK's."""
 
     pjwt_auth_enabled: bool = True  # the key is exchanged for a token; `tinker auth whoami` reads it
     parallel_fwdbwd_chunks: bool = True
@@ -553,7 +553,7 @@ class StorageUsage(BaseModel):
 
 
 class DiskUsageItem(BaseModel):
-    """What one tenant keeps on the server's disk and in its database, and how much it may keep."""
+    """The storage of one tenant on the server's disk and in its database, and its limit."""
 
     tenant: str
     log_bytes: int

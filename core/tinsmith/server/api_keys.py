@@ -184,7 +184,7 @@ class ApiKeys:
 
     @property
     def accept_anybody(self) -> bool:
-        """Whether no keys are configured, so that whoever reaches this server is its operator."""
+        """True if no keys are configured, so whoever reaches this server is its operator."""
         try:
             return not self._keys.now()
         except AuthenticationError:  # all of them were removed

@@ -1,4 +1,4 @@
-"""Who sent a request, and what that caller may read and change.
+"""Identifies the sender of a request, and checks what this caller may read and change.
 
 An object belongs to a tenant. Only its tenant changes it (`own_*`); its tenant and administrators read it
 (`readable_*`), and everybody reads a published checkpoint. To all others it does not exist: they get a 404.
@@ -68,7 +68,7 @@ def known_caller(scope: Scope) -> Principal | None:
 
 
 def forget_caller(scope: Scope) -> None:
-    """Have the route ask again: keys may have been removed while a slow body was read."""
+    """Make the route authenticate again: keys may have been removed while a slow body was read."""
     scope.pop(_CALLER, None)
 
 

@@ -1,4 +1,4 @@
-"""What the routes share: settings, store, plugins, and the last reports of the engines."""
+"""The context shared by all routes: settings, store, plugins, and the last reports of the engines."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What `/metrics` shows of the server itself."""
+    """The server's own metrics."""
 
     registry: CollectorRegistry
     requests: Counter

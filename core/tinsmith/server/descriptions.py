@@ -1,4 +1,4 @@
-"""What everybody may read in a browser: `/`, `/docs` and `/openapi.json`. What takes time is rendered once, and kept.
+"""The public pages for browsers: `/`, `/docs` and `/openapi.json`. The description is rendered once, and kept.
 
 Nothing is loaded from other hosts: Swagger UI comes from a package.
 """

@@ -1,4 +1,4 @@
-"""What a download link rests on, and whether it still holds. Asked with every download, on every server."""
+"""Checks with every download, on every server, that the grant of its link still holds."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What a server has looked up in the store and need not look up again, because it never changes."""
+"""A cache of facts from the store that never change."""
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ _MOST: Final = 10_000  # a few megabytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRun:
-    """What never changes of a model, from its creation until its session is forgotten."""
+    """The facts of a model that never change, from its creation until its session is forgotten."""
 
     model_id: str
     session_id: str
@@ -28,14 +28,14 @@ class KnownRun:
 
 @dataclass(frozen=True, slots=True)
 class KnownSession:
-    """What never changes of a session."""
+    """The facts of a session that never change."""
 
     tenant: str
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRequest:
-    """What never changes of an operation."""
+    """The facts of an operation that never change."""
 
     tenant: str
 

@@ -21,7 +21,7 @@ _FORM: Final = re.compile(r"(-?\d{1,18})([op])([0-9a-z]*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """What a link rests on, beside the checkpoint's path."""
+    """The conditions of a link, in addition to the checkpoint's path."""
 
     created_at: datetime  # of the checkpoint: another one under the same path is not meant
     only_while_public: bool

@@ -1,4 +1,4 @@
-"""Whether requests can be recorded: the store takes writes, and more of the disk than the reserve is free."""
+"""Checks that requests can be recorded: the store accepts writes, and the disk has more than the reserve free."""
 
 import asyncio
 import logging

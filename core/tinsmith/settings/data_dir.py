@@ -28,7 +28,7 @@ class DataDir:
 
     @property
     def checkpoints(self) -> Path:
-        """What clients save, and the sampling snapshots that are kept."""
+        """Checkpoints of clients, and sampling snapshots."""
         return self.root / "checkpoints"
 
     def recovery_points(self, base_model: str) -> Path:
@@ -40,7 +40,7 @@ class DataDir:
         return self.root / "snapshots" / _file_name(base_model)
 
     def cache(self, plugin: str, base_model: str) -> Path:
-        """What a plugin keeps for a base model between starts, such as compiled programs."""
+        """A plugin's files for a base model that survive restarts, such as compiled programs."""
         return self.root / "cache" / plugin / _file_name(base_model)
 
     def life_signs(self, base_model: str) -> Path:

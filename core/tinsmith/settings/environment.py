@@ -14,7 +14,7 @@ WORKER_KEY: Final = "TINSMITH_WORKER_KEY"
 """The secret that an engine and its workers share."""
 
 HUB_TOKENS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-"""What an engine downloads models with."""
+"""The variables for downloading models."""
 
 _CLIENTS: Final = ("TINKER_API_KEY",)
 _SECTIONS: Final = frozenset(Settings.model_fields)
@@ -35,7 +35,7 @@ def child_environment(environment: Mapping[str, str] | None = None, *, keep: Ite
 
 
 def remember_credentials() -> None:
-    """Have no credential of this process's environment printed."""
+    """Remove the credentials of this process's environment from all output."""
     for name in (WORKER_KEY, *HUB_TOKENS, *_CLIENTS):
         if name in os.environ:
             remember(SecretStr(os.environ[name]))

@@ -104,7 +104,7 @@ class DeviceSettings(_Section):
 
 
 HASHED: Final = "sha256:"
-"""What a key begins with that is given as its hash."""
+"""The prefix of a key that is given as its hash."""
 
 
 class ApiKey(_Section):
@@ -149,7 +149,7 @@ class KeySource:
 
 
 class LimitsSettings(_Section):
-    """What requests and connections may take of the server's memory and time."""
+    """Limits of the memory and time for requests and connections."""
 
     body_bytes: int = Field(
         1 << 30,
@@ -350,7 +350,7 @@ class ConsistencySettings(_Section):
 
 
 class TenantQuotas(_Section):
-    """What one tenant may have. `null` is no limit."""
+    """The limits of one tenant. `null` is no limit."""
 
     requests_per_s: float | None = Field(
         1000.0,
@@ -406,7 +406,7 @@ class TenantQuotas(_Section):
 
 
 class QuotaSettings(TenantQuotas):
-    """What one tenant may take from the others. The defaults are far above what training needs."""
+    """The limits of each tenant. The defaults are far above the needs of training."""
 
     tenants: dict[str, TenantQuotas] = Field(
         default_factory=dict,

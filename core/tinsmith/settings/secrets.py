@@ -48,7 +48,7 @@ class SecretUrl(SecretStr):
 
 
 def remember(secret: SecretStr) -> SecretStr:
-    """Have `cleaned` look for the secret from now on."""
+    """Make `cleaned` remove this secret from now on."""
     text = secret.get_secret_value()
     passwords = [found["password"] or found["value"] for found in _IN_URL.finditer(text)]
     for each in (text, *passwords, *map(unquote, passwords)):

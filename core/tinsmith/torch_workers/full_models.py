@@ -84,7 +84,7 @@ class TrainedShard(Protocol):
 
     @property
     def counts(self) -> bool:
-        """Whether it is this worker, of those that hold the same numbers, that counts and writes them."""
+        """True if this worker, of those with the same numbers, counts and writes them."""
 
     @property
     def own_pieces(self) -> Iterable[Piece]: ...

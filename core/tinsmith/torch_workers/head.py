@@ -54,7 +54,7 @@ class Vocabulary:
 
 
 class HeadAdapters(ABC):
-    """What adapters add to the logits of one chunk."""
+    """The adapters' addition to the logits of one chunk."""
 
     @abstractmethod
     def delta(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What runs in a worker's process, whatever its strategy: it finds a device, loads the model, and calls the trainer."""
+"""The program of a worker's process, for every strategy: it finds a device, loads the model, and calls the trainer."""
 
 import gc
 import os

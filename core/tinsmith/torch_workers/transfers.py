@@ -38,7 +38,7 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self) -> None:
-        """Have the copies wait for what has been computed so far."""
+        """Make the copies wait for everything computed so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 

@@ -1,4 +1,4 @@
-"""What fits on a worker: tokens of a micro-batch, models in training, and whether one more model does."""
+"""The capacity of a worker: tokens of a micro-batch, models in training, and whether one more model fits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class Budget(ABC):
     """A subclass counts. `memory` None: it is not known, and nothing is refused for its sake."""
 
     REMEDY: ClassVar[str]
-    """What else the operator can do if not even one model fits."""
+    """Another remedy if not even one model fits."""
 
     config: TrainingWorkersConfig
     shape: DecoderShape

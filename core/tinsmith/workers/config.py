@@ -101,7 +101,7 @@ class TrainingWorkersConfig(WorkersConfig):
         return 0 if self.device == "cpu" or self.launcher in _ELSEWHERE else self.nproc_per_node
 
     def computes_on_cpu(self, placement: Placement) -> bool:
-        """Whether the workers will do so in this placement."""
+        """True if the workers will do so in this placement."""
         here = self.launcher not in _ELSEWHERE
         return self.device == "cpu" or (self.device is None and not placement.devices and here)
 

@@ -102,7 +102,7 @@ class FrontDoor:
         self._joined.append(arrived)
 
     def _forget_the_dead(self) -> None:
-        """Those who have joined say nothing until they are welcomed, so only an end can arrive."""
+        """A worker that has joined sends nothing until it is welcomed, so only an end can arrive."""
         for place in reversed(ready([each.channel for each in self._joined], 0)):
             self._joined.pop(place).channel.close()
 

@@ -1,4 +1,4 @@
-"""What starts the processes of the workers: an interface, and the launchers that need no other package.
+"""Launchers of worker processes: the interface, and the launchers that need no other package.
 
 A launcher only starts processes. Each finds the engine by its address and key, and everything else is said there.
 """
@@ -40,7 +40,7 @@ _STOP_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is to be started."""
+    """The processes to start."""
 
     config: WorkersConfig
     environment: Mapping[str, str]  # for each worker, besides that of its machine

@@ -1,4 +1,4 @@
-"""What the engine and its workers send each other. It is pickled, so only peers with the key may send it."""
+"""Messages between the engine and its workers. They are pickled, so only peers with the key may send them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the method returned."""
+    """The result of a method."""
 
     value: Any
 

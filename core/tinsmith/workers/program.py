@@ -1,4 +1,4 @@
-"""What the engine asks of workers that train, and the values that go between them. A worker's program implements it.
+"""The interface of workers that train, and its values. A worker's program implements it.
 
 The engine names methods as Python does: `group.call(TrainingProgram.unload_model, model_id)`.
 """
@@ -97,7 +97,7 @@ class LoadingProgram(ABC, Generic[Setup_contra, Loaded_co]):
 
 
 class StateProgram(ABC):
-    """What `StateFiles` asks for."""
+    """The methods that `StateFiles` calls."""
 
     @abstractmethod
     def sees(self, file: Path) -> bool:
@@ -105,7 +105,7 @@ class StateProgram(ABC):
 
     @abstractmethod
     def capture(self, capture_id: str, owner: str, targets: Targets, ended: Sequence[str]) -> None:
-        """Have a `StateWriter` forget the captures that have ended, and begin a new one."""
+        """Make a `StateWriter` drop ended captures, and begin a new one."""
 
     @abstractmethod
     def captured(self, capture_id: str) -> Written:
@@ -113,7 +113,7 @@ class StateProgram(ABC):
 
 
 class TrainingProgram(StateProgram):
-    """What workers do once they have loaded the model, whatever their strategy."""
+    """The methods of workers that have loaded the model, for every strategy."""
 
     @abstractmethod
     def unload_model(self, model_id: str) -> None:

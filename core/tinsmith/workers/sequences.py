@@ -65,7 +65,7 @@ class ExpertLoad:
 
 
 Answer = Scored | NotFinite | ExpertLoad
-"""What a rank returns of a call."""
+"""A rank's results of a call."""
 
 MicroBatch = list[list[Segment]]
 """By data-parallel rank. A sequence stays whole, on one rank. A rank may have none, but takes part in every batch."""

@@ -38,7 +38,7 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """What a program knows of its place."""
+    """The position of a worker in its group."""
 
     rank: int
     num_workers: int

@@ -65,7 +65,7 @@ class StateFiles:
             raise UnsupportedError(msg)
 
     def capture(self, owner: str, shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[Kind]) -> "Capture":
-        """Have the workers write these tensors of a model. Raise ServerError if the disk refuses room for the files."""
+        """Make the workers write these tensors of a model. Raise ServerError if the disk has no space for the files."""
         return self._captured(owner, lambda directory: lay_out(directory, shapes, kinds, self._shard_bytes))
 
     def capture_adapter(self, owner: str, shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[Kind]) -> "Capture":

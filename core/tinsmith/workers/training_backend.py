@@ -1,4 +1,4 @@
-"""What training backends whose work is done by workers have in common: models by id, their places, and refusals."""
+"""The base of training backends with workers: models by id, their places, and refusals."""
 
 import pickle
 from abc import abstractmethod
@@ -118,11 +118,11 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
 
     @abstractmethod
     def make_adapter(self, op: CreateModel) -> AdapterModelState:
-        """Have the workers make a LoRA model."""
+        """Create a LoRA model on the workers."""
 
     @abstractmethod
     def make_full(self, op: CreateModel) -> FullModelState:
-        """Have the workers make a model whose own weights are trained."""
+        """Create a model on the workers whose own weights are trained."""
 
     @abstractmethod
     def run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:

@@ -1,4 +1,4 @@
-"""What fits: tokens of a micro-batch, models in training, and whether one more model does. No torch."""
+"""Capacity: tokens of a micro-batch, models in training, and whether one more model fits. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ Smaller ones were not tried.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget(WorkersBudget):
-    """What a rank does with its memory."""
+    """The use of a rank's memory."""
 
     REMEDY = "use more ranks"
     config: FsdpConfig
@@ -41,7 +41,7 @@ class Budget(WorkersBudget):
 
     @property
     def adapter(self) -> int:
-        """What a model of the largest rank takes."""
+        """The memory of a model of the largest rank."""
         return self.bytes_of(self.config.max_lora_rank)
 
     def bytes_of(self, rank: int) -> int:
@@ -53,7 +53,7 @@ class Budget(WorkersBudget):
 
     @property
     def micro_batch(self) -> int:
-        """What it takes at most. Gradients are added up when all else of it is gone."""
+        """Its peak. Gradients are added up when the rest of it is free again."""
         weights = adapter_weights(self.shape, self.config.max_lora_rank)
         passing = self.costs.micro_batch(self.micro_tokens) + self.costs.own_gradients * weights
         return max(passing, self.costs.exchanged * weights)
@@ -72,7 +72,7 @@ class Budget(WorkersBudget):
 
     @property
     def gathers(self) -> bool:
-        """Whether each micro-batch gathers the layers anew."""
+        """True if each micro-batch gathers the layers again."""
         return self.ranks.shards > 1
 
     @property

@@ -1,4 +1,4 @@
-"""Who computes what in a micro-batch. No torch."""
+"""The division of a micro-batch among ranks. No torch."""
 
 from collections.abc import Iterable
 

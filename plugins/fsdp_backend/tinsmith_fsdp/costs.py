@@ -1,4 +1,4 @@
-"""What training takes of a rank's memory, in all its phases, counted from the model's configuration. No torch.
+"""The memory of a rank in all phases of training, calculated from the model's configuration. No torch.
 
 Weights, gradients, moments and gathered layers are counted exactly. What a micro-batch takes is linear in the sizes of
 a layer: of layers that are not compiled, a fit to what the program's own tensors take in `rehearsal.py`; of compiled
@@ -118,7 +118,10 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
 
 
 def _copies_of_gradients(ranks: Ranks) -> int:
-    """Count those of all ranks, and a rank's own before they are one tensor, or three in which parts are added up."""
+    """Return the peak copies of the gradients: one per rank, and the local one before concatenation.
+
+    With tensor parallelism, the local one takes three.
+    """
     if ranks.dp * ranks.tp == 1:
         return 1
     return ranks.dp + (3 if ranks.tp > 1 else 1)

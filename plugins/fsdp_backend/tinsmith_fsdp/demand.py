@@ -1,4 +1,4 @@
-"""What the backend would take of its devices, for `tinsmith plan` and the placement of a server. No torch."""
+"""The memory that the backend needs of its devices, for `tinsmith plan` and a server's placement. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path

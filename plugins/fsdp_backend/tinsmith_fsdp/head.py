@@ -1,4 +1,4 @@
-"""What the adapters of a stream's groups add to the output head.
+"""The adapters of a stream's groups on the output head.
 
 Legend: C = rows of a chunk, H = hidden, V = vocabulary (or this rank's part), r = rank.
 """

@@ -24,7 +24,7 @@ class Mesh:
 
     @property
     def sharding(self) -> DeviceMesh:
-        """What fully_shard takes: with several replicas, two axes (hybrid sharding)."""
+        """The mesh for fully_shard: with several replicas, two axes (hybrid sharding)."""
         return self.axes["replicate", "shard"] if self.num_replicas > 1 else self.axes["shard"]
 
     @property

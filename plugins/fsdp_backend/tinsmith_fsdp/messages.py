@@ -1,4 +1,4 @@
-"""What the engine and the ranks send each other. No torch."""
+"""Messages between the engine and the ranks. No torch."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from tinsmith_fsdp.config import FsdpConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup(TrainingSetup[FsdpConfig, DecoderShape]):
-    """What a rank needs to start."""
+    """The settings of a rank."""
 
     prefetch: bool  # gather the next layer before one of the forward pass is started
     compile: bool
@@ -17,7 +17,7 @@ class Setup(TrainingSetup[FsdpConfig, DecoderShape]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a rank holds after loading the model."""
+    """A rank's memory after loading the model."""
 
     rank: int
     meta_only: bool  # no parameter was allocated before the model was sharded

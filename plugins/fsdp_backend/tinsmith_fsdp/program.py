@@ -1,4 +1,4 @@
-"""What the engine asks of the ranks. No torch."""
+"""The interface of the ranks. No torch."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Owner, Setup
 
 
 class Training(SleepableProgram):
-    """What a rank does once it has loaded the model."""
+    """The methods of a rank that has loaded the model."""
 
     @abstractmethod
     def create_model(self, model_id: str, lora: LoraConfig) -> NotMade | None: ...

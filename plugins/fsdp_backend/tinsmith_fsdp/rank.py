@@ -1,4 +1,4 @@
-"""What runs in the process of one rank."""
+"""The program of a rank's process."""
 
 from tinsmith.torch_workers import TorchRank
 from tinsmith_fsdp.base_model import BaseModel

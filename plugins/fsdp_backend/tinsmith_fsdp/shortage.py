@@ -1,4 +1,4 @@
-"""What a rank does when its part of a pass needs more memory than there is: it drops the part, and all drop the pass.
+"""Out of memory on a rank: it drops its share of the pass, and all ranks drop the pass.
 
 Layers are gathered from all ranks, in an order that depends on nothing but the pass. A rank that stopped would leave
 the others waiting. So it counts what it has gathered, and after it has given up, gathers the rest for them. Its memory
@@ -19,7 +19,7 @@ from tinsmith_fsdp.memory import is_out_of_memory
 T = TypeVar("T")
 
 RECOVERS: Final = hasattr(FSDPModule, "reset_iter_state")
-"""Whether this torch can go on after a pass that failed: since 2.13."""
+"""True if this torch can continue after a failed pass: since 2.13."""
 
 
 class PassDroppedError(Exception):

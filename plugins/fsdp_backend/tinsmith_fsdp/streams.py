@@ -91,8 +91,8 @@ def make_stream(
 ) -> Stream:
     """Concatenate segments. Those with the same leaves must be adjacent; leaves None: the model has no adapter.
 
-    `pack`: the adapters of the groups, in order. Without one, all segments have the same leaves. `multiple`: of which
-    the number of tokens is one: the last sequence gets further tokens without a loss, which no token before them sees.
+    `pack`: the adapters of the groups, in order. Without one, all segments have the same leaves. `multiple`: pad the
+    stream to a multiple of this with tokens without a loss, after all others.
     """
     lengths = [segment.num_tokens for segment in segments]
     padding = -sum(lengths) % multiple

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange, as autograd functions.
+"""The collectives of tensor-parallel ranks, as autograd functions.
 
 Each rank has a part of each matrix, and between the layers a part of the tokens (sequence parallelism, arXiv
 2205.05198, section 4.2.2). Each function is the other one's derivative. The number of tokens is a multiple of the

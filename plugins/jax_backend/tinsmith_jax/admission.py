@@ -1,4 +1,4 @@
-"""What fits: tokens of a micro-batch, slots of the sampler, models in training, and one more of them. No jax."""
+"""Capacity: tokens of a micro-batch, slots of the sampler, models in training, and one more of them. No jax."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _GATHERED_SHARE: Final = 4  # the part of a device's memory that gathered weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a device does with its memory. `memory` None: it is not known, and nothing is refused for its sake."""
+    """The use of a device's memory. `memory` None: it is not known, so nothing is refused because of it."""
 
     config: JaxConfig
     costs: Costs
@@ -37,7 +37,7 @@ class Budget:
 
     @property
     def model(self) -> int:
-        """What a model of the largest rank takes."""
+        """The memory of a model of the largest rank."""
         return self._model(self.config.max_lora_rank)
 
     @property
@@ -52,12 +52,12 @@ class Budget:
 
     @property
     def sampler(self) -> int:
-        """What lies there for sampling: pages, and rows of adapters."""
+        """The memory for sampling: pages, and rows of adapters."""
         return self.costs.pages(self.slots, self.context_tokens) + self.costs.rows(self.slots) if self.samples else 0
 
     @property
     def resident(self) -> int:
-        """What lies there between calls, before there is any model."""
+        """The memory in use between calls, without any model."""
         zeros = self.costs.zeros if self.trains else 0
         return self.costs.base + self.costs.runtime + zeros + self.sampler
 
@@ -131,7 +131,7 @@ class Budget:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether a decoding dispatch gathers all weights at its start."""
+        """True if a decoding dispatch gathers all weights at its start."""
         computing = self.costs.computing
         if computing.fsdp == 1 or self.config.gather_once is not None:
             return computing.fsdp > 1 and bool(self.config.gather_once)

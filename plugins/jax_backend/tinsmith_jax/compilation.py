@@ -27,7 +27,7 @@ _OWN_PRODUCTS: Final = "xla_gpu_enable_triton_gemm"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to compile, and the key that identifies it. Keys come only from bucket functions."""
+    """A function to compile, and the key that identifies it. Keys come only from bucket functions."""
 
     key: Hashable
     compile: Compile
@@ -117,7 +117,7 @@ class Programs:
 
     @property
     def warm(self) -> bool:
-        """Whether the warm-up has compiled everything."""
+        """True if the warm-up has compiled everything."""
         return self._warm.is_set()
 
     def wait_until_warm(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""What training and sampling take of one device, counted from the model's configuration. No jax.
+"""The memory of training and sampling on one device, calculated from the model's configuration. No jax.
 
 What lies there between calls (weights, states of adapters, pages, rows of adapters) is counted exactly. What a compiled
 program needs while it runs is a fit to the compiler's own plan: of XLA for CPUs in float32, and for accelerators of
@@ -30,7 +30,7 @@ _KEPT: Final = {True: (8, 8, 8, 8, 56), False: (12, 14, 6, 8, 56)}
 size and rank: on CPU, and on accelerators."""
 
 _DIFFERENTIATED: Final = {True: (33, 24, 28, 27, 24), False: (0, 10, 33, 0, 0)}
-"""What a layer takes while it is differentiated: on CPU in addition to that, on accelerators with `recompute` all."""
+"""The memory of a layer in the backward pass: on CPU in addition to that, on accelerators with `recompute` all."""
 
 _STACKED: Final = {True: 3.0, False: 2.45}
 """Copies of each adapter in a micro-batch: its weights and sums, side by side, and results on their way."""
@@ -119,7 +119,7 @@ class Costs:
         return self._padded(rank) * FLOAT * total
 
     def model(self, rank: int) -> int:
-        """What a model has from its first step on."""
+        """The memory of a model from its first step on."""
         return self.weights(rank) + 3 * self.state(rank)
 
     @property
@@ -147,7 +147,7 @@ class Costs:
         return _RUNTIME[self.computing.on_cpu]
 
     def kept(self, tokens: int) -> int:
-        """What a pass over so many tokens keeps of all layers for its backward pass."""
+        """The activations of all layers that a pass of this many tokens keeps for its backward pass."""
         inputs = self.shape.hidden_size * self.computing.value_item
         return tokens * self.shape.num_layers * (inputs if self.computing.recompute else self._of_layer(_KEPT))
 

@@ -62,7 +62,7 @@ DrawNext = Callable[[Cache, SlotState], tuple[Cache, tuple[jax.Array, ...], jax.
 
 
 class Arithmetic(Protocol):
-    """What a program of sampling is made of, for one model, one shape and one mesh."""
+    """The components of a sampling program, for one model, one shape and one mesh."""
 
     @property
     def config(self) -> ModelConfig: ...

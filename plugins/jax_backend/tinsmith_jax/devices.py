@@ -1,4 +1,4 @@
-"""What a process has on its devices: the base model, and the devices' sides of training and of sampling."""
+"""The devices of a process: the base model, and the device side of training and of sampling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from tinsmith_jax.weights import load_base
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What to load."""
+    """The model to load, and its settings."""
 
     config: JaxConfig
     model_directory: Path
@@ -41,7 +41,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the engine must know of the devices."""
+    """Facts about the devices for the engine."""
 
     name: str
     limits: Limits

@@ -92,7 +92,7 @@ class ExpertLora(NamedTuple):
 class ResidentLora(NamedTuple):
     """The LoRA of the adapters in the slots, for sampling. The experts' own factors are of all layers, [L E, ...].
 
-    Scales are in B already. What a slot without an adapter has may be anything, even NaN.
+    Scales are in B already. The contents of a slot without an adapter are undefined, and may be NaN.
     """
 
     gate: tuple[Jax, Jax]
@@ -110,7 +110,7 @@ class ResidentLora(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward pass takes over from the forward pass."""
+    """Residuals: values of the forward pass for the backward pass."""
 
     blocks: Blocks
     z_TS: Jax  # scale * h @ A of gate and up, side by side

@@ -78,11 +78,11 @@ class Inbox:
             raise
 
     def drop(self, serial: int) -> None:
-        """Have the thread forget an adapter, at the latest before it draws for the next request."""
+        """Make the thread drop an adapter, at the latest before it draws for the next request."""
         self._dropped.append(serial)
 
     def close(self) -> None:
-        """Have the thread end after its current dispatch."""
+        """Make the thread end after its current dispatch."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -26,7 +26,7 @@ from tinsmith_jax.tiles import TILE, Tiles
 _KEPT: Final = "kept"
 
 Divided = Literal["outputs", "inputs"]
-"""What of a module is divided over the mesh's axis `tensor`."""
+"""The dimension of a module that the mesh's axis `tensor` divides."""
 
 
 class Lora(NamedTuple):

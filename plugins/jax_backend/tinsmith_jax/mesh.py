@@ -74,8 +74,8 @@ class Axes:
     def total(self, x: Jax) -> Jax:
         """Sum over the shards, outside of what is differentiated.
 
-        If results are to be exact, the order is that of the shards: a ring of processes begins elsewhere for each part
-        of an array, so a number's bits would depend on its place. Two numbers have one sum.
+        If results are to be exact, the order is that of the shards: a ring all-reduce starts at a different rank for
+        each chunk, so rounding would depend on position. With two ranks, the order cannot matter.
         """
         if self.tensor == 1:
             return x

@@ -38,7 +38,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a worker has once the model is loaded."""
+    """A worker that has loaded the model."""
 
     facts: Facts
     sampling: SamplingShape | None

@@ -152,7 +152,7 @@ class Scored(NamedTuple):
 
 
 class TrainerDevice(Protocol):
-    """What the trainer asks of a device, of this process or of workers: training_device.py documents it."""
+    """The device interface of the trainer, in this process or in workers: training_device.py documents it."""
 
     def create(self, model_id: str, lora: LoraConfig) -> None: ...
 

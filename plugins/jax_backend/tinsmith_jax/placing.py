@@ -1,4 +1,4 @@
-"""What the backend takes of its devices, and how JAX is told which they are. No jax."""
+"""The memory that the backend needs of its devices, and the choice of devices for JAX. No jax."""
 
 import os
 from collections.abc import Mapping, MutableMapping

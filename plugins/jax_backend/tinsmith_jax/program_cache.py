@@ -35,7 +35,7 @@ class VerifiedCache(LRUCache):
 
 
 def verify_programs() -> None:
-    """Have JAX verify the programs that it reads. To be called before the first is compiled."""
+    """Make JAX verify the programs that it reads. Call this before the first is compiled."""
     compilation_cache.get_file_cache = _open
 
 

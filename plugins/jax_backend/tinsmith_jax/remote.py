@@ -99,7 +99,7 @@ class Workers:
         return answer
 
     def load_state(self, model_id: str, state: ModelState) -> None:
-        """Have each worker read its part of a model's state. If one cannot, the model stays as it is on all."""
+        """Make each worker read its shard of a model's state. If one cannot, the model stays unchanged on all."""
         with self._turns.turn():
             for error in self._group.call(MeshWorker.load_state, model_id, state):
                 if error is not None:
@@ -107,7 +107,7 @@ class Workers:
             self._group.call(MeshWorker.take_state, model_id)
 
     def hold(self, method: Callable[[HeldAdapters, int, A], None], argument: A) -> "Held":
-        """Have the workers keep an adapter, until nobody here refers to it."""
+        """Make the workers keep an adapter until nobody here refers to it."""
         held = Held(next(self._numbers))
         self.run("adapters", method, held.number, argument)
         weakref.finalize(held, self._dropped.append, held.number)

@@ -1,4 +1,4 @@
-"""What is to be sampled: requests, their sequences and scores, and the line in front of the slots.
+"""Requests for samples, their sequences and scores, and the queue for the slots.
 
 Plain host objects without device state. Only the sampler's thread touches them once a request is in the line.
 """

@@ -1,4 +1,4 @@
-"""What the sampler's thread does: round after round, until it is to end.
+"""The rounds of the sampler's thread, until it has to end.
 
 In each round, it drops cancelled requests, fills free slots from the line, reads some prompt tiles, decodes a few steps
 and returns finished sequences.

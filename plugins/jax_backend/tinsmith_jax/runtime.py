@@ -26,7 +26,7 @@ from tinsmith_jax.program_cache import verify_programs
 
 DEVICES = Path("/dev")
 _PASSING: Final = ("already in use", "ABORTED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
-"""What stands in the message if a device may be there at the next start."""
+"""Part of the message if a device may be available at the next start."""
 _REMEDY: Final = (
     "install JAX for CUDA with the extra that suits the driver, tinsmith-jax[cuda13] (580 or newer) or [cuda12] (525 "
     "or newer); JAX_PLATFORMS=cpu computes on the CPU"
@@ -138,12 +138,12 @@ def prepare(cache_dir: Path, *, kernels: bool) -> None:
 
 
 def exchange_on_loopback() -> None:
-    """Have CPUs exchange arrays over loopback. Gloo listens where the machine's name leads, and asks for no key."""
+    """Make CPUs exchange arrays over loopback. By default, gloo listens at the host name, without a key."""
     _jax.make_gloo_tcp_collectives = partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
 
 
 def keep_own_programs() -> None:
-    """Have each process of a mesh keep its programs in its own directory.
+    """Keep the programs of each process of a mesh in its own directory.
 
     JAX leaves that to the first, so that processes that share a directory do not write the same files. The others would
     compile everything again at each start.

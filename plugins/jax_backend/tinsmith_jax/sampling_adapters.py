@@ -1,8 +1,8 @@
 """The adapters that lie beside the sampler's model, and their products with tiles of tokens.
 
 Each adapter in use has a row, whichever sequences use it. Its scale is in B already, except for the kernels in C++.
-What a row without an adapter holds may be anything, even NaN, so the products of others with it are dropped, not
-multiplied by 0.
+The contents of a row without an adapter are undefined, and may be NaN, so the products of others with it are dropped,
+not multiplied by 0.
 
 Suffixes: N = tiles, T = tokens of a tile, R = rows of adapters; i, r, o = in, rank, out of a LoRA.
 """

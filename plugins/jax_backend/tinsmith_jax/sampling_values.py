@@ -1,4 +1,4 @@
-"""What the sampler asks of its device, what comes back, and what compiled programs take and give. No jax.
+"""The values between the sampler, its device and compiled programs. No jax.
 
 Suffixes: B = rows of decoding, N = tiles, T = tokens of a tile, L = layers, P = pages, C = positions of a page,
 G = pages of a sequence, J = heads of keys and values, D = head dim, X = decode steps or table entries, K = alternatives
@@ -115,7 +115,7 @@ class SamplingShape:
 
     @property
     def grows(self) -> bool:
-        """Whether pages, and rows of adapters, take memory only once something has been put there. Of one shard."""
+        """True if pages, and rows of adapters, take memory only when they are written. Of one shard."""
         return self.native
 
     def shard_of(self, slot: int) -> int:
@@ -198,7 +198,7 @@ class Drawn:
 
 
 class Weights(NamedTuple):
-    """What programs multiply with."""
+    """The weights of programs."""
 
     base: Jax  # weights.py describes it
     resident: Jax  # the rows of adapters; adapters.py describes one
@@ -250,7 +250,7 @@ class Switches(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """What a decoding dispatch is given."""
+    """The inputs of a decoding dispatch."""
 
     state: SlotState
     params: RowParams
@@ -272,7 +272,7 @@ class Steps(NamedTuple):
 
 
 class SamplerDevice(Protocol):
-    """What the sampler's thread asks of a device, of this process or of workers: sampling_device.py documents it."""
+    """The device interface of the sampler, in this process or in workers: sampling_device.py documents it."""
 
     shape: SamplingShape
 

@@ -126,9 +126,8 @@ class TrainPrograms:
     def gradients(self, bucket: Bucket, *, replays: bool = False) -> Program:
         """Return the program (base, weights, sums, tokens, positions, tiles, batch) -> (logp, loss, load, new sums).
 
-        Of rows without tokens, which are those of no model, the new sums may be anything. They are computed in a stack.
-        On a CPU, the numbers of its rows are arguments as well, bound to the program: of slices that differ in an
-        argument, XLA compiles one, but of those that differ in a constant, every one.
+        Sums of unused rows are undefined. They are computed in a stack. On a CPU, its row numbers are arguments, bound
+        to the program: with constants, XLA would compile one kernel per row.
         """
         how = self.how
 
@@ -190,7 +189,7 @@ class TrainPrograms:
 
     @property
     def finds_not_finite(self) -> bool:
-        """Whether `not_finite` is needed: where the host does not see the arrays."""
+        """True if `not_finite` is needed, because the host does not see the arrays."""
         return self.layout is not None or self.limits.platform != "cpu"
 
     def not_finite(self, padded_rank: int) -> Program:

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """What a call has computed so far."""
+    """The results of a call so far."""
 
     outputs: list[list[Scored]]  # by operation, of its data
     diverged: set[str] = field(default_factory=set)  # models whose gradients are not finite

@@ -1,4 +1,4 @@
-"""What fits: tokens of a micro-batch, models in training, and whether one more model does.
+"""Capacity: tokens of a micro-batch, models in training, and whether one more model fits.
 
 Counted as `tinsmith megatron-plan` does. No torch.
 """
@@ -24,7 +24,7 @@ STRICT_SEQUENCES: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget(WorkersBudget):
-    """What a rank does with its memory."""
+    """The use of a rank's memory."""
 
     REMEDY = (
         "divide the model over more ranks (`tinsmith megatron-plan` lists the layouts that fit), set "
@@ -90,12 +90,12 @@ class Budget(WorkersBudget):
 
     @property
     def micro_batch(self) -> int:
-        """What a call takes besides its adapters."""
+        """The memory of a call in addition to its adapters."""
         return self.needed([]) - self.base - self.runtime
 
     @property
     def per_model(self) -> int:
-        """What one more model of the largest rank takes. If none is served, one whose weights are all trained."""
+        """The memory of another model of the largest rank; without adapters, of a fully trained one."""
         largest = self.config.max_lora_rank
         return self.needed([largest] * 2) - self.needed([largest])
 

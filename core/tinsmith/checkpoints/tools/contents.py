@@ -1,4 +1,4 @@
-"""What a directory holds: a checkpoint of ours, a PEFT adapter, or a Hugging Face model. Reads no weights."""
+"""The contents of a directory: a checkpoint of ours, a PEFT adapter, or a Hugging Face model. Reads no weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -29,7 +29,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
-    """What to import and for whom. `base_path` is the directory of the base model that the server serves."""
+    """The import of a directory for a tenant. `base_path` is the directory of the base model that the server serves."""
 
     contents: Contents
     name: str

@@ -1,4 +1,4 @@
-"""Whether the data directory can be trusted: writable, with space, on a file system that keeps locks and renames."""
+"""Checks the data directory: writable, with space, on a file system that supports locks and renames."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Status = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, how it is, and what to do about it."""
+    """The subject, its state, and the remedy."""
 
     subject: str
     status: Status

@@ -1,4 +1,4 @@
-"""Whether what is installed is what tinsmith and its plugins ask for, by their own metadata."""
+"""Checks the installed packages against the requirements of tinsmith and its plugins."""
 
 from __future__ import annotations
 

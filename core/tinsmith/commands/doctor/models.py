@@ -1,4 +1,4 @@
-"""Whether the configured models can be read and served: their files, their backends, the memory they need."""
+"""Checks the configured models: their files, their backends, the memory they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the configured port is free; if it is not, which process holds it."""
+"""Checks that the configured port is free, or names the process that uses it."""
 
 from __future__ import annotations
 

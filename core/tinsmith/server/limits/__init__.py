@@ -1,4 +1,4 @@
-"""What guards the edge: how much of everything a request, a connection, a tenant and a stranger may take.
+"""The limits at the edge: of requests, connections, tenants, and callers without a key.
 
 In the order in which a request meets them:
 

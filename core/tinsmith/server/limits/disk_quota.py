@@ -30,7 +30,7 @@ _LOG: Final = "log"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:
-    """What one tenant keeps, and may keep."""
+    """The storage of one tenant, and its limit."""
 
     kept: KeptBytes
     allowed_bytes: int

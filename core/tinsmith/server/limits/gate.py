@@ -1,4 +1,4 @@
-"""What is refused before anything else is looked at: foreign names for a keyless server, and unreadable paths.
+"""Refuses requests before any other check: foreign host names for a server without keys, and unreadable paths.
 
 Without configured keys, whoever reaches the server may use it, so it listens on loopback only. A web page on the same
 machine's browser reaches loopback, too: by a name of its own that resolves to 127.0.0.1 (so `Host` is foreign), or from

@@ -186,7 +186,7 @@ _WHAT: Final = {
     "checkpoints": "checkpoints may be kept",
     "stored_bytes": "bytes of checkpoints may be kept",
 }
-"""What each setting limits."""
+"""The text of each limit."""
 
 
 def _too_much(setting: str, limit: int, remedy: str) -> str:

@@ -1,4 +1,4 @@
-"""What callers without a valid key may take: one bucket of requests for all of them together.
+"""Limits callers without a valid key: one bucket of requests for all of them together.
 
 A refusal takes a tenth of a millisecond, which is too much for somebody who sends again at once over a thousand
 connections. So a refusal comes late: until then the connection waits, and costs nothing.

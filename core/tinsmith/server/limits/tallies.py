@@ -1,4 +1,4 @@
-"""What tenants have, read from the store once a second, and added to in between."""
+"""Counts of tenants' objects, read from the store once a second, and added to in between."""
 
 import asyncio
 from collections import Counter
@@ -12,7 +12,7 @@ _TIDY_EVERY: Final = 1000  # tallies, after which stale ones are dropped
 
 @dataclass(slots=True)
 class _Tally:
-    """What a tenant has, by setting. What other servers have accepted since it was read is missing."""
+    """A tenant's counts, by setting, without the requests that other servers have accepted since they were read."""
 
     counts: Counter[str]
     read_at_s: float

@@ -1,4 +1,4 @@
-"""What a client asks besides its work: configuration, capabilities, health, telemetry, its own key."""
+"""Requests about the service: configuration, capabilities, health, telemetry, the caller's key."""
 
 import re
 from typing import Annotated

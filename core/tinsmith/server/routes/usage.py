@@ -1,4 +1,4 @@
-"""What tenants have used: the SDK's billing calls, without prices, and counters for Prometheus.
+"""The usage of tenants: the SDK's billing calls, without prices, and counters for Prometheus.
 
 A tenant sees its own usage, an administrator everybody's.
 """

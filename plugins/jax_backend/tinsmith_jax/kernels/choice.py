@@ -32,7 +32,7 @@ class Kernels:
 
 
 REFERENCE: Final = Kernels()
-"""What CPUs use, and what all else is compared with."""
+"""The kernels of CPUs, and the reference for all others."""
 
 
 def choose(platform: str, *, longest: int | None = None, reference: bool = False) -> Kernels:

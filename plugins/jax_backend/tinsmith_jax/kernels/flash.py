@@ -126,7 +126,7 @@ def _d_kv_kernel(  # noqa: PLR0913 - what a kernel reads and writes
 
 
 class _Tiles:
-    """What of an array one program sees: a tile of one head, or all tiles of the heads that belong together."""
+    """The block of an array for one program: a tile of one head, or all tiles of the heads that share keys."""
 
     def __init__(self, H: int, N: int, T: int, n: int, d: int) -> None:
         group, c = H // N, T // n

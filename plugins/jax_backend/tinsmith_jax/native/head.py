@@ -18,7 +18,7 @@ from tinsmith_jax.tiles import TILE, Tiles
 
 
 class Rows(NamedTuple):
-    """What both passes are given."""
+    """The inputs of both passes."""
 
     hidden_CH: Jax
     head_VH: Jax
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What the forward pass leaves; numbers of rows without a token mean nothing."""
+    """The results of the forward pass; those of rows without a token are undefined."""
 
     logits_CV: Jax
     z_Cr: Jax  # scale x A

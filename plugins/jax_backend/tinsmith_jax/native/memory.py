@@ -14,7 +14,7 @@ _libc: Final = ctypes.CDLL(None)
 
 
 def take_with_use(array: jax.Array) -> None:
-    """Have the parts of an array take memory only once they are written. It then holds anything.
+    """Make the pages of an array take memory only when they are written. Its contents are then undefined.
 
     In pages of the usual size: of a huge page, of 2 MiB, all is taken with the first byte. For the array, see
     `give_back`.

@@ -33,7 +33,7 @@ _MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 class _Weights(NamedTuple):
-    """What the layers multiply with. Each adapter comes as it is: joining them would copy them all."""
+    """The weights of the layers. Adapters are not joined, which would copy all of them."""
 
     base: tuple[Jax, ...]  # matrices and norms
     adapters: tuple[Jax, ...]
