@@ -93,6 +93,6 @@ async def test_what_failed_frees_its_memory_while_its_error_lives() -> None:
             raise UserError(str(error)) from error
 
     with pytest.raises(UserError) as failure:
-        await HeavyWork().run_in_turn("ann", lambda: decode(2))
+        await HeavyWork().run_queued("ann", lambda: decode(2))
     assert failure.value.__traceback__ is not None
     assert [each() for each in alive] == [None, None, None]

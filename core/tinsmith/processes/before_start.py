@@ -5,6 +5,8 @@ What can be seen in the configuration alone is checked when it is loaded. Nothin
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -14,7 +16,7 @@ from tinsmith.placement.sections import AnySpec, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import NO_SAMPLER
 from tinsmith.processes.data_dir_lock import refuse_if_in_use
-from tinsmith.settings import ModelSettings, PluginSection, Settings
+from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
 from tinsmith.store import StoreContext
 
 _ANYBODY: Final = "key-"
@@ -87,10 +89,38 @@ def _quotas(settings: Settings, plugins: Plugins) -> Iterator[str]:
 
 def _port(settings: Settings, plugins: Plugins) -> Iterator[str]:
     del plugins
-    from tinsmith.processes.serve import listen  # here, because other commands need no web framework
-
     listen(settings.server).close()
     return iter(())
+
+
+def listen(server: ServerSettings) -> socket.socket:
+    """Bind the address before anything is loaded, so that a port in use is reported at once."""
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        msg = f"server.host: {server.host!r} is not an address of this machine: {error.strerror}"
+        raise ConfigError(msg) from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_bind_failure(server, error)) from error
+    return listener
+
+
+def _bind_failure(server: ServerSettings, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            remedy = "choose another with --port, or --port 0 for a free one"
+            return f"server.port: {server.port} is in use on {server.host}; {remedy}"
+        case errno.EACCES:
+            return f"server.port: {server.port} needs privileges; choose one above 1023"
+        case _:
+            return f"server.host: cannot listen on {server.host!r}: {error.strerror}; use an address of this machine"
 
 
 def _data_directory(settings: Settings, plugins: Plugins) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import resource
@@ -28,7 +27,7 @@ from tinsmith.placement.plan import make_plan_of_sound, with_placement
 from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
-from tinsmith.processes.before_start import obstacles, refuse
+from tinsmith.processes.before_start import listen, obstacles, refuse
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.engine_threads import EngineThreads
@@ -140,36 +139,6 @@ def allow_many_files(wanted: int = _FILES) -> int:
         return wanted if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
     return reachable
-
-
-def listen(server: ServerSettings) -> socket.socket:
-    """Bind the address before anything is loaded, so that a port in use is reported at once."""
-    try:
-        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
-            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        msg = f"server.host: {server.host!r} is not an address of this machine: {error.strerror}"
-        raise ConfigError(msg) from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(_bind_failure(server, error)) from error
-    return listener
-
-
-def _bind_failure(server: ServerSettings, error: OSError) -> str:
-    match error.errno:
-        case errno.EADDRINUSE:
-            remedy = "choose another with --port, or --port 0 for a free one"
-            return f"server.port: {server.port} is in use on {server.host}; {remedy}"
-        case errno.EACCES:
-            return f"server.port: {server.port} needs privileges; choose one above 1023"
-        case _:
-            return f"server.host: cannot listen on {server.host!r}: {error.strerror}; use an address of this machine"
 
 
 def _url(server: ServerSettings, listener: socket.socket) -> str:

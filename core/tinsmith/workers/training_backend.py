@@ -50,7 +50,7 @@ Loaded = TypeVar("Loaded")
 
 _MAX_TARGETS: Final = 128  # per token; [T, K] arrays of a micro-batch must fit
 FAST_ISOLATION_ERROR: Final = 1e-4
-"""A bound on what company changes in one step, which tests check on CPU in float32. Not measured on GPUs.
+"""The largest difference that other tenants make in one step, tested on CPU in float32, not measured on GPUs.
 
 Rounding differences grow with the steps: twenty of them on a tiny model with experts end up to 5e-3 apart."""
 

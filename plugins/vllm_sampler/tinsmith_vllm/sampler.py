@@ -329,8 +329,8 @@ class VllmSampler(SamplingBackend):
     def _choose(self, replicas: list[Replica], op: Sample, adapter_id: int, ends: Ends) -> Replica:
         """Return the least busy running replica, if any runs: a restarting one is idle, but needs minutes.
 
-        One that has read the beginning of the prompt may be somewhat busier. Merging replicas: prefer one that is not busy
-        with other weights. One that has died again and again comes last, and one where a suspect is drawn alone. A
+        One that has read the beginning of the prompt may be somewhat busier. Merging replicas: prefer one that is not
+        busy with other weights. One that has died again and again comes last, and one where a suspect is drawn alone. A
         sample stays with the replica that died over it, unless that has died again and again.
         """
         if (own := ends.own) is not None and own.deaths_in_a_row < REPEATEDLY and not own.is_gone:

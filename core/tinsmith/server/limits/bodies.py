@@ -153,7 +153,7 @@ class BodyLimit:
         claimed = _claimed_bytes(body)
         self._limits.check(path, claimed, partial(_start, encoding, body))
         await lease.wait_to_resize(len(body) + claimed)
-        unpacked = await self._heavy.run_in_turn(lease.tenant, partial(self._unzstd, path, body, lease))
+        unpacked = await self._heavy.run_queued(lease.tenant, partial(self._unzstd, path, body, lease))
         lease.resize(len(unpacked))
         return unpacked
 

@@ -19,27 +19,27 @@ from starlette.concurrency import run_in_threadpool
 T = TypeVar("T")
 
 LARGE_BYTES: Final = 1 << 18
-"""Smaller bodies are decoded at once: it takes no longer than handing them to a thread and waiting for a turn."""
+"""Smaller bodies are decoded at once: it takes no longer than handing them to a thread and waiting for it."""
 
 
 class HeavyWork:
     """One per app."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._thread_is_free = asyncio.Lock()
         self._queues: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-heavy")
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return what the work returns. Only the first in each tenant's queue waits for the turn."""
+        """Return what the work returns. Only the first in each tenant's queue waits for the thread."""
         if num_bytes < LARGE_BYTES:
             return work()
-        return await self.run_in_turn(tenant, work)
+        return await self.run_queued(tenant, work)
 
-    async def run_in_turn(self, tenant: str, work: Callable[[], T]) -> T:
+    async def run_queued(self, tenant: str, work: Callable[[], T]) -> T:
         """As `run`, for work whose size is not known yet."""
         queue = self._queues.setdefault(tenant, asyncio.Lock())
-        async with queue, self._turn:
+        async with queue, self._thread_is_free:
             return await asyncio.get_running_loop().run_in_executor(self._thread, partial(_freed, work))
 
 
@@ -59,11 +59,11 @@ class LargeAnswers:
     """One per app."""
 
     def __init__(self) -> None:
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def build(self, tenant: str, read: Callable[[], Awaitable[T]], to_json: Callable[[T], str]) -> Response:
         """Answer with what was read. `to_json` runs in a thread."""
-        turn = self._turns.setdefault(tenant, asyncio.Lock())
-        async with turn:
+        lock = self._locks.setdefault(tenant, asyncio.Lock())
+        async with lock:
             body = await run_in_threadpool(to_json, await read())
         return Response(body, media_type="application/json")
