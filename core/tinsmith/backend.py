@@ -237,10 +237,11 @@ class BackendContext:
 class TrainingBackend(ABC):
     """Trains many models on one base model. Called from one thread, never concurrently.
 
-    Report a user's mistake as a `Failed` result for that operation, or raise `UserError` in a method that handles one
-    model. Any method may raise `OutOfMemoryError` if the device lacks the memory for the call and nothing has
-    changed. The engine then retries the call's operations one by one, and those that do not fit fail. Any other
-    exception means that the backend's state is unknown, and the engine discards the backend.
+    Core has checked each operation against the capabilities: it has a model that is on the backend, and a loss that the
+    backend lists. Report any other mistake of a user as a `Failed` result for that operation, or raise `UserError` in a
+    method that handles one model. Any method may raise `OutOfMemoryError` if the device lacks the memory for the call
+    and nothing has changed. The engine then retries the call's operations one by one, and those that do not fit fail.
+    Any other exception means that the backend's state is unknown, and the engine discards the backend.
     """
 
     @property

@@ -102,16 +102,6 @@ def forward_keeps_its_weights(patch: Patch) -> None:
     patch.setattr(ToyBackend, "forward", forward)
 
 
-def unknown_loss_raises(patch: Patch) -> None:
-    score = ToyBackend._score
-
-    def raising(self: ToyBackend, op: Forward, *, backward: bool) -> ForwardBackwardOutput | Failed:
-        self._losses[op.loss_fn]
-        return score(self, op, backward=backward)
-
-    patch.setattr(ToyBackend, "_score", raising)
-
-
 def restore_without(part: str) -> Fault:
     def fault(patch: Patch) -> None:
         restore = ToyBackend.restore_state
@@ -152,7 +142,6 @@ FAULTS: list[tuple[Fault, str]] = [
     (base_learns, "test_base_stays_as_it_was"),
     (models_begin_where_the_last_one_is, "test_base_stays_as_it_was"),
     (forward_keeps_its_weights, "test_step_is_seen_after_a_forward"),
-    (unknown_loss_raises, "test_failed_operation_is_a_value_of_its_own"),
     *((restore_without(part), "test_training_goes_on_from_the_files") for part in ("gradients", "adam_m", "adam_v")),
     (moments_are_shared, "test_training_goes_on_from_the_files"),
     (the_base_is_published, "test_sampler_checkpoint_is_the_snapshot"),

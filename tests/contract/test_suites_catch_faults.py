@@ -250,16 +250,6 @@ def results_come_in_another_order(patch: Patch) -> None:
     patch.setattr(ToyBackend, "forward_backward", forward_backward)
 
 
-def unknown_loss_raises(patch: Patch) -> None:
-    score = ToyBackend._score
-
-    def raising(self: ToyBackend, op: Forward, *, backward: bool) -> ForwardBackwardOutput | Failed:
-        self._losses[op.loss_fn]
-        return score(self, op, backward=backward)
-
-    patch.setattr(ToyBackend, "_score", raising)
-
-
 def any_rank_is_accepted(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(op.lora))
@@ -753,7 +743,6 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (rounding_depends_on_company, "test_company_makes_no_difference", {"company": Company(neighbours=1)}),
     (freed_places_keep_gradients, "test_freed_place_keeps_nothing", {}),
     (results_come_in_another_order, "test_merged_operations_equal_separate_ones", {}),
-    (unknown_loss_raises, "test_failed_operation_is_a_value_of_its_own", {}),
     (any_rank_is_accepted, "test_refused_rank_leaves_others_alone", {}),
     (flags_are_ignored, "test_flags_choose_the_modules", {"target": "mlp"}),
     (seed_is_ignored, "test_seed_decides_the_weights", {}),

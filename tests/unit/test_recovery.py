@@ -640,6 +640,29 @@ async def test_a_backend_that_fails_during_a_recovery_costs_no_model(setup: Setu
         await train(client, 1)
 
 
+async def test_a_model_whose_loss_is_gone_is_lost_alone_and_its_backend_never_sees_it(
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is claimed is checked, but the log may be of a time when a plugin offered more losses."""
+    other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
+    await other.open_session()
+    async with setup.engine():
+        await client.create_model()
+        passed = a_pass(client)
+        zeros = {name: np.zeros(4, np.float32) for name in ("logprobs", "advantages")}
+        inputs = {"target_tokens": passed.data[0].loss_inputs["target_tokens"], **zeros}
+        datum = replace(passed.data[0], loss_inputs=inputs)
+        await client.run(replace(passed, data=(datum,), loss_fn="importance_sampling"))
+        await other.create_model()
+        await other.run(a_pass(other))
+    monkeypatch.delitem(LOSSES, "importance_sampling")
+    async with setup.engine():
+        told = (await client.failure(await client.submit(a_step(client)))).message
+        assert "loss_fn 'importance_sampling' is no longer offered by this base model's backend" in told
+        await train(other, 1)
+    assert setup.backend.calls.count("forward_backward") == 2  # the other model's, replayed and new
+
+
 async def test_a_model_that_breaks_each_recovery_is_lost_alone(setup: Setup, client: EngineDriver) -> None:
     other = EngineDriver(setup.store, "toy", tenant="bob", session_id="s2")
     await other.open_session()

@@ -116,11 +116,8 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
     def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
         return [self._score(op, backward=True) for op in ops]
 
-    def _score(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput | Failed:
-        spec = self._losses.get(op.loss_fn)
-        if spec is None:  # core checks requests before; a backend still answers for its own operation only
-            return Failed(message=f"unknown loss_fn {op.loss_fn!r}; there are: {', '.join(sorted(self._losses))}")
-        model = self._device.models[op.model_id]
+    def _score(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
+        spec, model = self._losses[op.loss_fn], self._device.models[op.model_id]
         scored = [
             toy_training.score(self._device.model, model.adapter, datum, spec, op.loss_fn_config, backward=backward)
             for datum in op.data

@@ -53,11 +53,24 @@ class Models:
         return self._loras[model_id]
 
     def why_not(self, model_id: str, operation: ops.Operation | None) -> ops.Failed | None:
-        """Return the failure of an operation whose model is not on the backend; None if it is, or need not be."""
-        if isinstance(operation, ops.CreateModel | ops.UnloadModel) or model_id in self._loras:
+        """Return why an operation must not reach the backend: it would not know its model, or its loss."""
+        if isinstance(operation, ops.CreateModel | ops.UnloadModel):
             return None
+        if model_id in self._loras:
+            return self._unknown_loss(operation)
         reason = self._why_gone.get(model_id, "this engine does not hold it")
         return ops.Failed(message=f"model {model_id!r} is not there: {reason}", category="server")
+
+    def _unknown_loss(self, operation: ops.Operation | None) -> ops.Failed | None:
+        """Claims are checked already. What is replayed may be of a time with other plugins."""
+        offered = self._backend.capabilities.losses
+        if not isinstance(operation, ops.ForwardBackward) or operation.loss_fn in offered:
+            return None
+        return ops.Failed(
+            message=f"loss_fn {operation.loss_fn!r} is no longer offered by this base model's backend, only "
+            f"{', '.join(sorted(offered))}; install the plugin that offers it, and restart the engine",
+            category="server",
+        )
 
     @durable_boundary("engine.run_batch")
     async def run_batch(self, operations: Sequence[BatchOperation]) -> Sequence[BatchResult]:

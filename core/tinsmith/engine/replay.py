@@ -136,7 +136,8 @@ class Replayer:
                 await self._models.restore(operation.model_id, state)
                 return ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
             case ops.ForwardBackward() | ops.OptimStep():
-                (result,) = await self._models.run_batch([operation])
+                unknown = self._models.why_not(operation.model_id, operation)
+                (result,) = [unknown] if unknown is not None else await self._models.run_batch([operation])
                 if isinstance(result, ops.Failed):
                     msg = f"its {record.kind} with seq_id {record.seq_id} succeeded before but fails now: "
                     raise ServerError(msg + result.message)

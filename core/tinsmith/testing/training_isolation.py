@@ -8,7 +8,7 @@ import pytest
 
 from tinsmith.backend import ModelState
 from tinsmith.errors import UserError
-from tinsmith.operations import AdamParams, Array, CreateModel, Datum, Failed, ForwardBackward, LoraConfig, OptimStep
+from tinsmith.operations import AdamParams, Array, CreateModel, Datum, ForwardBackward, LoraConfig, OptimStep
 from tinsmith.testing.contract import assert_same_numbers, assert_same_state, need
 from tinsmith.testing.model_driver import (
     ModelDriver,
@@ -132,24 +132,6 @@ class IsolationContract(TrainingSuite):
         with pytest.raises(UserError, match=str(rank)):
             driver.backend.create_model(CreateModel(model_id="refused:train:0", lora=LoraConfig(rank=rank, seed=0)))
         assert_same_state(driver.state(model_id), before, "a neighbour of a refused model")
-
-    def test_failed_operation_is_a_value_of_its_own(self, driver: ModelDriver) -> None:
-        """A loss that does not exist fails its operation, adds nothing, and leaves the rest of the call alone."""
-        data = tuple(ragged_data(32, driver.capabilities.vocab_size))
-        good, bad = driver.create_trained(seed=1), driver.create_trained(seed=2)
-        before = driver.state(bad)
-        results = driver.backend.forward_backward(
-            [
-                ForwardBackward(model_id=good, data=data[:1]),
-                ForwardBackward(model_id=bad, data=data, loss_fn="no_such_loss"),
-                ForwardBackward(model_id=good, data=data[1:]),
-            ]
-        )
-        assert isinstance(results[1], Failed)
-        assert "no_such_loss" in results[1].message
-        first, last = succeeded([results[0], results[2]])
-        assert [len(logp) for logp in (*logprobs_of(first), *logprobs_of(last))] == [len(d.tokens_T) for d in data]
-        assert_same_state(driver.state(bad), before, "a model whose operation failed")
 
 
 def _train(driver: ModelDriver, company: Company, *, every_state: bool, starts: Sequence[ModelState] = ()) -> Curve:

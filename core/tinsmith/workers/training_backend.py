@@ -14,7 +14,7 @@ from tinsmith.backend import (
     TrainingBackend,
 )
 from tinsmith.divergence import step_result
-from tinsmith.errors import CapacityError, ConfigError, NotFoundError, UserError
+from tinsmith.errors import CapacityError, ConfigError, UserError
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
     CreateModel,
@@ -182,18 +182,13 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
             self.ranks.call(TrainingProgram.unload_model, model_id)
 
     def capture_state(self, model_id: str) -> ModelState:
-        return self._model(model_id).capture()
+        return self._models[model_id].capture()
 
     def restore_state(self, model_id: str, state: ModelState) -> None:
-        self._model(model_id).restore(state)
+        self._models[model_id].restore(state)
 
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        return self._model(model_id).publish(snapshot_id)
-
-    def _model(self, model_id: str) -> AdapterModelState | FullModelState:
-        if model_id not in self._models:
-            raise NotFoundError(_unknown(model_id).message)
-        return self._models[model_id]
+        return self._models[model_id].publish(snapshot_id)
 
     # training
 
@@ -204,30 +199,24 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         return self._run(ops, backward=True)
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        steps = [ModelStep(model_id=op.model_id, adam=op.adam) for op in ops if op.model_id in self._models]
-        norms = iter(self.ranks.call(TrainingProgram.optim_step, steps)[0] if steps else ())
-        return [
-            step_result(next(norms), op.adam) if op.model_id in self._models else _unknown(op.model_id) for op in ops
-        ]
+        assert all(op.model_id in self._models for op in ops)
+        steps = [ModelStep(model_id=op.model_id, adam=op.adam) for op in ops]
+        norms = self.ranks.call(TrainingProgram.optim_step, steps)[0]
+        return [step_result(norm, op.adam) for norm, op in zip(norms, ops, strict=True)]
 
     def drop_gradient(self, model_id: str) -> None:
-        self._model(model_id)
+        assert model_id in self._models
         self.ranks.call(TrainingProgram.drop_gradient, model_id)
 
     def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
-        refused = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
-        good = [op for index, op in enumerate(ops) if index not in refused]
-        whole = [isinstance(self._models[op.model_id], FullModelState) for op in good]
+        whole = [isinstance(self._models[op.model_id], FullModelState) for op in ops]
         adapted = iter(
-            self.run_adapters([op for op, full in zip(good, whole, strict=True) if not full], backward=backward)
+            self.run_adapters([op for op, full in zip(ops, whole, strict=True) if not full], backward=backward)
         )
-        outputs = iter(
-            [
-                self._run_full(op, backward=backward) if full else next(adapted)
-                for op, full in zip(good, whole, strict=True)
-            ]
-        )
-        return [refused[index] if index in refused else next(outputs) for index in range(len(ops))]
+        return [
+            self._run_full(op, backward=backward) if full else next(adapted)
+            for op, full in zip(ops, whole, strict=True)
+        ]
 
     def _run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
         """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
@@ -241,14 +230,6 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         if self._setup.strict:
             return list(one_by_one(work, self._budget.data_parallel))
         return list(deal(work, self._budget.data_parallel, self._rank_tokens))
-
-    def _refusal(self, op: ForwardBackward) -> Failed | None:
-        """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
-        if op.model_id not in self._models:
-            return _unknown(op.model_id)
-        if op.loss_fn not in self._losses:
-            return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(sorted(self._losses))}")
-        return None
 
 
 class SleepableWorkersBackend(WorkersBackend[Config, Setup, Loaded], SleepableTrainingBackend):
@@ -272,7 +253,3 @@ def _check_rank(rank: int, limit: int) -> None:
         allowed = f"1 to {limit}, the backend's max_lora_rank" if limit else "none: the backend's max_lora_rank is 0"
         msg = f"LoRA rank {rank} is not served: allowed are {allowed}"
         raise UserError(msg)
-
-
-def _unknown(model_id: str) -> Failed:
-    return Failed(message=f"no model {model_id!r} in training: it was never created, or has been unloaded")

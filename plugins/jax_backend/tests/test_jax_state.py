@@ -3,7 +3,6 @@
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,9 @@ from tinsmith import (
     AdamParams,
     CapacityError,
     CreateModel,
-    Failed,
     Forward,
-    ForwardBackwardOutput,
     LoraConfig,
     ModelState,
-    NotFoundError,
     OptimStep,
     UserError,
 )
@@ -176,30 +172,12 @@ def test_peft_loads_the_canonical_names(
         np.testing.assert_allclose(ours["logprobs"], theirs, rtol=0, atol=1e-4)
 
 
-def test_refusals_are_values_and_add_nothing(backend: JaxBackend) -> None:
-    add_model(backend, "m", LORA)
-    good, stranger = make_op("m", 0, LENGTHS), make_op("nobody", 2, LENGTHS)
-    unknown = replace(make_op("m", 1, LENGTHS), loss_fn="no_such_loss")
-    results = backend.forward_backward([unknown, good, stranger])
-    assert [type(result) for result in results] == [Failed, ForwardBackwardOutput, Failed]
-    assert "'no_such_loss'" in results[0].message
-    assert "'nobody'" in results[2].message
-    pending = backend.capture_state("m").gradients
-    backend.unload_model("m")
-    add_model(backend, "m", LORA)
-    backend.forward_backward([good])
-    assert_same_bits(pending, backend.capture_state("m").gradients)
-    assert isinstance(backend.optim_step([OptimStep(model_id="nobody", adam=ADAM)])[0], Failed)
-
-
 def test_model_methods_raise_user_errors(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
     backend = make_backend(tiny_models["qwen3"], jax_cache, max_models=2)
     add_model(backend, "m", LORA)
     add_model(backend, "n", LORA)
     with pytest.raises(CapacityError, match="all 2 models are in use"):
         backend.create_model(CreateModel(model_id="o", lora=LORA))
-    with pytest.raises(NotFoundError, match="'nobody'"):
-        backend.publish("nobody", "s")
     state = backend.capture_state("m")
     short = dict(state.weights)
     name = short.popitem()[0]

@@ -17,7 +17,6 @@ from tinsmith import (
     ForwardBackwardOutput,
     LoraConfig,
     ModelState,
-    NotFoundError,
     OptimStep,
     OptimStepOutput,
     OutOfMemoryError,
@@ -111,15 +110,12 @@ class Trainer(TrainingBackend):
             self.device.unload(model_id)
 
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        self._require(model_id)
         return self.device.publish(model_id, snapshot_id)
 
     def capture_state(self, model_id: str) -> ModelState:
-        self._require(model_id)
         return self.device.capture(model_id)
 
     def restore_state(self, model_id: str, state: ModelState) -> None:
-        self._require(model_id)
         self.device.restore(model_id, state)
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -131,10 +127,8 @@ class Trainer(TrainingBackend):
         return self._score(ops, "gradients")
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        known = [op for op in ops if op.model_id in self._models]
-        parts = [known[start : start + MAX_ADAPTERS] for start in range(0, len(known), MAX_ADAPTERS)]
-        stepped = (result for part in parts for result in self._step_what_fits(part))
-        return [next(stepped) if op.model_id in self._models else _unknown(op.model_id) for op in ops]
+        parts = [ops[start : start + MAX_ADAPTERS] for start in range(0, len(ops), MAX_ADAPTERS)]
+        return [result for part in parts for result in self._step_what_fits(part)]
 
     def _step_what_fits(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
         """Step all models together, or one by one if the device lacks the memory for all."""
@@ -147,12 +141,10 @@ class Trainer(TrainingBackend):
         return [step_result(norm, op.adam) for norm, op in zip(norms, ops, strict=True)]
 
     def drop_gradient(self, model_id: str) -> None:
-        self._require(model_id)
         self.device.drop_gradient(model_id)
 
     def _score(self, ops: Sequence[ForwardBackward], kind: Pass) -> list[ForwardBackwardOutput | Failed]:
-        failed = {index: failure for index, op in enumerate(ops) if (failure := self._refusal(op)) is not None}
-        pieces = [piece for index, op in enumerate(ops) if index not in failed for piece in self._pieces(index, op)]
+        pieces = [piece for index, op in enumerate(ops) for piece in self._pieces(index, op)]
         results = _Results([[] for _ in ops])
         self.device.begin(list(dict.fromkeys(piece.op.model_id for piece in pieces)))
         before = self._room[kind]
@@ -165,7 +157,7 @@ class Trainer(TrainingBackend):
             self.device.roll_back()  # a failed call adds nothing
             self._room[kind] = before
             raise
-        return [failed.get(index) or results.output(index, op) for index, op in enumerate(ops)]
+        return [results.output(index, op) for index, op in enumerate(ops)]
 
     def _run_in_what_fits(self, micros: Iterable[MicroBatch], kind: Pass, results: "_Results", *, beside: bool) -> None:
         """Run micro-batches. One for which the device has no memory runs in halves, and later ones are as small."""
@@ -254,14 +246,6 @@ class Trainer(TrainingBackend):
             return None
         return self._experts.num_layers, self._experts.top_k
 
-    def _refusal(self, op: ForwardBackward) -> Failed | None:
-        """Refuse an unknown model or loss. Core has already checked everything else against the capabilities."""
-        if op.model_id not in self._models:
-            return _unknown(op.model_id)
-        if op.loss_fn not in self._losses.kinds:
-            return Failed(message=f"no loss named {op.loss_fn!r}, known: {', '.join(self._losses.kinds)}")
-        return None
-
     def _pieces(self, op_index: int, op: ForwardBackward) -> list[Piece]:
         scale, padded_rank = self._models[op.model_id].scale, self._padded_rank(op.model_id)
         return [
@@ -279,10 +263,6 @@ class Trainer(TrainingBackend):
     def _padded_rank(self, model_id: str) -> int:
         return class_of(self._models[model_id].rank, self.limits.max_lora_rank)
 
-    def _require(self, model_id: str) -> None:
-        if model_id not in self._models:
-            raise NotFoundError(_unknown(model_id).message)
-
 
 def _of_piece(scored: Scored, piece: Piece, start: int) -> Scored:
     """Return the results of a sequence whose first row is `start`."""
@@ -290,7 +270,3 @@ def _of_piece(scored: Scored, piece: Piece, start: int) -> Scored:
     tiles = slice(start // TILE, start // TILE + piece.num_tiles)
     load = None if scored.load_LnE is None else scored.load_LnE[:, tiles]
     return Scored(scored.logp_TK[rows, targets], scored.loss_TK[rows, targets], load)
-
-
-def _unknown(model_id: str) -> Failed:
-    return Failed(message=f"no model {model_id!r} in training: it was never created, or has been unloaded")
