@@ -1,6 +1,7 @@
 """The store in memory keeps the contract of all stores, and is refused where it would be no use."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -68,4 +69,27 @@ async def test_an_engine_that_fails_in_the_server_is_given_up(tmp_path: Path) ->
             await asyncio.sleep(0.01)  # nothing tells who only looks
     assert "the engine of 'toy' failed" in record.detail
     await engines.stop()
+    await store.close()
+
+
+async def test_a_server_that_stops_does_not_wait_for_an_engine_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, goes_on = threading.Event(), threading.Event()
+
+    def load(*_: object) -> None:
+        loads.set()
+        goes_on.wait()
+
+    monkeypatch.setattr("tinsmith.processes.engine_run.make_backends", load)
+    model = ModelSettings(name="toy", backend=PluginSection(plugin="toy"))
+    settings = in_memory(tmp_path, model)
+    store = make_store(settings, Plugins.load())
+    await store.open()
+    engines = EngineThreads(settings, [model], store)
+    await engines.start()
+    await asyncio.to_thread(loads.wait, WAIT_S)
+    await engines.stop()
+    assert engines.any_left
+    goes_on.set()
     await store.close()

@@ -34,6 +34,7 @@ class _Engine:
     model: ModelSettings
     thread: threading.Thread | None = None
     loop: asyncio.AbstractEventLoop | None = None
+    is_asked_to_stop: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -45,6 +46,8 @@ class EngineThreads:
         self._store = store
         self._engines = [_Engine(model) for model in models]
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.any_left = False
+        """True if something still works for an engine that was stopped, so the process would wait for it."""
 
     async def start(self) -> None:
         """Start every engine. Returns before they have loaded."""
@@ -63,17 +66,13 @@ class EngineThreads:
     async def stop(self) -> None:
         """Let every engine finish its current batch. What takes too long ends with the process."""
         for engine in self._engines:
+            engine.is_asked_to_stop = True  # its event loop may not run yet
             if engine.loop is not None:
                 with suppress(RuntimeError):  # it has ended
                     engine.loop.call_soon_threadsafe(engine.stopping.set)
-        threads = [engine.thread for engine in self._engines if engine.thread is not None]
+        threads, self._engines = [engine.thread for engine in self._engines if engine.thread is not None], []
         await asyncio.gather(*[asyncio.to_thread(thread.join, _STOP_S) for thread in threads])
-        self._engines = [engine for engine in self._engines if engine.thread is not None and engine.thread.is_alive()]
-
-    @property
-    def any_left(self) -> bool:
-        """True if an engine did not stop in time, so the process would wait for it."""
-        return any(engine.thread is not None for engine in self._engines)
+        self.any_left = self.any_left or any(thread.is_alive() for thread in threads)
 
     def kill(self) -> None:
         """Engines end with this process."""
@@ -82,7 +81,7 @@ class EngineThreads:
         try:
             uvloop.run(self._serve(engine))
         except StoppedWhileLoadingError:
-            return
+            self.any_left = True  # the thread that loads
         except Exception as error:  # noqa: BLE001 - whatever ends an engine, its work fails
             why = f"the engine of {engine.model.name!r} failed"
             detail = f"{why} ({log_privately(_log, f'{why}: {error}')}); restart the server, whose models are lost"
@@ -93,6 +92,8 @@ class EngineThreads:
 
     async def _serve(self, engine: _Engine) -> None:
         engine.loop = asyncio.get_running_loop()
+        if engine.is_asked_to_stop:
+            return
         await serve_engine(self._settings, engine.model.name, Plugins.load(), stopping=engine.stopping)
 
     async def _report(self, model: ModelSettings, state: EngineState, detail: str) -> None:
