@@ -12,10 +12,9 @@ from sqlalchemy import Connection, text
 
 from tinsmith.errors import ConfigError
 from tinsmith.sql_store import migrate
-from tinsmith.sql_store.choose import dialect_of
+from tinsmith.sql_store.choose import diagnose, dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
-from tinsmith.sql_store.diagnosis import diagnose
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import Table
 from tinsmith.store import StoreContext

@@ -19,12 +19,11 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import OperationalError
 
 from tinsmith.errors import ConfigError, ServerError
-from tinsmith.sql_store.choose import dialect_of
+from tinsmith.sql_store.choose import diagnose, dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import postgres, postgres_scrubbing
 from tinsmith.sql_store.databases.notify_wakeups import _MAX_PAYLOAD_BYTES, NotifyWakeUps, _payloads
 from tinsmith.sql_store.databases.postgres import PostgresDatabase
-from tinsmith.sql_store.diagnosis import diagnose
 from tinsmith.sql_store.migrate import known_revisions
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.tables import SESSIONS, Table, to_values

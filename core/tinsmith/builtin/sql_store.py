@@ -17,7 +17,7 @@ def tinsmith_register_stores() -> StoreSpec[SqlStoreConfig]:
 
 
 def _diagnose(config: SqlStoreConfig, context: StoreContext) -> str:
-    from tinsmith.sql_store.diagnosis import diagnose
+    from tinsmith.sql_store.choose import diagnose
 
     return diagnose(config, context)
 

@@ -1,14 +1,17 @@
-"""Choosing the database from the configuration."""
+"""Choosing the database from the configuration, and what can be said about it before it is opened."""
 
-from sqlalchemy import make_url
+import time
+
+from sqlalchemy import make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, StoreError
 from tinsmith.settings import DataDir
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Dialect
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
+from tinsmith.sql_store.migrate import check_known, found_revision, known_revisions
 from tinsmith.store import StoreContext
 
 
@@ -48,3 +51,39 @@ def _postgres(url: URL, config: SqlStoreConfig) -> Dialect:
         msg = f'store.url: PostgreSQL needs a driver: pip install "tinsmith[postgres]" ({error})'
         raise ConfigError(msg) from error
     return PostgresDialect(url, config)
+
+
+def diagnose(config: SqlStoreConfig, context: StoreContext) -> str:
+    """Return the database's version, its migrations, and how long it takes to answer. Change nothing.
+
+    Raise ConfigError if it can never be used, StoreError if it cannot be reached.
+    """
+    dialect = dialect_of(config, context)
+    engine = dialect.visitor()
+    if engine is None:
+        return f"{dialect.name} will be made"
+    try:
+        with engine.connect() as connection:
+            began_s = time.perf_counter()
+            connection.execute(text("SELECT 1"))
+            took_s = time.perf_counter() - began_s
+            version = dialect.version(connection)
+            revision = found_revision(connection)
+    except SQLAlchemyError as error:
+        why = _reason(error)
+        msg = f"the database {dialect.name} cannot be used ({why}); check that it runs and that store.url is right"
+        raise StoreError(msg) from error
+    finally:
+        engine.dispose()
+    newest = known_revisions()[-1]
+    if revision is None:
+        schema = "empty"
+    else:
+        check_known(revision, dialect.name)
+        schema = f"schema {revision}" if revision == newest else f"schema {revision}, to be migrated to {newest}"
+    return f"{version}, {schema}, answers in {took_s * 1e3:.1f} ms"
+
+
+def _reason(error: SQLAlchemyError) -> str:
+    cause = getattr(error, "orig", None) or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

@@ -1,9 +1,10 @@
 """SQLite: one file in WAL mode, on a local disk of this machine."""
 
+import logging
 import sqlite3
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -18,7 +19,6 @@ from sqlalchemy.pool import StaticPool
 from tinsmith.errors import ConfigError, StoreError
 from tinsmith.file_systems import NETWORK, file_system_of
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.databases import sqlite_scrubbing
 from tinsmith.sql_store.databases.database import Channel, Database, Dialect, SharedStatements, make_engine
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.turns import Turns
@@ -26,6 +26,14 @@ from tinsmith.turns import Turns
 _STRENGTH: Final = ("off", "normal", "full")
 _TRY_MS: Final = 4
 _MMAP: Final = "mmap_size = 268435456"
+
+# of scrubbing
+_WAIT_MS: Final = 1000  # for transactions of other processes, which are blocked as long
+_SLACK: Final = 0.25  # share of the file that may stay free, to be used again
+_SMALL_PAGES: Final = 1024
+_PAGES_AT_A_TIME: Final = 8192  # other processes can write in between
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -153,7 +161,7 @@ class SqliteDatabase(Database):
 
     async def scrub(self, *, deleted: bool) -> None:
         del deleted  # it costs little, so it is always done
-        await self._in_thread(self._raw, sqlite_scrubbing.scrub)
+        await self._in_thread(self._raw, _scrub)
 
     def _raw(self, work: Callable[[sqlite3.Connection], None]) -> None:
         """Run `work` on the driver's connection, outside a transaction."""
@@ -222,3 +230,39 @@ def _others_write(driver: sqlite3.Connection) -> bool:
     except sqlite3.OperationalError as error:
         return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
     return False
+
+
+# removing deleted content: `secure_delete` overwrites it in the file, this empties the write-ahead log
+
+
+def _scrub(connection: sqlite3.Connection) -> None:
+    """Empty the write-ahead log, and shrink the file if much of it is free.
+
+    If another process keeps a transaction open meanwhile, the next call does the rest.
+    """
+    with _waiting(connection, _WAIT_MS):
+        free = _number(connection, "freelist_count")
+        while free > max(_SMALL_PAGES, _SLACK * _number(connection, "page_count")):
+            connection.execute(f"PRAGMA incremental_vacuum({_PAGES_AT_A_TIME})").fetchall()
+            left = _number(connection, "freelist_count")
+            if left >= free:
+                break
+            free = left
+        (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    if busy:
+        _log.info("deleted rows may still be in the write-ahead log: another process reads it; trying again later")
+
+
+@contextmanager
+def _waiting(connection: sqlite3.Connection, milliseconds: int) -> Iterator[None]:
+    before = _number(connection, "busy_timeout")
+    connection.execute(f"PRAGMA busy_timeout = {milliseconds}")
+    try:
+        yield
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {before}")
+
+
+def _number(connection: sqlite3.Connection, pragma: str) -> int:
+    (value,) = connection.execute(f"PRAGMA {pragma}").fetchone()
+    return int(value)

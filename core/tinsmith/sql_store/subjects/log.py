@@ -74,7 +74,8 @@ _UNFINISHED = Query(
 _PENDING_OF = Query(
     f"{OPERATION} WHERE subject_id = :model AND state IN ('queued', 'running') ORDER BY seq_id", Operation
 )
-_FINISH = Change("UPDATE operations SET state = :state, finished_at = :now WHERE id IN :ids")
+_END = "UPDATE operations SET state = :state, finished_at = :now WHERE id"
+_FINISH, _FINISH_MANY = Change(f"{_END} = :key"), Change(f"{_END} IN :ids")
 _INSERT_RESULT = Change(insert_into("results", "operation_id", "result_kind", "result"))
 _ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
 
@@ -159,7 +160,10 @@ def finish_many(tx: Transaction, ended: Sequence[Ended]) -> None:
             succeeded = each.state == OperationState.SUCCEEDED
             tx.finished.append(Finished(operation.subject_id, operation.seq_id, operation.request_id, succeeded, size))
     for state, of_state in ids.items():
-        _FINISH.run(tx.connection, ids=of_state, state=state, now=tx.now)
+        if len(of_state) == 1:  # psycopg takes longer to pass a list of one than for all the rest
+            _FINISH.run(tx.connection, key=of_state[0], state=state, now=tx.now)
+        else:
+            _FINISH_MANY.run(tx.connection, ids=of_state, state=state, now=tx.now)
     results = [
         {"operation_id": each.operation.id, "result_kind": each.result_kind, "result": each.result} for each in ended
     ]
