@@ -23,7 +23,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from served_sampler import draw
 
-from tinsmith.backend import BackendContext, SamplingBackend, TrainingBackend
+from tinsmith.backend import BackendContext, Placement, SamplingBackend, TrainingBackend
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import (
     Array,
@@ -90,7 +90,7 @@ def pair(
         model_path=model,
         cache_dir=cache,
         losses=plugins.losses.all(),
-        samples=False,
+        placement=Placement(samples=False),
         routing_replay=True,
     )
     of_jax = {"max_context_tokens": CONTEXT, "dtype": dtype, "warm_up": False}

@@ -82,7 +82,6 @@ def _trainer(options: Options, directory: Path) -> Iterator[TrainingBackend]:
         model_path=directory / "model",
         cache_dir=directory / "cache",
         losses=LOSSES,
-        samples=False,
     )
     backend = spec.create(spec.config.model_validate(settings), context)
     try:

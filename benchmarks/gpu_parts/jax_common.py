@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gpu_parts.common import Options, Report, queued_seconds
-from tinsmith import BUILTIN_LOSSES, BackendContext
+from tinsmith import BUILTIN_LOSSES, BackendContext, Placement
 from tinsmith_jax import devices
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.compilation import Program
@@ -54,7 +54,7 @@ def made_backend(options: Options, settings: Mapping[str, object], *, samples: b
             model_path=model,
             cache_dir=cache,
             losses={spec.name: spec for spec in BUILTIN_LOSSES},
-            samples=samples,
+            placement=Placement(samples=samples),
         )
         backend = JaxBackend(config, context)
         try:

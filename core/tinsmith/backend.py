@@ -183,7 +183,7 @@ class Placement:
     devices: tuple[str, ...] = ()  # ids for CUDA_VISIBLE_DEVICES; empty: none assigned
     memory_bytes: int | None = None  # of each device, all that the backend may take; None: not known
     device_bytes: int | None = None  # of each device, all that it has; None: not known
-    samples: bool = True  # False: for a trainer that has a separate sampler beside it
+    samples: bool = True  # False: a trainer is not asked to sample, as the model has a separate sampler, or none
 
     @property
     def share(self) -> float | None:
@@ -218,9 +218,8 @@ class BackendContext:
     model_path: Path | None  # a Hugging Face directory; None if the backend brings its own model
     cache_dir: Path  # private to this backend and model, kept across restarts (mode 0700)
     losses: Mapping[str, LossSpec]  # every registered loss
-    samples: bool = True  # False: the model has a separate sampler, so this backend does not sample
     routing_replay: bool = False  # sampled sequences come with their experts, and training uses them
-    placement: Placement = Placement()  # empty if nothing is known, or the backend's spec has no `demand`
+    placement: Placement = Placement()  # names no devices if the backend's spec has no `demand`
     progress: Progress = _no_progress
     sleeps: bool = False  # it takes turns on the device with another backend: raise ConfigError if it cannot
     checkpoint_shard_bytes: int = 2 << 30  # of one file, if the backend itself writes a fully trained model's state

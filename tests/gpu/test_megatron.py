@@ -22,7 +22,7 @@ def seen(model: Path, cache_dir: Path, device: str, dtype: str) -> dict[int, lis
         "max_lora_rank": 32,
     }
     found = {}
-    with made_backend("megatron", model, cache_dir, settings, samples=False) as backend:
+    with made_backend("megatron", model, cache_dir, settings) as backend:
         for tenants in TENANTS:
             models = [f"{tenants}-{number}" for number in range(tenants)]
             if tenants == max(TENANTS):

@@ -161,7 +161,6 @@ def _context(
         model_path=model_directory(model, plugins, progress),
         cache_dir=cache_dir,
         losses=plugins.losses.all(),
-        samples=samples,
         placement=_placement(section, spec, samples=samples),
         progress=progress,
         checkpoint_shard_bytes=model.checkpoint_shard_bytes,

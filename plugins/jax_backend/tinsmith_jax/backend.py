@@ -36,7 +36,7 @@ class JaxBackend(Trainer, SamplingBackend):
             model_directory=context.model_directory,
             cache_dir=context.cache_dir,
             losses=dict(context.losses),
-            samples=context.samples,
+            samples=context.placement.samples,
             routing_replay=context.routing_replay,
             memory_bytes=context.placement.memory_bytes,
         )

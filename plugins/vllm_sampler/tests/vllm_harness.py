@@ -31,6 +31,7 @@ from tinsmith import (
     ModelState,
     OptimStep,
     OptimStepOutput,
+    Placement,
     Sample,
     SampleOutput,
     SamplingBackend,
@@ -104,8 +105,9 @@ def make_trainer(name: str, model_path: Path, cache_dir: Path, **changed: object
     if find_spec(f"tinsmith_{name}") is None:
         pytest.skip(f"tinsmith-{name} is not installed")
     spec = Plugins.load().backends.get(name)
+    alone = Placement(samples=False)
     context = BackendContext(
-        model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=LOSSES, samples=False
+        model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=LOSSES, placement=alone
     )
     chosen = {**{**TRAINERS, **ALSO_TRAINED_BY}[name], **changed}
     with FORKING.get(name, nullcontext)():
