@@ -13,6 +13,9 @@ _JAX_OUTSIDE_ITS_PLUGIN = (
     *(f"tests/e2e/test_{name}.py" for name in ("cross_backend", "sdk_imports", "sdk_isolation", "sdk_jax")),
     "tools/workbench/tests/test_compile_check.py",
 )
+_WITH_PEFT = tuple(
+    f"tests/contract/test_{name}.py" for name in ("checkpoint_command", "expert_adapters", "peft_loads_exports")
+)
 _OF_RANKS = ("vllm_sampler", "fsdp_backend", "megatron_backend")
 _ON_POSTGRES = (
     "test_interleaving",
@@ -23,7 +26,7 @@ _ON_POSTGRES = (
     "test_stateful",
 )
 _GROUPS = (  # one process runs all of a group: its servers, ranks and compiled programs are made once; longest first
-    ("jax", ["plugins/jax_backend/tests", *_JAX_OUTSIDE_ITS_PLUGIN]),
+    ("jax", ["plugins/jax_backend/tests", *_JAX_OUTSIDE_ITS_PLUGIN, *_WITH_PEFT]),
     ("ranks", [*(f"plugins/{name}/tests" for name in _OF_RANKS), "tools/workbench/tests/test_rehearsals.py"]),
     ("crash", ["tests/crash"]),
     ("examples", ["tests/e2e/test_examples.py"]),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -119,8 +118,10 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def with_peft(base: Path, directory: Path) -> Any:
+    from peft import PeftModel  # here: it takes longer to import than all tests take to collect
+
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return peft.PeftModel.from_pretrained(model, directory)
+    return PeftModel.from_pretrained(model, directory)
 
 
 # show and verify ------------------------------------------------------------------------------------------------------
@@ -330,11 +331,14 @@ def test_interrupted_work_leaves_nothing(
 
 
 def made_by_peft(base: Path, directory: Path, **config: Any) -> Path:
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     values = {"r": RANK, "lora_alpha": 10, "init_lora_weights": False, "task_type": "CAUSAL_LM", **config}
     values.setdefault("target_modules", [module.rpartition(".")[2] for module in MODULES])
-    peft.get_peft_model(model, peft.LoraConfig(**values)).save_pretrained(directory)
+    get_peft_model(model, PeftConfig(**values)).save_pretrained(directory)
     return directory
 
 

@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -78,11 +77,13 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")  # those of parameters do
 def test_peft_computes_what_the_merged_model_computes(base: Path, checkpoint: Path, tmp_path: Path) -> None:
+    from peft import PeftModel  # here: it takes longer to import than all tests take to collect
+
     ok("export-peft", checkpoint, tmp_path / "peft")
     ok("merge", checkpoint, tmp_path / "merged")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     before = logits(model)
-    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "peft")
+    adapted = PeftModel.from_pretrained(model, tmp_path / "peft")
     loaded = {name.replace(".default", "") for name, _ in adapted.named_parameters() if ".lora_" in name}
     assert loaded == set(StoredTensors.of(tmp_path / "peft", "adapter_model"))
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -50,6 +49,8 @@ def random_adapter(model: torch.nn.Module, modules: list[str]) -> dict[str, Arra
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3", False), ("llama", False)])
 @pytest.mark.parametrize("target", ["all", "attn", "mlp", "unembed"])
 def test_peft_loads_an_export(tmp_path: Path, family: str, tied: bool, target: str) -> None:
+    from peft import PeftModel  # here: it takes longer to import than all tests take to collect
+
     write_tiny_model(tmp_path / "base", make_shape(family, tied=tied))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     parts = {"attn": list(ATTENTION), "mlp": list(MLP), "unembed": []}
@@ -75,7 +76,7 @@ def test_peft_loads_an_export(tmp_path: Path, family: str, tied: bool, target: s
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         base_logits = model(tokens).logits
-        adapted = peft.PeftModel.from_pretrained(model, exported)
+        adapted = PeftModel.from_pretrained(model, exported)
         logits = adapted(tokens).logits
     loaded = {
         name.replace(".default", ""): parameter.numpy(force=True)

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_backend, make_op, train
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
@@ -150,6 +148,9 @@ def test_initial_weights_come_from_the_seed(backend: JaxBackend) -> None:
 def test_peft_loads_the_canonical_names(
     tiny_models: Mapping[str, Path], jax_cache: Path, tiny_backend: JaxBackend, tmp_path: Path, kind: str
 ) -> None:
+    from peft import LoraConfig as PeftConfig  # here: it takes longer to import than all tests take to collect
+    from peft import PeftModel, get_peft_model
+
     backend = tiny_backend if kind == "qwen3" else make_backend(tiny_models[kind], jax_cache)
     lora = LoraConfig(rank=4, seed=1, train_unembed=kind != "qwen3")  # peft merges no head into a tied embedding
     add_model(backend, "m", lora, random_B=True)
