@@ -71,6 +71,12 @@ def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jax.stages.Lowered, "compile", compile_quickly)
 
 
+def compile_workers_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have workers that are started meanwhile do so, for tests whose passes are all of one bucket."""
+    if jax.config.read("jax_disable_most_optimizations"):
+        monkeypatch.setenv("XLA_FLAGS", " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items()))
+
+
 @contextmanager
 def as_shipped() -> Iterator[None]:
     """Compile as users do, with every optimization, which `make test` leaves out: the bits that matter are theirs."""

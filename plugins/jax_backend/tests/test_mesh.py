@@ -10,7 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jax_harness import LOSSES, add_model, assert_same_bits, assert_same_state, make_op, sampling_of
+from jax_harness import (
+    LOSSES,
+    add_model,
+    assert_same_bits,
+    assert_same_state,
+    compile_workers_quickly,
+    make_op,
+    sampling_of,
+)
 from pydantic import ValidationError
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
@@ -117,7 +125,10 @@ def mesh_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=MESHES)
 def meshed(request: pytest.FixtureRequest, model: Path, mesh_cache: Path) -> Iterator[JaxBackend]:
-    backend = on(model, mesh_cache, **request.param.settings)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == QUICK:
+            compile_workers_quickly(patch)
+        backend = on(model, mesh_cache, **request.param.settings)
     yield backend
     backend.close()
 
