@@ -122,9 +122,10 @@ def test_a_rank_takes_what_the_rehearsal_says(
         backend.ranks.call(LimitedRank.limit)
         driver.forward_backward(model_id, ragged_data(1, VOCAB, lengths))
         ((_, peak),) = backend.ranks.call(LimitedRank.counted)
-        config, ranks = backend._config, backend._budget.ranks
     finally:
         backend.close()
+    config = FsdpConfig(device="cpu", max_lora_rank=4, max_context_tokens=512)
+    ranks = resolved_ranks(config, 1, on_cpu=True)
     model = json.loads((fsdp_models["qwen3"] / "config.json").read_text())
     found = rehearse(config, model, ranks, [LoraConfig(rank=4, seed=0)], lengths)
     assert peak == pytest.approx(found.peak - found.resident, rel=0.03)
