@@ -24,7 +24,7 @@ from tinsmith.testing.harness import TOY
 
 SETTINGS: dict[str, dict[str, Any]] = {
     # everything else is as shipped; these make a run of 50 steps meet what longer runs meet
-    "supervisor": {"restart_backoff_s": 0.05},
+    "supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.5},
     "recovery": {"point_every_operations": 7},
 }
 _WHOM: list[tuple[str, ...]] = [("engine",), ("serve",), ("serve", "engine"), ()]  # nobody: an orderly stop

@@ -53,7 +53,7 @@ class Served:
         self.settings = data_dir.with_suffix(".yaml")
         content = {
             "server": {"data_dir": str(data_dir), "port": self.port, **server},
-            "supervisor": {"restart_backoff_s": 0.05, "max_restarts": 1000},
+            "supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.1, "max_restarts": 1000},
             # a worker's death counts as a crash of its engine, and the deaths of a test come in a row
             "recovery": {"point_every_operations": 7, "max_retries": 1000},
             "models": [model.model_dump(mode="json", exclude_none=True)],

@@ -144,7 +144,7 @@ def counted(server: RunningServer) -> dict[str, float]:
     return {name.rpartition('outcome="')[2].removesuffix('"}'): float(number) for name, _, number in found}
 
 
-KILLS = {"supervisor": {"restart_backoff_s": 0.05}}
+KILLS = {"supervisor": {"restart_backoff_s": 0.05, "restart_backoff_max_s": 0.5}}
 DEATHS = [
     "engine.run_batch.before=kill",  # of the pass
     "engine.run_batch.after=kill",

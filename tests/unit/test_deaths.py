@@ -64,7 +64,7 @@ def test_only_deaths_from_outside_leave_the_operations_unsuspected() -> None:
 
 
 def restarts(*, max_restarts: int = 2, max_interruptions: int = 3) -> Restarts:
-    supervisor = SupervisorSettings(restart_backoff_s=10.0, max_restarts=max_restarts)
+    supervisor = SupervisorSettings(restart_backoff_s=1.0, restart_backoff_max_s=5.0, max_restarts=max_restarts)
     return Restarts(supervisor, RecoverySettings(max_interruptions=max_interruptions))
 
 
@@ -74,9 +74,9 @@ def delays(policy: Restarts, death: Death, number: int, *, was_ready: bool = Fal
 
 def test_the_delay_doubles_up_to_its_limit_until_the_engine_is_ready() -> None:
     policy = restarts(max_restarts=9)
-    assert delays(policy, CRASH, 4) == [10.0, 20.0, 40.0, 60.0]
-    assert delays(policy, CRASH, 2, was_ready=True) == [10.0, 10.0]
-    assert delays(policy, CRASH, 2) == [20.0, 40.0]
+    assert delays(policy, CRASH, 4) == [1.0, 2.0, 4.0, 5.0]
+    assert delays(policy, CRASH, 2, was_ready=True) == [1.0, 1.0]
+    assert delays(policy, CRASH, 2) == [2.0, 4.0]
     assert policy.number == 8
 
 
@@ -108,8 +108,8 @@ def test_an_outage_of_the_store_may_last_as_long_as_it_will() -> None:
     """An interruption in it tells nothing about the engine, and does not count. A crash does."""
     policy = restarts(max_restarts=0, max_interruptions=1)
     found = [policy.delay_after_s(INTERRUPTION, was_ready=False, in_outage=True) for _ in range(100)]
-    assert found == [10.0, 20.0, 40.0, *[60.0] * 97]
-    assert policy.delay_after_s(INTERRUPTION, was_ready=False) == 60.0
+    assert found == [1.0, 2.0, 4.0, *[5.0] * 97]
+    assert policy.delay_after_s(INTERRUPTION, was_ready=False) == 5.0
     assert policy.delay_after_s(INTERRUPTION, was_ready=False) is None
     assert restarts(max_restarts=0).delay_after_s(CRASH, was_ready=False, in_outage=True) is None
 
@@ -118,4 +118,4 @@ def test_a_superseded_engine_is_started_again_at_once_and_nothing_is_counted() -
     policy = restarts(max_restarts=0, max_interruptions=1)
     assert delays(policy, SUPERSEDED, 5) == [0.0] * 5
     assert policy.number == 0
-    assert policy.delay_after_s(INTERRUPTION, was_ready=False) == 10.0
+    assert policy.delay_after_s(INTERRUPTION, was_ready=False) == 1.0

@@ -155,7 +155,7 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
     assert prot.endswith("; did you mean 'port'?")
     assert "valid integer" in line(f"{file}:3: server.port: ")
     assert "got 'high'" in line(f"{file}:3: server.port: ")
-    assert "no store named 'sqll', installed: sql; did you mean 'sql'?" in line(f"{file}:4: store.plugin: ")
+    assert "no store named 'sqll', installed: memory, sql; did you mean 'sql'?" in line(f"{file}:4: store.plugin: ")
     assert "did you mean 'max_lora_rank'?" in line(f"{file}:9: models.0.backend.max_lora_rnak: unknown key")
     assert "greater than or equal to 1, got 0" in line(f"{file}:10: models.0.backend.max_lora_rank: ")
     assert "no scheduler named 'fare'" in line("TINSMITH_SCHEDULER__PLUGIN: scheduler.plugin: ")

@@ -19,7 +19,6 @@ EXIT_HUNG: Final = 5  # a call of the backend did not return
 
 _FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _COUNTERS: Final = Path("/proc/vmstat")
-_LONGEST_DELAY_S: Final = 60.0
 
 
 class Cause(StrEnum):
@@ -130,7 +129,7 @@ class Restarts:
         self.number += 1
         self.attempt += 1
         delay_s = self._next_delay_s
-        self._next_delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+        self._next_delay_s = min(2 * delay_s, self._supervisor.restart_backoff_max_s)
         return delay_s
 
     def _is_one_too_many(self, cause: Cause) -> bool:

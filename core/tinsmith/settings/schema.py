@@ -248,8 +248,10 @@ class SupervisorSettings(_Section):
     restart_backoff_s: float = Field(
         1.0,
         gt=0,
-        description="seconds before an engine is restarted; the delay doubles until it is ready, up to a minute",
+        description="seconds before an engine is restarted; the delay doubles until it is ready, up to "
+        "`restart_backoff_max_s`",
     )
+    restart_backoff_max_s: float = Field(60.0, gt=0, description="longest delay in seconds between two restarts")
     max_restarts: int = Field(
         5,
         ge=0,
