@@ -5,10 +5,10 @@ operations of each as may be claimed. Its cost depends neither on what else is w
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, NamedTuple, TypeVar
+from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 
@@ -19,6 +19,7 @@ from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import Claim, Claimable, ClaimRoom, Lease, OperationRecord
 from tinsmith.store.wakeups import work_topic
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _PART: Final = 500  # values of one IN list
@@ -122,18 +123,27 @@ class Rooms:
         return (True, self.training), (False, self.samples)
 
 
-@durable_boundary("store.claim")
 async def claim_operations(connections: Connections, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
     connections.wakeups.subscribed(work_topic(lease.base_model))
-    return await connections.relaxed.write_locking(models_to_claim, claim, lease, Rooms(training, samples))
+    return await _take(connections, models_to_claim, claim, lease, Rooms(training, samples))
 
 
-@durable_boundary("store.claim")
 async def claim_suspect(connections: Connections, lease: Lease) -> OperationRecord | None:
     connections.wakeups.subscribed(work_topic(lease.base_model))
     if not await connections.reader.read(any_suspect, lease.base_model):
         return None
-    return await connections.relaxed.write_locking(models_of_suspects, take_suspect, lease)
+    return await _take(connections, models_of_suspects, take_suspect, lease)
+
+
+@durable_boundary("store.claim")
+async def _take(
+    connections: Connections,
+    models: Callable[Concatenate[Connection, P], set[str]],
+    take: Callable[Concatenate[Transaction, P], T],
+    *args: P.args,
+    **options: P.kwargs,
+) -> T:
+    return await connections.relaxed.write_locking(models, take, *args, **options)
 
 
 async def wait_for_work(connections: Connections, base_model: str, timeout_s: float) -> None:
