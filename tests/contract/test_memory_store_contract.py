@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
+from collections.abc import Sized
 from pathlib import Path
 
 import pytest
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.memory_store.memory import Memory
 from tinsmith.memory_store.store import MemoryStore
 from tinsmith.plugins.loading import Plugins
@@ -17,7 +18,7 @@ from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Sett
 from tinsmith.store import EngineState
 from tinsmith.testing.engine_driver import WAIT_S
 from tinsmith.testing.store_contract import RequestStoreContract
-from tinsmith.testing.store_records import MakeStore, a_session
+from tinsmith.testing.store_records import MakeStore, a_run, a_session, an_operation
 
 
 class TestMemoryStore(RequestStoreContract):
@@ -44,6 +45,29 @@ async def test_stores_on_one_data_directory_share_what_they_hold_in_this_process
         await each.close()
     with pytest.raises(ConfigError, match="lives in the process of its server"):
         make_shared_store(settings, plugins)
+
+
+async def test_who_asks_for_what_is_not_there_leaves_nothing() -> None:
+    """A client chooses the numbers that it asks with."""
+    memory = Memory()
+    store = MemoryStore(memory)
+    await store.open()
+    await store.create_session(a_session(), idempotency_key=None)
+    await store.create_run(a_run(), an_operation())
+    before = sizes(memory)
+    await store.finished_samples("s1:sample:0", 12345, after=0, limit=9, timeout_s=0)
+    await store.list_log("unknown", from_seq_id=None, limit=9)
+    await store.log_totals("unknown")
+    await store.replayable("unknown", after_seq_id=-1, limit=9)
+    await store.failed_pass("unknown", after_seq_id=None, before_seq_id=9)
+    with pytest.raises(NotFoundError):
+        await store.submit(an_operation("unknown"))
+    assert sizes(memory) == before
+    await store.close()
+
+
+def sizes(memory: Memory) -> dict[str, int]:
+    return {name: len(found) for name, found in vars(memory).items() if isinstance(found, Sized)}
 
 
 @pytest.mark.parametrize(("shared", "reason"), [(True, "cannot share a store in memory"), (False, "tinsmith.db")])

@@ -123,12 +123,12 @@ class Memory:
         self.deleted_checkpoints: dict[str, tuple[CheckpointRecord, datetime]] = {}
         self.operations: dict[str, Operation] = {}
         self.unfinished: dict[str, Operation] = {}  # in order of arrival
-        self.of_subject: defaultdict[str, dict[int, Operation]] = defaultdict(dict)
-        self.samples: defaultdict[tuple[str, int], Samples] = defaultdict(Samples)
+        self.of_subject: dict[str, dict[int, Operation]] = {}  # none is empty
+        self.samples: dict[tuple[str, int], Samples] = {}  # by sampling session and clone
         self.untold: defaultdict[str, list[str]] = defaultdict(list)  # cancelled while they ran, by base model
         self.leases: dict[str, LeaseRow] = {}
         self.engines: dict[str, EngineRecord] = {}
-        self.recovery_points: defaultdict[str, dict[int, RecoveryPointRecord]] = defaultdict(dict)
+        self.recovery_points: dict[str, dict[int, RecoveryPointRecord]] = {}
         self.usage: defaultdict[tuple[datetime, str, str], Counter[str]] = defaultdict(Counter)
         self.experts: dict[tuple[str, str, bytes], tuple[bytes, datetime]] = {}  # oldest first
         self.secrets: dict[str, bytes] = {}
@@ -157,6 +157,10 @@ class Memory:
             raise refusals.no_checkpoint(path)
         return self.checkpoints[path]
 
+    def log(self, subject_id: str) -> dict[int, Operation]:
+        """Return the operations of a model or sampling session by seq_id, to read."""
+        return self.of_subject.get(subject_id, {})
+
     def pending(self, subject_id: str) -> list[Operation]:
         """Return what a model has queued or running, in order."""
         found = [each for each in self.unfinished.values() if each.record.subject_id == subject_id]
@@ -166,7 +170,7 @@ class Memory:
 
     def submit(self, new: NewOperation) -> str:
         run = self.run(new.subject_id) if new.ordered else None
-        same = self.of_subject[new.subject_id].get(new.seq_id)
+        same = self.log(new.subject_id).get(new.seq_id)
         if same is not None and same.digest == new.digest:
             return same.record.request_id
         if same is not None:
@@ -209,7 +213,7 @@ class Memory:
     def insert(self, new: NewOperation, run: Run | None, *, payload: bytes | None) -> Operation:
         now = datetime.now(UTC)
         self._last_id += 1
-        before = self.of_subject[new.subject_id].get(new.seq_id - 1) if new.ordered else None
+        before = self.log(new.subject_id).get(new.seq_id - 1) if new.ordered else None
         record = OperationRecord(
             request_id=new_request_id(now),
             base_model=new.base_model,
@@ -228,14 +232,14 @@ class Memory:
         turn = self._last_id if before is None else max(self._last_id, before.turn)
         row = Operation(record, self._last_id, turn, new.digest)
         self.operations[record.request_id] = self.unfinished[record.request_id] = row
-        self.of_subject[new.subject_id][new.seq_id] = row
+        self.of_subject.setdefault(new.subject_id, {})[new.seq_id] = row
         if run is not None and new.seq_id == run.arrived + 1:
             self.follow(run)
         return row
 
     def follow(self, run: Run) -> None:
         """Move `arrived` over everything that is there. What waited for the missing one gets its turn."""
-        rows, first = self.of_subject[run.record.model_id], run.arrived + 1
+        rows, first = self.log(run.record.model_id), run.arrived + 1
         while run.arrived + 1 in rows and (run.unload is None or run.arrived < run.unload):
             run.arrived += 1
         moved = [rows[seq_id] for seq_id in range(first, run.arrived + 1)]
@@ -256,7 +260,7 @@ class Memory:
         self.told.append(done_topic(request_id))
         if not row.record.ordered:
             clone = row.record.seq_id // SEQ_IDS_PER_CLONE
-            samples = self.samples[subject_id, clone]
+            samples = self.samples.setdefault((subject_id, clone), Samples())
             samples.last += 1
             succeeded = state is OperationState.SUCCEEDED
             notice = FinishedSample(request_id=request_id, succeeded=succeeded, size_bytes=len(encoded))
@@ -316,7 +320,7 @@ class Memory:
 
     def unload(self, run: Run) -> None:
         """Queue an UnloadModel under the first missing seq_id. Nothing fills that gap, so what is behind it fails."""
-        rows = self.of_subject[run.record.model_id]
+        rows = self.log(run.record.model_id)
         run.unload = 0 if run.waits_for_place else max(run.arrived + 1, run.record.next_seq_id)
         while run.unload in rows:
             run.unload += 1
@@ -366,7 +370,7 @@ class Memory:
         return row.record
 
     def keep_newest(self, record: RecoveryPointRecord, keep: int) -> None:
-        points = self.recovery_points[record.model_id]
+        points = self.recovery_points.setdefault(record.model_id, {})
         points[record.seq_id] = record
         for seq_id in sorted(points)[:-keep]:
             del points[seq_id]

@@ -10,7 +10,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from tinsmith.errors import StoreError
-from tinsmith.memory_store.memory import LeaseRow, Memory, Operation, Run, Session
+from tinsmith.memory_store.memory import LeaseRow, Memory, Operation, Run, Samples, Session
 from tinsmith.operations import Failed
 from tinsmith.store import (
     MANY_AHEAD,
@@ -199,7 +199,7 @@ class MemoryStore(RequestStore):
             for each in memory.sessions.values()
             if each.record.ended is not None and each.record.last_seen_at < last_seen_before
         }
-        logged = {subject_id for subject_id, rows in memory.of_subject.items() if rows}
+        logged = set(memory.of_subject)
         sampled = {subject_id for (subject_id, _), samples in memory.samples.items() if samples.entries}
         saved = {each.model_id for each in (*memory.checkpoints.values(), *self._deleted())}
         samplers = [key for key, each in memory.samplers.items() if each.session_id in old - logged - sampled]
@@ -275,14 +275,14 @@ class MemoryStore(RequestStore):
 
     @_transaction
     def list_log(self, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
-        rows = self._memory.of_subject[model_id]
+        rows = self._memory.log(model_id)
         seq_ids = sorted(seq_id for seq_id in rows if from_seq_id is None or seq_id >= from_seq_id)
         return [_logged(rows[each]) for each in (seq_ids[-limit:] if from_seq_id is None else seq_ids[:limit])]
 
     @_transaction
     def log_totals(self, model_id: str) -> list[LogTotals]:
         kinds: defaultdict[tuple[str, OperationState], list[LoggedOperation]] = defaultdict(list)
-        for row in self._memory.of_subject[model_id].values():
+        for row in self._memory.log(model_id).values():
             kinds[row.record.kind, row.record.state].append(_logged(row))
         return [_totals(kind, state, logged) for (kind, state), logged in sorted(kinds.items())]
 
@@ -421,7 +421,7 @@ class MemoryStore(RequestStore):
 
     @_transaction
     def _finished_samples(self, subject_id: str, clone: int, after: int, limit: int) -> FinishedSamples:
-        samples = self._memory.samples[subject_id, clone]
+        samples = self._memory.samples.get((subject_id, clone), Samples())
         if after > samples.last:
             raise refusals.cursor_ahead(subject_id, after, samples.last)
         found = [entry for entry in samples.entries if entry[0] > after][:limit]
@@ -566,7 +566,7 @@ class MemoryStore(RequestStore):
 
     @_transaction
     def failed_pass(self, model_id: str, *, after_seq_id: int | None, before_seq_id: int) -> FailedPass | None:
-        rows = [row for seq_id, row in sorted(self._memory.of_subject[model_id].items()) if seq_id < before_seq_id]
+        rows = [row for seq_id, row in sorted(self._memory.log(model_id).items()) if seq_id < before_seq_id]
         cleared = [row.record.seq_id for row in rows if _clears(row)]
         after = after_seq_id if after_seq_id is not None else max(cleared, default=-1)
         for row in rows:
@@ -731,7 +731,7 @@ class MemoryStore(RequestStore):
 
     @_transaction
     def replayable(self, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
-        rows = sorted(self._memory.of_subject[model_id].items())
+        rows = sorted(self._memory.log(model_id).items())
         found = [row.record for seq_id, row in rows if seq_id > after_seq_id]
         return [each for each in found if each.state is OperationState.SUCCEEDED][:limit]
 
@@ -752,7 +752,7 @@ class MemoryStore(RequestStore):
     @_transaction
     def drop_recovery_point(self, lease: Lease, model_id: str, seq_id: int) -> None:
         self._memory.fence(lease)
-        self._memory.recovery_points[model_id].pop(seq_id, None)
+        self._memory.recovery_points.get(model_id, {}).pop(seq_id, None)
 
     @_transaction
     def lose_run(self, lease: Lease, model_id: str, reason: str) -> None:
@@ -838,7 +838,10 @@ class MemoryStore(RequestStore):
         for row in gone:
             subject_id, seq_id = row.record.subject_id, row.record.seq_id
             del memory.operations[row.record.request_id]
-            del memory.of_subject[subject_id][seq_id]
+            rows = memory.of_subject[subject_id]
+            del rows[seq_id]
+            if not rows:
+                del memory.of_subject[subject_id]
             if row.record.ordered and (run := memory.runs.get(subject_id)) is not None:
                 run.pruned = max(run.pruned, seq_id)
         memory.pruned_before = max(finished_before, memory.pruned_before or finished_before)
@@ -860,7 +863,7 @@ class MemoryStore(RequestStore):
         if not run.is_live:
             return True
         seq_id, points = row.record.seq_id, self._memory.recovery_points.get(row.record.subject_id, {})
-        rows = self._memory.of_subject[row.record.subject_id].values()
+        rows = self._memory.log(row.record.subject_id).values()
         done_with = not _is_failed_pass(row) or any(each.record.seq_id > seq_id and _clears(each) for each in rows)
         return seq_id < run.record.next_seq_id and seq_id <= min(points, default=-1) and done_with
 

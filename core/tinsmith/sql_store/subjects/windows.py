@@ -15,7 +15,7 @@ _FAILED_PASS = and_(
     OPERATIONS.c.state == OperationState.FAILED,
     or_(OPERATIONS.c.kind == PASS, OPERATIONS.c.early),  # or what was failed behind a gap, which may have been a pass
 )
-_LASTCLEARING = (
+_LAST_CLEARING = (
     sqlalchemy.select(OPERATIONS.c.seq_id)
     .where(_of_model, _before, OPERATIONS.c.kind.in_(CLEARING), OPERATIONS.c.state == OperationState.SUCCEEDED)
     .order_by(OPERATIONS.c.seq_id.desc())
@@ -46,7 +46,7 @@ def failed_pass(
     connection: Connection, model_id: str, *, after_seq_id: int | None, before_seq_id: int
 ) -> FailedPass | None:
     values = {"model": model_id, "before": before_seq_id}
-    after = after_seq_id if after_seq_id is not None else connection.execute(_LASTCLEARING, values).scalar()
+    after = after_seq_id if after_seq_id is not None else connection.execute(_LAST_CLEARING, values).scalar()
     after = -1 if after is None else after
     row = connection.execute(_FIRST_FAILED, {**values, "after": after}).first()
     if row is None:
