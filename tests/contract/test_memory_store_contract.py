@@ -70,12 +70,16 @@ def sizes(memory: Memory) -> dict[str, int]:
     return {name: len(found) for name, found in vars(memory).items() if isinstance(found, Sized)}
 
 
-@pytest.mark.parametrize(("shared", "reason"), [(True, "cannot share a store in memory"), (False, "tinsmith.db")])
-def test_it_is_refused_where_others_keep_something(tmp_path: Path, *, shared: bool, reason: str) -> None:
-    if not shared:
-        (tmp_path / "tinsmith.db").touch()
-    with pytest.raises(ConfigError, match=reason):
-        look_at_store(in_memory(tmp_path, shared=shared), Plugins.load())
+@pytest.mark.parametrize("kept", ["tinsmith.db", "recovery/x", "snapshots/x"])
+def test_it_is_refused_where_a_durable_store_keeps_something(tmp_path: Path, kept: str) -> None:
+    (tmp_path / kept).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=kept.partition("/")[0]):
+        look_at_store(in_memory(tmp_path), Plugins.load())
+
+
+def test_several_servers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot share a store in memory"):
+        look_at_store(in_memory(tmp_path, shared=True), Plugins.load())
 
 
 async def test_an_engine_that_fails_in_the_server_is_given_up(tmp_path: Path) -> None:

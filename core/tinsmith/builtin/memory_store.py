@@ -9,6 +9,7 @@ from pydantic import Field
 from tinsmith.backend import BackendConfig
 from tinsmith.errors import ConfigError
 from tinsmith.hookspecs import hookimpl
+from tinsmith.settings import DataDir
 from tinsmith.store import RequestStore, StoreContext, StoreSpec
 
 if TYPE_CHECKING:
@@ -51,15 +52,24 @@ def _create(config: MemoryStoreConfig, context: StoreContext) -> RequestStore:
 
 
 def _diagnose(config: MemoryStoreConfig, context: StoreContext) -> str:
-    """Refuse a durable store's data directory: an engine would remove recovery points that this store does not know."""
+    """Refuse a durable store's data directory: the engine would remove what this store does not know."""
     del config
     if context.shared:
         msg = "server.share_data_dir: several servers cannot share a store in memory; set store.plugin to 'sql'"
         raise ConfigError(msg)
-    if (database := context.data_dir / "tinsmith.db").exists():
+    if (kept := _of_a_durable_store(DataDir(context.data_dir))) is not None:
         msg = (
-            f"store.plugin 'memory': {str(database)!r} belongs to a server whose store is durable, and a store in "
-            "memory knows nothing of what that one kept; choose an empty directory with --data-dir"
+            f"store.plugin 'memory': {str(kept)!r} belongs to a server whose store is durable, and a store in memory "
+            "knows nothing of what that one kept; choose an empty directory with --data-dir"
         )
         raise ConfigError(msg)
     return "in memory: sessions, models, operations and results end with the server"
+
+
+def _of_a_durable_store(data_dir: DataDir) -> Path | None:
+    if data_dir.database.exists():
+        return data_dir.database
+    if data_dir.in_memory.exists():
+        return None
+    of_engines = data_dir.root / "recovery", data_dir.root / "snapshots"
+    return next((each for each in of_engines if each.is_dir() and any(each.iterdir())), None)

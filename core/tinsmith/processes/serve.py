@@ -39,7 +39,7 @@ from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.context import Engines, ServerContext
 from tinsmith.server.limits.bounded_http import BoundedHttp
 from tinsmith.server.live_keys import LiveKeys
-from tinsmith.settings import ServerSettings, Settings
+from tinsmith.settings import DataDir, ServerSettings, Settings
 from tinsmith.settings.environment import forget_settings
 from tinsmith.store import EngineState, RequestStore
 
@@ -159,9 +159,11 @@ async def _serve(
 ) -> bool:
     """Return whether threads are left that the end of the process must not wait for."""
     store = make_store(settings, plugins)
+    in_process = plugins.stores.get(settings.store.plugin).in_process
+    _mark(settings.data_dir, in_memory=in_process)
     await store.open()
     supervisor: Supervisor | EngineThreads = Supervisor(settings, store)
-    if plugins.stores.get(settings.store.plugin).in_process:
+    if in_process:
         supervisor = EngineThreads(settings, models_to_run(settings), store)
     try:
         await supervisor.start()  # first: engines take longer to start than all that follows
@@ -192,6 +194,16 @@ async def _serve(
         await supervisor.stop()  # if the app could not be made
         await store.close()
     return isinstance(supervisor, EngineThreads) and supervisor.any_left
+
+
+def _mark(data_dir: DataDir, *, in_memory: bool) -> None:
+    """Note whether what the engines keep here ends with this server, so that no server in memory removes more."""
+    if not in_memory:
+        data_dir.in_memory.unlink(missing_ok=True)
+    elif not data_dir.in_memory.exists():
+        data_dir.in_memory.write_text(
+            "The store of this server is in memory, and its recovery points and snapshots end with it.\n"
+        )
 
 
 async def _housekeeping(settings: Settings, store: RequestStore, context: ServerContext) -> None:

@@ -27,6 +27,11 @@ class DataDir:
         return self.root / "server.lock"
 
     @property
+    def in_memory(self) -> Path:
+        """Marks a directory of servers that keep their store in memory, whose recovery points nobody else needs."""
+        return self.root / "in-memory"
+
+    @property
     def checkpoints(self) -> Path:
         """Checkpoints of clients, and sampling snapshots."""
         return self.root / "checkpoints"
