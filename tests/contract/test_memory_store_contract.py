@@ -2,8 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Sized
+from collections.abc import AsyncIterator, Sized
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
@@ -11,11 +14,12 @@ from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.memory_store.memory import Memory
 from tinsmith.memory_store.store import MemoryStore
 from tinsmith.plugins.loading import Plugins
+from tinsmith.processes import engine_thread
 from tinsmith.processes.assembly import make_shared_store, make_store
 from tinsmith.processes.before_start import look_at_store
-from tinsmith.processes.engine_threads import EngineThreads
-from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
-from tinsmith.store import EngineState
+from tinsmith.processes.engine_thread import EngineThread
+from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings, WatchdogSettings
+from tinsmith.store import EngineState, RequestStore
 from tinsmith.testing.engine_driver import WAIT_S
 from tinsmith.testing.store_contract import RequestStoreContract
 from tinsmith.testing.store_records import MakeStore, a_run, a_session, an_operation
@@ -82,21 +86,63 @@ def test_several_servers_are_refused(tmp_path: Path) -> None:
         look_at_store(in_memory(tmp_path, shared=True), Plugins.load())
 
 
-async def test_an_engine_that_fails_in_the_server_is_given_up(tmp_path: Path) -> None:
-    model = ModelSettings(name="toy", backend=PluginSection(plugin="toy"), sampler=PluginSection(plugin="missing"))
-    settings = in_memory(tmp_path, model)
+@pytest.mark.parametrize(
+    ("failure", "code"), [(ConfigError("no such device"), 2), (ValueError("broken"), 1), (SystemExit("left"), 1)]
+)
+async def test_a_server_ends_with_its_engine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: BaseException,
+    code: int,
+) -> None:
+    """Whatever ends the engine, a plugin's SystemExit too; with the exit code of an engine's own process."""
+
+    def fail() -> NoReturn:
+        raise failure
+
+    monkeypatch.setattr(engine_thread, "Plugins", SimpleNamespace(load=fail))
+    async with running_engine(tmp_path) as (engine, store):
+        async with asyncio.timeout(WAIT_S):
+            await engine.failed.wait()
+        (record,) = await store.list_engines()
+    assert record.state is EngineState.FAILED
+    assert "the engine of 'toy' failed (reference" in record.detail
+    assert engine.exit_code == code
+    assert f"the engine of 'toy' failed: {failure}; the server ends, and every session" in caplog.text
+
+
+async def test_a_server_says_why_it_ends_when_a_call_does_not_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, words = threading.Event(), list[str]()
+
+    def end(why: str) -> None:
+        words.append(why)
+        goes_on.set()
+
+    monkeypatch.setattr("tinsmith.processes.engine_run.make_backends", lambda *_: goes_on.wait())
+    monkeypatch.setattr(engine_thread, "end_process", end)
+    async with running_engine(tmp_path, WatchdogSettings(least_s=0.05, first_s=0.05, most_s=0.05)):
+        assert await asyncio.to_thread(goes_on.wait, WAIT_S)
+    assert "the engine of 'toy': loading did not return within 0.05 s" in words[0]
+    assert "every session, model, operation and result that it held in memory is gone" in words[0]
+
+
+@asynccontextmanager
+async def running_engine(
+    data_dir: Path, watchdog: WatchdogSettings | None = None
+) -> AsyncIterator[tuple[EngineThread, RequestStore]]:
+    model = ModelSettings(name="toy", backend=PluginSection(plugin="toy"))
+    settings = in_memory(data_dir, model)
+    if watchdog is not None:
+        settings = settings.model_copy(update={"watchdog": watchdog})
     store = make_store(settings, Plugins.load())
     await store.open()
-    engines = EngineThreads(settings, [model], store)
-    await engines.start()
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            (record,) = await store.list_engines()
-            if record.state is EngineState.FAILED:
-                break
-            await asyncio.sleep(0.01)  # nothing tells who only looks
-    assert "the engine of 'toy' failed" in record.detail
-    await engines.stop()
+    engine = EngineThread(settings, model, store)
+    await engine.start()
+    yield engine, store
+    await engine.stop()
     await store.close()
 
 
@@ -110,14 +156,8 @@ async def test_a_server_that_stops_does_not_wait_for_an_engine_that_loads(
         goes_on.wait()
 
     monkeypatch.setattr("tinsmith.processes.engine_run.make_backends", load)
-    model = ModelSettings(name="toy", backend=PluginSection(plugin="toy"))
-    settings = in_memory(tmp_path, model)
-    store = make_store(settings, Plugins.load())
-    await store.open()
-    engines = EngineThreads(settings, [model], store)
-    await engines.start()
-    await asyncio.to_thread(loads.wait, WAIT_S)
-    await engines.stop()
-    assert engines.any_left
-    goes_on.set()
-    await store.close()
+    async with running_engine(tmp_path) as (engine, _):
+        await asyncio.to_thread(loads.wait, WAIT_S)
+        await engine.stop()
+        assert engine.exit_code == 0
+        goes_on.set()

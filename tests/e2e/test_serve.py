@@ -19,6 +19,8 @@ import tinker
 from forked import Forked
 from processes import Launcher
 
+from tinsmith import failpoints
+
 START_S = 300
 
 
@@ -154,6 +156,24 @@ def test_a_server_with_its_store_in_memory_runs_its_engine_itself(
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(START_S) == 0
     assert not (server.data_dir / "tinsmith.db").exists()
+
+
+@pytest.mark.slow
+def test_a_server_with_its_store_in_memory_ends_when_its_engine_fails(
+    serve: Callable[..., Served], launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts again in its own directory, though recovery points are left there."""
+    monkeypatch.setenv(failpoints.VARIABLE, "engine.run_batch.before=eio")
+    for _ in range(2):
+        server = serve("--store", "memory", launcher=launcher)
+        server.wait_for_line("ready tiny")
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
+        client.create_lora_training_client("tiny", rank=4).result().optim_step(tinker.AdamParams())
+        assert server.process.wait(START_S) == 1
+        server._reader.join(START_S)
+        assert "the engine of 'tiny' failed" in server.text
+        assert "every session, model, operation and result that it held in memory is gone" in server.text
+        (tmp_path / "data" / "recovery" / "tiny" / "left").mkdir(parents=True, exist_ok=True)
 
 
 @pytest.mark.slow

@@ -134,6 +134,24 @@ def _database(settings: Settings, plugins: Plugins) -> Iterator[str]:
     return iter(())
 
 
+def _engine_of_the_server(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    """A store in the server's process has its engine there as well, and a process can hold one."""
+    store, started = settings.store.plugin, settings.supervisor.engines
+    if not plugins.stores.get(store).in_process:
+        return
+    names = [model.name for model in settings.models]
+    if len(names) > 1:
+        yield (
+            f"models: {', '.join(names)}: a server with `store.plugin: {store}` runs the engine in its own process, "
+            "and so serves one base model; keep one of them, or serve with --store sql"
+        )
+    if started is not None and set(started) != set(names):
+        yield (
+            f"supervisor.engines: {list(started)}: nobody else can run the engine of a server with `store.plugin: "
+            f"{store}`; remove the setting, or serve with --store sql"
+        )
+
+
 def _trainers(settings: Settings, plugins: Plugins) -> Iterator[str]:
     for model in settings.models:
         if model.backend is not None:
@@ -165,6 +183,7 @@ CHECKS: Final = (
     Check("port", _port),
     Check("data directory", _data_directory),
     Check("database", _database),
+    Check("engine", _engine_of_the_server),
     Check("backend", _trainers),
     Check("sampler", _samplers),
 )

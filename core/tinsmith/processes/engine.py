@@ -112,12 +112,15 @@ async def serve_engine(
     stopping: asyncio.Event,
     before: Cause | None = None,
     on_lost: Callable[[LeaseLostError], object] | None = None,
+    on_hung: Callable[[str], None] | None = None,
 ) -> None:
     """Serve one of the configured base models until `stopping` is set. First wait while another engine serves it.
 
     `before` is why the previous engine died, None if nobody saw it die.
     Raise ConfigError or PluginError if the engine cannot start as configured, ServerError if it cannot continue,
     LeaseLostError if another engine has taken over; `on_lost` is called before that is raised, at once.
+    `on_hung` gets the reason when a call does not return, in another thread, and ends the process, by default with
+    EXIT_HUNG.
     """
     model = settings.model(model_name)
     store = make_store(settings, plugins)  # of an engine's own thread, or process
@@ -145,6 +148,7 @@ async def serve_engine(
                     reports=EngineReports(store, taken.lease, _first_record(record, taken.lease)),
                     previous=Previous.told_by(record, taken, before),
                     watch=CallWatch(settings.watchdog),
+                    on_hung=on_hung,
                 )
                 await hold_lease(store, taken.lease, engine_run.run(stopping), on_lost)
             finally:

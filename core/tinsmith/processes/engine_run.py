@@ -75,10 +75,11 @@ class EngineRun:
     reports: EngineReports
     previous: Previous
     watch: CallWatch
+    on_hung: Callable[[str], None] | None  # as the watchdog's `end`
 
     async def run(self, stopping: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
-        watchdog = Watchdog(self.watch, tell=lambda why: _soon(loop, self.reports.silence, why))
+        watchdog = Watchdog(self.watch, tell=lambda why: _soon(loop, self.reports.silence, why), end=self.on_hung)
         async with self.reports.running():
             with watchdog.running():
                 await self._run(stopping)

@@ -30,7 +30,7 @@ from tinsmith.processes.assembly import make_store
 from tinsmith.processes.before_start import listen, obstacles, refuse
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
-from tinsmith.processes.engine_threads import EngineThreads
+from tinsmith.processes.engine_thread import EngineThread
 from tinsmith.processes.garbage import collect_old, collect_rarely
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.processes.logs import RepeatedWarnings, console, log_to_stderr
@@ -60,6 +60,7 @@ _log = logging.getLogger(__name__)
 def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) -> None:
     """Serve until SIGINT or SIGTERM; a second signal stops at once. Raise ConfigError if the server cannot start.
 
+    If the store is in this process, end it with the engine's exit code when the engine fails.
     `keys`: API keys that follow their files; default: a fixed set from the settings.
     """
     configure_logging(settings.server.log_level)
@@ -73,8 +74,9 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
         listener = listen(settings.server)
         url = _url(settings.server, listener)
         with listener:
-            if uvloop.run(_serve(settings, plugins, keys, listener, url, lock)):
-                leave(0)
+            code = uvloop.run(_serve(settings, plugins, keys, listener, url, lock))
+    if code is not None:
+        leave(code)
 
 
 def _take_from_environment(server: ServerSettings) -> None:
@@ -156,15 +158,16 @@ async def _serve(
     listener: socket.socket,
     url: str,
     lock: DataDirLock,
-) -> bool:
-    """Return whether threads are left that the end of the process must not wait for."""
+) -> int | None:
+    """Return the exit code with which the process has to end at once, None if it can wait for its threads."""
     store = make_store(settings, plugins)
     in_process = plugins.stores.get(settings.store.plugin).in_process
     _mark(settings.data_dir, in_memory=in_process)
     await store.open()
-    supervisor: Supervisor | EngineThreads = Supervisor(settings, store)
+    supervisor: Supervisor | EngineThread = Supervisor(settings, store)
     if in_process:
-        supervisor = EngineThreads(settings, models_to_run(settings), store)
+        [model] = settings.models  # as checked before the start
+        supervisor = EngineThread(settings, model, store)
     try:
         await supervisor.start()  # first: engines take longer to start than all that follows
         app = await create_app(settings, store=store, plugins=plugins, keys=keys)
@@ -184,6 +187,8 @@ async def _serve(
                         beside.create_task(collect_old()),
                         beside.create_task(_announce(http, settings, plugins, url, lock)),
                     ]
+                    if isinstance(supervisor, EngineThread):
+                        tasks.append(beside.create_task(_stop_when_failed(http, supervisor)))
                     await http.serve([listener])
                     for task in tasks:
                         task.cancel()
@@ -193,7 +198,7 @@ async def _serve(
     finally:
         await supervisor.stop()  # if the app could not be made
         await store.close()
-    return isinstance(supervisor, EngineThreads) and supervisor.any_left
+    return supervisor.exit_code if isinstance(supervisor, EngineThread) else None
 
 
 def _mark(data_dir: DataDir, *, in_memory: bool) -> None:
@@ -216,6 +221,12 @@ async def _housekeeping(settings: Settings, store: RequestStore, context: Server
         server_id=context.server_id,
     )
     await housekeeping.run()
+
+
+async def _stop_when_failed(http: _HttpServer, engine: EngineThread) -> None:
+    await http.answering.wait()  # it could not be stopped in order before
+    await engine.failed.wait()
+    http.should_exit = True
 
 
 async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:
@@ -283,7 +294,7 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextmanager
-def _signals(http: _HttpServer, supervisor: Supervisor | EngineThreads) -> Iterator[None]:
+def _signals(http: _HttpServer, supervisor: Supervisor | EngineThread) -> Iterator[None]:
     """At the first signal, stop in order; at the second, kill the engines and exit."""
     loop = asyncio.get_running_loop()
 

@@ -27,7 +27,7 @@ class Watchdog:
         """
         self._watch = watch
         self._tell = tell
-        self._end = end or _end_process
+        self._end = end or end_process
         self._silent: str | None = None  # what kind of call does not return
         self._stopped = threading.Event()
 
@@ -68,8 +68,8 @@ def _since(call: Seen) -> str:
     )
 
 
-def _end_process(why: str) -> None:
-    """End at once, since nobody knows what would still return. Print where each thread is."""
+def end_process(why: str) -> None:
+    """End this process at once, since nobody knows what would still return. Print where each thread is."""
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     _log.critical("%s", why)
     sys.stderr.flush()

@@ -108,7 +108,8 @@ class StoreSpec(Generic[C]):
     in_process: bool = False
     """Whether only the process that makes the store can open it.
 
-    Then the server runs its engines in threads, and no other command can read what it keeps.
+    Then the server runs its engine in a thread, serves one base model and ends with it, and no other command can read
+    what it keeps.
     """
     diagnose: Callable[[C, StoreContext], str] | None = None
     """Look at the store without changing it, before each start of a server and for `tinsmith doctor`.
