@@ -547,30 +547,27 @@ async def test_a_call_that_never_returns_ends_its_engine_and_fails_in_the_end(
     assert "in poisonous" in said  # where each thread was
 
 
-async def test_an_engine_that_is_stopped_is_silent_and_then_killed(
+async def test_an_engine_that_stays_stopped_is_killed(
     tmp_path: Path, store: SqlStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = settings_for(tmp_path).model_copy(
         update={"watchdog": WatchdogSettings(lost_s=1.0), "recovery": RecoverySettings(lease_s=1.0)}
     )
-    client, engines = EngineDriver(store, TOY.name), Engines(store)
+    client = EngineDriver(store, TOY.name)
     await client.open_session()
     step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())
     async with supervised(settings, store):
         first = await ready(store)
-        assert (await engines.records())[TOY.name].state is EngineState.READY
         await client.result(await client.create_model())
         suspend_between_writes(psutil.Process(first.pid), tmp_path / "tinsmith.db")
         waiting = await client.submit(step)
-        assert "its lease ran out" in (await until_it_is(engines, EngineState.SILENT)).detail
-        assert "is silent: it gives no sign of life" in caplog.text
         assert isinstance(await client.result(waiting), ops.OptimStepOutput)
         second = await until(store, lambda record: record.state == EngineState.READY and record.pid != first.pid)
         assert second.restarts == 1
         assert "without a sign of life: it was stopped" in caplog.text
 
 
-async def test_an_engine_that_goes_on_in_time_is_not_killed(
+async def test_an_engine_that_is_stopped_is_silent_and_not_killed_if_it_goes_on_in_time(
     tmp_path: Path, store: SqlStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = settings_for(tmp_path).model_copy(update={"recovery": RecoverySettings(lease_s=1.0)})
@@ -583,7 +580,8 @@ async def test_an_engine_that_goes_on_in_time_is_not_killed(
         process = psutil.Process(first.pid)
         suspend_between_writes(process, tmp_path / "tinsmith.db")
         waiting = await client.submit(step)
-        await until_it_is(engines, EngineState.SILENT)
+        assert "its lease ran out" in (await until_it_is(engines, EngineState.SILENT)).detail
+        assert "is silent: it gives no sign of life" in caplog.text
         process.resume()
         await until_it_is(engines, EngineState.READY)
         assert isinstance(await client.result(waiting), ops.OptimStepOutput)
