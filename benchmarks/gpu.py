@@ -53,7 +53,7 @@ PARTS: Final[Mapping[str, float]] = {
     "plain_vllm": 60,
     "served": 120,
 }
-"""With what each may take, in seconds. The last three need vLLM."""
+"""With what each may take, in seconds. `sampling` and `plain_vllm` need vLLM."""
 IN_ALL_S: Final = 470
 
 
