@@ -35,6 +35,9 @@ NO_SHIM = "test_where_there_is_a_gpu_nothing_is_taken_from_the_shim"
 UNCHANGED = "test_on_gpus_nothing_is_changed_that_only_cpus_need"
 
 FORCED_BY: Mapping[str, str] = {
+    "torch_workers.adamw:adamw_": (
+        "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
+    ),
     "torch_workers.head:_score": FSDP + ROWS,
     "torch_workers.models:free_what_is_unused": FSDP + THERE_AND_BACK,
     "torch_workers.process_group:_computes_on_gpus": FSDP + NO_CPU,
@@ -52,9 +55,6 @@ FORCED_BY: Mapping[str, str] = {
         "plugins/fsdp_backend/tests/test_fsdp_attention.py::test_attention_on_a_gpu_is_that_of_each_sequence"
     ),
     "tinsmith_fsdp.backend:FsdpBackend.prepare": FSDP + CLAIMS,
-    "tinsmith_fsdp.optimizer:adamw_": (
-        "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
-    ),
     "tinsmith_jax.backend:JaxBackend._describe": JAX + TRAINER,
     "tinsmith_jax.backend:_half_busy": JAX + TRAINER,
     "tinsmith_jax.compilation:_options": JAX + PRODUCTS,

@@ -4,8 +4,9 @@ Nothing else in the core imports it. The names exported here are public: a backe
 module in its workers, besides `tinsmith` and `tinsmith.workers`.
 """
 
+from tinsmith.torch_workers.adamw import Stepped, adamw_
 from tinsmith.torch_workers.collectives import all_gather_single, reduce_scatter_single
-from tinsmith.torch_workers.full_models import FullModelOfWorker, Piece, Stepped, square_norm
+from tinsmith.torch_workers.full_models import FullModelOfWorker, Piece, square_norm
 from tinsmith.torch_workers.head import (
     HeadAdapters,
     Rows,
@@ -16,6 +17,7 @@ from tinsmith.torch_workers.head import (
     score_with_gradients,
     scored,
 )
+from tinsmith.torch_workers.leaves import Leaves
 from tinsmith.torch_workers.loss_table import LossBatch, LossTable
 from tinsmith.torch_workers.models import Adapter, ModelsOfWorker, free_what_is_unused
 from tinsmith.torch_workers.process_group import join_process_group, local_devices
@@ -29,6 +31,7 @@ __all__ = [
     "FullModelOfWorker",
     "HeadAdapters",
     "HostCopies",
+    "Leaves",
     "LossBatch",
     "LossTable",
     "ModelsOfWorker",
@@ -40,6 +43,7 @@ __all__ = [
     "Stepped",
     "TorchRank",
     "Vocabulary",
+    "adamw_",
     "all_gather_single",
     "free_what_is_unused",
     "join_process_group",

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -14,6 +14,7 @@ from tinsmith.divergence import refuses_step
 from tinsmith.huggingface.safetensors_files import StoredTensor
 from tinsmith.huggingface.state_files import Kind, Targets
 from tinsmith.operations import AdamParams
+from tinsmith.torch_workers.adamw import Step, Stepped, adamw_
 from tinsmith.torch_workers.transfers import HostCopies
 from tinsmith.workers.program import FullState
 from tinsmith.workers.sequences import Answer, Segment
@@ -21,23 +22,6 @@ from tinsmith.workers.state_writer import Slice
 
 _TOGETHER: Final = 16  # tensors per call of the optimizer, whose temporaries are as large as the tensors
 _PIECE: Final = 1 << 22  # numbers that are copied at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """One tensor in one step. All four are float32 of one shape; weights and moments are updated in place."""
-
-    weights: torch.Tensor
-    gradient: torch.Tensor  # consumed by the step
-    m: torch.Tensor
-    v: torch.Tensor
-    adam: AdamParams
-    norm: float  # of the whole model's gradient
-    step: int  # counted from 1
-
-
-Step = Callable[[Sequence[Stepped]], None]
-"""An optimizer: steps all tensors in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +82,8 @@ class TrainedShard(Protocol):
 class FullModelOfWorker(ABC):
     """A subclass runs passes. All workers get the same calls."""
 
-    def __init__(self, device: torch.device, shards: Sequence[TrainedShard], adamw_: Step) -> None:
-        self._device, self.shards, self._adamw_ = device, shards, adamw_
+    def __init__(self, device: torch.device, shards: Sequence[TrainedShard], optimizer: Step = adamw_) -> None:
+        self._device, self.shards, self._optimizer = device, shards, optimizer
         self._moments = False  # True after a step, or if moments were restored
         self._step = 0
         self._copies = HostCopies(device)
@@ -129,7 +113,7 @@ class FullModelOfWorker(ABC):
             for shard, gradient in zip(self.shards, gradients, strict=True)
         ]
         for start in range(0, len(tensors), _TOGETHER):
-            self._adamw_(tensors[start : start + _TOGETHER])
+            self._optimizer(tensors[start : start + _TOGETHER])
         self.drop_gradient()
         self._spread()
         return norm

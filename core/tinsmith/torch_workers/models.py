@@ -4,7 +4,6 @@ A LoRA model's weights, moments and pending gradients are one vector each: see `
 """
 
 import gc
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -16,7 +15,8 @@ import torch
 from tinsmith.divergence import refuses_step
 from tinsmith.huggingface.state_files import Kind, Targets
 from tinsmith.operations import FloatArray
-from tinsmith.torch_workers.full_models import FullModelOfWorker, Step, Stepped
+from tinsmith.torch_workers.adamw import Step, Stepped, adamw_, norms
+from tinsmith.torch_workers.full_models import FullModelOfWorker
 from tinsmith.torch_workers.transfers import to_host
 from tinsmith.workers.adapter_layout import AdapterLayout
 from tinsmith.workers.program import AdapterState, FullState, ModelStep, TrainingProgram
@@ -64,16 +64,19 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
     All workers get the same calls.
     """
 
-    def __init__(self, device: torch.device, capture_buffer_bytes: int, adamw_: Step, *, speaks: bool) -> None:
+    def __init__(
+        self, device: torch.device, capture_buffer_bytes: int, *, speaks: bool, optimizer: Step = adamw_
+    ) -> None:
         """`speaks`: whether this worker answers for its part of the adapters, which others may hold as well."""
-        self._device, self._adamw_, self._speaks = device, adamw_, speaks
+        self._device, self._optimizer, self._speaks = device, optimizer, speaks
         self._adapters: dict[str, Adapter] = {}
         self._full: dict[str, Full] = {}
         self._state_writer = StateWriter(capture_buffer_bytes)
 
-    @abstractmethod
     def _norms(self, adapters: Sequence[Adapter], gradients: Sequence[torch.Tensor]) -> list[float]:
-        """Return the norms of whole gradients, of which these are this worker's part."""
+        """Return the norms of whole gradients, of which these are this worker's part: here, each is whole."""
+        del adapters
+        return norms(gradients)
 
     def unload_model(self, model_id: str) -> None:
         self._adapters.pop(model_id, None)
@@ -185,7 +188,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
             if not refuses_step(norm, step.adam):
                 m, v = adapter.begin_step()
                 tensors.append(Stepped(adapter.weights, gradient, m, v, step.adam, norm, adapter.step))
-        self._adamw_(tensors)
+        self._optimizer(tensors)
         return norms
 
     def drop_gradient(self, model_id: str) -> None:

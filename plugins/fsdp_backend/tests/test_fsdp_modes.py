@@ -23,7 +23,8 @@ from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.huggingface import Kind
 from tinsmith.huggingface.state_files import lay_out
 from tinsmith.testing import assert_close_arrays, ragged_data, write_tiny_model
-from tinsmith.torch_workers import Scores, Stepped, to_device, wait_for
+from tinsmith.torch_workers import Leaves, Scores, Stepped, adamw_, to_device, wait_for
+from tinsmith.torch_workers.adamw import foreach_adamw_, fused_adamw_
 from tinsmith.workers import (
     FAST_ISOLATION_ERROR,
     AdapterLayout,
@@ -39,11 +40,9 @@ from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.lora import MultiLoraLinear
+from tinsmith_fsdp.lora import MultiLoraLinear, factors_of
 from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.messages import Setup
-from tinsmith_fsdp.optimizer import adamw_, foreach_adamw_, fused_adamw_
-from tinsmith_fsdp.streams import Leaves
 from tinsmith_fsdp.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # imports torch and transformers
@@ -444,7 +443,7 @@ def test_a_pack_equals_its_adapters(fsdp_models: Mapping[str, Path]) -> None:
 
     apart, alone = [], [torch.zeros(layout.size) for layout in layouts]
     for layout, flat, gradient, start, stop in zip(layouts, weights, alone, (0, *ends), ends, strict=False):
-        layer.factors = Leaves(layout, flat, gradient).factors().get(layer.module)
+        layer.factors = factors_of(Leaves(layout, flat, gradient)).get(layer.module)
         y = layer(x[None, start:stop])
         (2 * y[0] * weight[start:stop]).sum().backward()
         apart.append(y[0].detach())

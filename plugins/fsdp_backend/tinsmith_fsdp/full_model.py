@@ -13,7 +13,6 @@ from tinsmith.workers import Scored, Segment
 from tinsmith_fsdp.base_model import BaseModel, Part
 from tinsmith_fsdp.lora import local
 from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.optimizer import adamw_
 from tinsmith_fsdp.streams import empty_stream, make_stream
 
 
@@ -58,7 +57,7 @@ class FullModel(FullModelOfWorker):
     def __init__(self, base: BaseModel, mesh: Mesh, losses: LossTable) -> None:
         """Allocate the moments, and check that gradients fit as well: the first step needs both."""
         self._base, self._mesh, self._losses = base, mesh, losses
-        super().__init__(mesh.device, [_Shard(part, counts=self._counts(part)) for part in base.parts], adamw_)
+        super().__init__(mesh.device, [_Shard(part, counts=self._counts(part)) for part in base.parts])
         gradients = [torch.empty_like(part.local) for part in base.parts]
         del gradients
 

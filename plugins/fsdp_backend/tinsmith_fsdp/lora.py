@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tinsmith.torch_workers import Leaves
 from tinsmith_fsdp.grouped import grouped
 from tinsmith_fsdp.int8 import int8_linear
 from tinsmith_fsdp.tensor_parallel import scatter_sums
@@ -23,6 +24,16 @@ class Factors(NamedTuple):
     B: torch.Tensor  # [out, r], or [G, out, R] in the dtype of the stream
     scale: torch.Tensor  # alpha / r: one number, or float32 [T, 1] of each token's adapter, if there are groups
     ends: torch.Tensor | None  # int32 [G]: where each group's tokens end, if there are groups
+
+
+def factors_of(leaves: Leaves) -> dict[str, Factors]:
+    """Return what each layer needs of an adapter that has the whole stream."""
+    scale: torch.Tensor | None = None
+    found: dict[str, Factors] = {}
+    for module, (A, B) in leaves.pairs.items():
+        scale = torch.tensor(leaves.scale, device=A.device) if scale is None else scale
+        found[module] = Factors(A, B, scale, None)
+    return found
 
 
 class MultiLoraLinear(nn.Module):

@@ -3,57 +3,17 @@
 Legend: T = tokens of the stream, K = targets per token.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from tinsmith.torch_workers import LossBatch, LossTable, to_device
-from tinsmith.workers import AdapterLayout, Segment
+from tinsmith.torch_workers import Leaves, LossBatch, LossTable, to_device
+from tinsmith.workers import Segment
 from tinsmith_fsdp.adapter_pack import AdapterPack
-from tinsmith_fsdp.lora import Factors
-
-
-class Leaves:
-    """An adapter's weights as autograd leaves whose gradients are added into one flat vector."""
-
-    def __init__(
-        self,
-        layout: AdapterLayout,
-        weights: torch.Tensor,
-        gradients: torch.Tensor | None,
-        *,
-        modules: Collection[str] | None = None,
-    ) -> None:
-        """`modules`: those that are wanted; default all that the adapter has."""
-        self.scale = layout.lora.scale
-        self.gradients = gradients
-        self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for module in layout.pairs if modules is None else layout.pairs.keys() & modules:
-            pair = layout.pairs[module]
-            A, B = (_leaf(weights, gradients, slot.offset, slot.stop, slot.shape) for slot in (pair.A, pair.B))
-            self.pairs[module] = (A, B)
-
-    def factors(self) -> dict[str, Factors]:
-        """Return what each layer needs of an adapter that has the whole stream."""
-        scale: torch.Tensor | None = None
-        found: dict[str, Factors] = {}
-        for module, (A, B) in self.pairs.items():
-            scale = torch.tensor(self.scale, device=A.device) if scale is None else scale
-            found[module] = Factors(A, B, scale, None)
-        return found
-
-
-def _leaf(
-    weights: torch.Tensor, gradients: torch.Tensor | None, start: int, stop: int, shape: tuple[int, ...]
-) -> torch.Tensor:
-    leaf = weights[start:stop].view(shape)
-    if gradients is not None:
-        leaf.requires_grad_()
-        leaf.grad = gradients[start:stop].view(shape)  # autograd accumulates into it in place
-    return leaf
+from tinsmith_fsdp.lora import Factors, factors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +63,7 @@ def make_stream(
         factors = pack.factors([group.stop for group in groups])
     else:
         (group,) = groups
-        factors = {} if group.leaves is None else group.leaves.factors()
+        factors = {} if group.leaves is None else factors_of(group.leaves)
     return Stream(
         tokens_T=to_device(np.concatenate([*tokens, np.zeros(padding, np.int64)], dtype=np.int64), device),
         positions_T=to_device(np.concatenate([np.arange(length) for length in lengths], dtype=np.int64), device),

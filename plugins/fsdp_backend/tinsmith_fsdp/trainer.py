@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tinsmith import ConfigError, LoraConfig
 from tinsmith.huggingface import HEAD
 from tinsmith.torch_workers import (
-    Adapter,
+    Leaves,
     LossTable,
     ModelsOfWorker,
     Scores,
@@ -39,10 +39,9 @@ from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.memory import is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import NoMemory, NotMade, Owner, Setup
-from tinsmith_fsdp.optimizer import adamw_, norms
 from tinsmith_fsdp.program import Training
 from tinsmith_fsdp.shortage import PassDroppedError
-from tinsmith_fsdp.streams import Leaves, Stream, empty_stream, make_stream
+from tinsmith_fsdp.streams import Stream, empty_stream, make_stream
 
 _PIECE: Final = 1 << 22  # numbers that are copied at a time
 Made = TypeVar("Made")
@@ -60,7 +59,7 @@ class _Exchange:
 
 class Trainer(ModelsOfWorker[FullModel], Training):
     def __init__(self, base: BaseModel, mesh: Mesh, setup: Setup) -> None:
-        super().__init__(mesh.device, setup.config.capture_buffer_bytes, adamw_, speaks=dist.get_rank() == 0)
+        super().__init__(mesh.device, setup.config.capture_buffer_bytes, speaks=dist.get_rank() == 0)
         self._base, self._mesh, self._setup = base, mesh, setup
         self._losses = LossTable(setup.losses)
         self._strict = setup.strict
@@ -289,10 +288,6 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         if backward:
             torch.autograd.backward(totals)
         return [each.begin_to_host() for each in scores]
-
-    def _norms(self, adapters: Sequence[Adapter], gradients: Sequence[torch.Tensor]) -> list[float]:
-        del adapters  # each rank holds them whole
-        return norms(gradients)
 
 
 def _gradients(leaves: Leaves) -> torch.Tensor:

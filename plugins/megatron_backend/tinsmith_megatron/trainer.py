@@ -45,7 +45,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         *,
         is_holder: bool,
     ) -> None:
-        super().__init__(device, setup.config.capture_buffer_bytes, adamw_, speaks=is_holder)
+        super().__init__(device, setup.config.capture_buffer_bytes, speaks=is_holder, optimizer=adamw_)
         self._stage, self._setup, self._losses = stage, setup, losses
         self._place, self._part = place, part
 

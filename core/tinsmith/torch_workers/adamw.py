@@ -5,13 +5,31 @@ belong to one step of one tenant. Bias corrections are computed in float64, once
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from tinsmith.torch_workers import Stepped
+from tinsmith.operations import AdamParams
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One tensor in one step. All four are float32 of one shape; weights and moments are updated in place."""
+
+    weights: torch.Tensor
+    gradient: torch.Tensor  # consumed by the step
+    m: torch.Tensor
+    v: torch.Tensor
+    adam: AdamParams
+    norm: float  # of the whole model's gradient
+    step: int  # counted from 1
+
+
+Step = Callable[[Sequence[Stepped]], None]
+"""An optimizer: steps all tensors in place."""
 
 
 def norms(gradients: Sequence[torch.Tensor]) -> list[float]:
