@@ -74,6 +74,13 @@ class Served:
     def url(self) -> str:
         return str(json.loads((self.data_dir / "server.lock").read_text())["url"])
 
+    def wait(self) -> int:
+        """Return the exit status, once all that it wrote has been read."""
+        code = self.process.wait(START_S)
+        with self._news:
+            self._news.wait_for(lambda: self._ended, START_S)
+        return code
+
     def engines(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -113,17 +120,15 @@ def test_a_life(serve: Callable[..., Served], launcher: Launcher) -> None:
     assert 'base_model="tiny"' in server.text
 
     second = serve(launcher=launcher)
-    assert second.process.wait(START_S) == 2
-    second._reader.join(START_S)
+    assert second.wait() == 2
     assert "is in use by another server" in " ".join(second.text.split())
     assert server.url in second.text.replace("\n", "")
 
     engines = server.engines()
     assert engines
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(START_S) == 0
+    assert server.wait() == 0
     assert not psutil.wait_procs(engines, START_S)[1]
-    server._reader.join(START_S)  # it may lag behind
     assert "stopping; press Ctrl-C again to stop at once" in server.text
 
 
@@ -137,7 +142,7 @@ def test_the_second_signal_stops_at_once(serve: Callable[..., Served], launcher:
     server.process.send_signal(signal.SIGINT)
     server.wait_for_line("stopping")
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(START_S) == 130
+    assert server.wait() == 130
     assert not psutil.wait_procs(engines, START_S)[1]
 
 
@@ -154,7 +159,7 @@ def test_a_server_with_its_store_in_memory_runs_its_engine_itself(
     training = client.create_lora_training_client("tiny", rank=4).result()
     assert training.optim_step(tinker.AdamParams()).result() is not None
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(START_S) == 0
+    assert server.wait() == 0
     assert not (server.data_dir / "tinsmith.db").exists()
 
 
@@ -169,8 +174,7 @@ def test_a_server_with_its_store_in_memory_ends_when_its_engine_fails(
         server.wait_for_line("ready tiny")
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
         client.create_lora_training_client("tiny", rank=4).result().optim_step(tinker.AdamParams())
-        assert server.process.wait(START_S) == 1
-        server._reader.join(START_S)
+        assert server.wait() == 1
         assert "the engine of 'tiny' failed" in server.text
         assert "every session, model, operation and result that it held in memory is gone" in server.text
         (tmp_path / "data" / "recovery" / "tiny" / "left").mkdir(parents=True, exist_ok=True)
@@ -233,8 +237,7 @@ def test_a_port_in_use(serve: Callable[..., Served], launcher: Launcher) -> None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         server = serve("--port", port, launcher=launcher)
-        assert server.process.wait(START_S) == 2
-        server._reader.join(START_S)
+        assert server.wait() == 2
     assert f"server.port: {port} is in use on 127.0.0.1; choose another with --port" in " ".join(server.text.split())
 
 

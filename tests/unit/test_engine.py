@@ -17,12 +17,11 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
-from tinsmith.engine import checkpoint_files
+from tinsmith.engine import checkpoint_files, snapshots
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.context import Keeping
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
-from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import StoreError, UnsupportedError, UserError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
@@ -579,7 +578,7 @@ async def test_an_ephemeral_snapshot_is_dropped_before_its_session_ends_only_whe
             publish = ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=f"s1:sample:{number}")
             await client.run(publish)
             wanted.append(await sampled(number))
-        await engine._sampling._snapshots.drop_idle()  # what the engine does every half minute
+        await engine.sampling.drop_snapshots()  # what the engine does every half minute
         assert len(kept()) == 9
     async with setup.running(keeping=Keeping(max_resident=2, max_bytes=1 << 30, idle_s=0.0)) as engine:
         assert await sampled(0) == wanted[0], "an old client samples again, after many newer ones and a new engine"
@@ -589,7 +588,7 @@ async def test_an_ephemeral_snapshot_is_dropped_before_its_session_ends_only_whe
         other = client.model_id(1)
         await client.create_model(1)
         await client.run(ops.SaveForSampler(model_id=other, sampling_session_id="s1:sample:9"))
-        await engine._sampling._snapshots.drop_idle()
+        await engine.sampling.drop_snapshots()
         assert kept() == {"s1:sample:3", "s1:sample:9"}, "in use, and the last used of the other model"
         setup.backend.sampling_held.set()
         result = await client.result(request_id)
@@ -607,22 +606,22 @@ async def test_what_is_written_of_a_snapshot_while_its_model_is_unloaded_does_no
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(self: Snapshots, *what: Any) -> None:
+    def slow(*args: Any, **kwargs: Any) -> None:
         begun.set()
         assert go_on.wait(WAIT_S)
-        write(self, *what)
+        write(*args, **kwargs)
 
-    write = Snapshots._write
+    write = snapshots.write_checkpoint
     async with setup.running(keeping=Keeping(max_resident=1, max_bytes=1 << 30)) as engine:
         await client.create_model()
         first, second = (
             ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=f"s1:sample:{number}") for number in range(2)
         )
         await client.run(first)
-        monkeypatch.setattr(Snapshots, "_write", slow)
+        monkeypatch.setattr(snapshots, "write_checkpoint", slow)
         saving = asyncio.create_task(client.run(second))
         assert await asyncio.to_thread(begun.wait, WAIT_S)
-        dropping = asyncio.create_task(engine._sampling._snapshots.drop_model("s1:train:0"))
+        dropping = asyncio.create_task(engine.sampling.snapshots.drop_model("s1:train:0"))
         await asyncio.sleep(0)
         go_on.set()
         await asyncio.gather(saving, dropping)

@@ -212,7 +212,7 @@ async def test_wake_ups_cross_processes_and_clean_up_after_the_dead(tmp_path: Pa
     one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
     await one.open()
     await two.open()
-    dead = one._directory / "1-dead.sock"
+    dead = one.directory / "1-dead.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(dead))
     with two.subscribe("here") as here, two.subscribe("there") as there, one.subscribe("here") as own:
@@ -225,9 +225,9 @@ async def test_wake_ups_cross_processes_and_clean_up_after_the_dead(tmp_path: Pa
     assert not dead.exists()
     assert two.topics() == []
     await one.close()
-    assert [entry.name for entry in two._directory.iterdir()] == [two._own]
+    assert [entry.name for entry in two.directory.iterdir()] == [two._own]
     await two.close()
-    assert not two._directory.exists()
+    assert not two.directory.exists()
 
 
 async def test_many_topics_take_several_messages(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ async def test_a_full_socket_does_not_stop_the_sender(tmp_path: Path) -> None:
             one.send(["here"])
         assert one._socket is not None
         with pytest.raises(BlockingIOError):
-            one._socket.sendto(b"here", str(two._directory / two._own))
+            one._socket.sendto(b"here", str(two.directory / two._own))
         await asyncio.wait_for(here.wait(), WAIT_S)
     await one.close()
     await two.close()
@@ -311,7 +311,7 @@ async def test_a_long_path_falls_back_to_a_short_private_one(tmp_path: Path) -> 
     with two.subscribe("here") as here:
         one.send(["here"])
         await asyncio.wait_for(here.wait(), WAIT_S)
-    directory = one._directory
+    directory = one.directory
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     await one.close()
     await two.close()
@@ -350,10 +350,10 @@ async def test_a_socket_that_comes_within_a_tick_of_the_clock_is_seen(tmp_path: 
     one, two = SocketWakeUps(tmp_path / "wake"), SocketWakeUps(tmp_path / "wake")
     await one.open()
     tick = time.time_ns() + 60_000_000_000  # so that this machine may be slow
-    os.utime(one._directory, ns=(tick, tick))
+    os.utime(one.directory, ns=(tick, tick))
     one.send(["nobody is there"])
     await two.open()
-    os.utime(one._directory, ns=(tick, tick))
+    os.utime(one.directory, ns=(tick, tick))
     with two.subscribe("here") as here:
         one.send(["here"])
         await asyncio.wait_for(here.wait(), WAIT_S)
@@ -367,7 +367,7 @@ async def test_what_is_committed_stays_so_if_nobody_can_be_woken(
     store = a_store(tmp_path)
     await store.open()
     assert isinstance(store.connections.wakeups, SocketWakeUps)
-    directory = store.connections.wakeups._directory  # not next to the database if its path is long
+    directory = store.connections.wakeups.directory  # not next to the database if its path is long
     cannot_be_removed = directory / "1-dead.sock"
     cannot_be_removed.mkdir()
     await store.submit(a_sample(0))
@@ -382,11 +382,11 @@ async def test_what_is_committed_stays_so_if_nobody_can_be_woken(
 
 async def test_a_directory_that_others_can_open_is_refused(tmp_path: Path) -> None:
     wakeups = SocketWakeUps(tmp_path / "wake")
-    wakeups._directory.mkdir()
-    wakeups._directory.chmod(0o755)
+    wakeups.directory.mkdir()
+    wakeups.directory.chmod(0o755)
     with pytest.raises(ServerError, match="nobody else"):
         await wakeups.open()
-    wakeups._directory.rmdir()
+    wakeups.directory.rmdir()
 
 
 class NeverAnswers(Grouping):

@@ -32,7 +32,7 @@ class Engine:
     ) -> None:
         self.training = training
         self._claims = claims
-        self._sampling = sampling
+        self.sampling = sampling
         self._recovery = recovery
         self._places = places
         self._tasks = context.tasks
@@ -65,13 +65,13 @@ class Engine:
                     self._claims.watch_store(),
                     self._claims.close_gaps(),
                     self._places.watch(),
-                    self._sampling.tidy(),
+                    self.sampling.tidy(),
                 )
                 watching = [tasks.create_task(each) for each in endless]
                 await asyncio.wait([tasks.create_task(self._feed()), tasks.create_task(self.training.run())])
                 for task in watching:
                     task.cancel()
-                self._sampling.cancel_all()
+                self.sampling.cancel_all()
         except ExceptionGroup as failures:
             raise _first(failures) from failures
         await self._claims.requeue_all()
@@ -88,7 +88,7 @@ class Engine:
             for claimed in await self._claims.claim():
                 self._runner_of(claimed).add(claimed)
             self.training.wake()
-            self._sampling.start_waiting()
+            self.sampling.start_waiting()
 
     async def _retry_suspects(self) -> None:
         """Retry what may have killed the previous engine, one operation at a time, so that nothing else suffers."""
@@ -96,11 +96,11 @@ class Engine:
             await self._runner_of(claimed).run_alone(claimed)
 
     def _runner_of(self, claimed: Claimed) -> Training | Sampling:
-        return self.training if claimed.record.ordered else self._sampling
+        return self.training if claimed.record.ordered else self.sampling
 
     async def _cancel_samples(self) -> None:
         for request_id in await self._claims.cancelled():
-            if self._sampling.cancel(request_id):
+            if self.sampling.cancel(request_id):
                 self._claims.release(request_id)
 
 

@@ -166,7 +166,7 @@ class Sampling:
         self._engine = engine
         self._queue = queue
         self._sampler = sampler
-        self._snapshots = snapshots
+        self.snapshots = snapshots
         self._gate = gate
         self._recorder = recorder
         self._on_room = on_room
@@ -216,8 +216,11 @@ class Sampling:
         """Until cancelled, free the snapshots that nobody may use any more, and those left idle for too long."""
         while True:
             await asyncio.sleep(_TIDY_S)
-            await self._snapshots.drop_revoked()
-            await self._snapshots.drop_idle()
+            await self.drop_snapshots()
+
+    async def drop_snapshots(self) -> None:
+        await self.snapshots.drop_revoked()
+        await self.snapshots.drop_idle()
 
     async def _step(self, claimed: Claimed) -> None:
         """Run a sample, start what waited for its places, and record its result."""
@@ -243,7 +246,7 @@ class Sampling:
         if not isinstance(result, ops.SampleOutput):
             return Outcome(result=result)
         answer = replace(result, sequences=tuple(replace(each, routed_experts=None) for each in result.sequences))
-        model_id, replay = self._snapshots.model_of(operation.snapshot_id), self._engine.options.routing_replay
+        model_id, replay = self.snapshots.model_of(operation.snapshot_id), self._engine.options.routing_replay
         if model_id is None or not replay.enabled:
             return Outcome(result=answer)
         sampled = ExpertsSampled(
@@ -258,7 +261,7 @@ class Sampling:
     async def _sample(self, operation: ops.Sample) -> ops.SampleOutput | ops.Failed:
         self._gate.expect_not_refused(operation.snapshot_id)
         self._gate.hurry(operation.snapshot_id)
-        async with self._snapshots.for_sample(operation) as versioned:
+        async with self.snapshots.for_sample(operation) as versioned:
             result = await self._sampler.sample(versioned)
         await self._gate.expect_passed(operation.snapshot_id)
         if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:

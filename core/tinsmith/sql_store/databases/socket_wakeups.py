@@ -35,7 +35,7 @@ class SocketWakeUps(Channel):
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self._directory = directory if _fits(directory) else _short(directory)
+        self.directory = directory if _fits(directory) else _short(directory)
         self._socket: socket.socket | None = None
         self._own = ""
         self._sending = threading.Lock()  # guards what follows
@@ -59,12 +59,12 @@ class SocketWakeUps(Channel):
     def _bind(self, own: socket.socket) -> None:
         for again in reversed(range(_MAX_BINDS)):
             try:
-                _make_private(self._directory)
-                own.bind(str(self._directory / self._own))
+                _make_private(self.directory)
+                own.bind(str(self.directory / self._own))
             except FileNotFoundError as error:  # another process was the last to leave, and has just removed it
                 if again:
                     continue
-                msg = f"cannot keep a socket in {self._directory}, tried {_MAX_BINDS} times: {error}"
+                msg = f"cannot keep a socket in {self.directory}, tried {_MAX_BINDS} times: {error}"
                 raise ServerError(msg) from error
             return
 
@@ -74,9 +74,9 @@ class SocketWakeUps(Channel):
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self._socket = None
-        (self._directory / self._own).unlink(missing_ok=True)
+        (self.directory / self._own).unlink(missing_ok=True)
         with suppress(OSError):  # other processes have sockets there
-            self._directory.rmdir()
+            self.directory.rmdir()
 
     def _receive(self, own: socket.socket) -> None:
         for _ in range(64):  # then other tasks run; the loop calls again if there is more
@@ -93,7 +93,7 @@ class SocketWakeUps(Channel):
         messages = list(_messages(topics))
         with self._sending:
             for name in self._peers():
-                address = str(self._directory / name)
+                address = str(self.directory / name)
                 try:
                     for message in messages:
                         own.sendto(message, address)
@@ -106,9 +106,9 @@ class SocketWakeUps(Channel):
         """Return the other sockets. The directory is read again only if it has changed."""
         now = time.time_ns()  # before the listing: this thread may stop for long after it
         try:
-            changed_at = self._directory.stat().st_mtime_ns
+            changed_at = self.directory.stat().st_mtime_ns
             if changed_at != self._listed_at:
-                names = os.listdir(self._directory)  # noqa: PTH208 - only names are needed, on a hot path
+                names = os.listdir(self.directory)  # noqa: PTH208 - only names are needed, on a hot path
                 self._others = [name for name in names if name.endswith(_SUFFIX) and name != self._own]
                 # The kernel's time goes in steps of milliseconds, so another socket may come without a change to it.
                 self._listed_at = changed_at if now - changed_at > _SETTLED_NS else -1
@@ -125,12 +125,12 @@ class SocketWakeUps(Channel):
             "processes that share the database may not be woken: %s; each notices the others' work when it next reads "
             "the database by itself (every safety_poll_s); if %s is gone, restart them",
             error,
-            self._directory,
+            self.directory,
         )
 
     def _forget(self, name: str) -> None:
         with suppress(OSError):  # what was committed stays so; this is tried again next time
-            (self._directory / name).unlink(missing_ok=True)
+            (self.directory / name).unlink(missing_ok=True)
         self._listed_at = -1
 
 
