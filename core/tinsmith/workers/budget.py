@@ -1,8 +1,8 @@
 """The capacity of a worker: tokens of a micro-batch, models in training, and whether one more model fits."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from dataclasses import dataclass
+from typing import ClassVar, Final, Self
 
 from tinsmith.errors import ConfigError, OutOfMemoryError
 from tinsmith.huggingface.decoder import DecoderShape
@@ -11,36 +11,45 @@ from tinsmith.workers.config import TrainingWorkersConfig
 _GIB: Final = 2**30
 
 
-class Budget(ABC):
-    """A subclass counts. `memory` None: it is not known, and nothing is refused for its sake."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A subclass counts memory. Without one, leave `memory` at None: nothing is refused for its sake."""
 
-    REMEDY: ClassVar[str]
+    REMEDY: ClassVar[str] = "use devices with more memory"
     """Another remedy if not even one model fits."""
 
     config: TrainingWorkersConfig
     shape: DecoderShape
-    memory: int | None
-    context_tokens: int
-    micro_tokens: int
+    data_parallel: int  # workers, or groups of them, that compute sequences of their own
+    context_tokens: int  # of the longest sequence
+    micro_tokens: int  # of the largest micro-batch of one of them
+    memory: int | None = None  # of a worker; None: it is not known
 
-    @property
-    @abstractmethod
-    def data_parallel(self) -> int:
-        """Workers, or groups of them, that compute sequences of their own."""
+    @classmethod
+    def uncounted(cls, config: TrainingWorkersConfig, shape: DecoderShape, data_parallel: int, *, on_cpu: bool) -> Self:
+        """Return what the settings say, or else is usual, whatever memory there is."""
+        resolved = config.resolved(on_cpu=on_cpu)
+        context = config.max_context_tokens or min(shape.max_position, resolved.longest)
+        tokens = max(context, resolved.batch_tokens)
+        return cls(config=config, shape=shape, data_parallel=data_parallel, context_tokens=context, micro_tokens=tokens)
 
-    @abstractmethod
     def needed(self, ranks: Sequence[int]) -> int:
         """Return what the fullest worker takes if models of these LoRA ranks train."""
+        del ranks
+        return 0
 
     @property
-    @abstractmethod
     def least(self) -> int:
         """The memory with which one model of the largest rank trains."""
+        return self.needed([self.config.max_lora_rank])
 
     @property
-    @abstractmethod
     def max_models(self) -> int:
         """As many models of the largest rank as fit, and as the settings allow."""
+        allowed, largest = self.config.max_models, self.config.max_lora_rank
+        if self.memory is None:
+            return allowed
+        return next((n for n in range(allowed, 0, -1) if self.needed([largest] * n) <= self.memory), 0)
 
     def check(self, rank: int, held: Sequence[int]) -> None:
         """Raise OutOfMemoryError if such a model does not fit beside models of these LoRA ranks."""

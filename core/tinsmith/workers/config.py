@@ -1,5 +1,6 @@
 """Settings of a backend that runs in workers: how many there are, on how many machines, and what starts them."""
 
+from dataclasses import dataclass
 from typing import Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -60,6 +61,17 @@ class WorkersConfig(BackendConfig):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Settings of workers that train, with the device's defaults for those that are left open."""
+
+    dtype: str
+    strict: bool  # compute each sequence by itself
+    checkpointing: bool  # recompute activations
+    batch_tokens: int  # of a micro-batch, unless memory is short
+    longest: int  # tokens of a sequence, if the model, the memory and `max_context_tokens` allow
+
+
 class TrainingWorkersConfig(WorkersConfig):
     """Base class of the settings of a backend whose workers train. `None` means that the device decides."""
 
@@ -94,6 +106,17 @@ class TrainingWorkersConfig(WorkersConfig):
         description="keep the input of each layer alone, and recompute its activations in the backward pass, to save "
         "memory; default off on CPU, else on",
     )
+
+    def resolved(self, *, on_cpu: bool) -> Resolved:
+        """Decide what is left to the device."""
+        checkpointing = self.activation_checkpointing
+        return Resolved(
+            dtype=self.dtype or ("float32" if on_cpu else "bfloat16"),
+            strict=on_cpu if self.isolation is None else self.isolation == "strict",
+            checkpointing=not on_cpu if checkpointing is None else checkpointing,
+            batch_tokens=self.max_batch_tokens or (2048 if on_cpu else 16_384),
+            longest=2048 if on_cpu else 8192,
+        )
 
     @property
     def num_devices(self) -> int | None:

@@ -120,17 +120,17 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
     def make_adapter(self, op: CreateModel) -> AdapterModelState:
         """Create a LoRA model on the workers."""
 
-    @abstractmethod
     def make_full(self, op: CreateModel) -> FullModelState:
-        """Create a model on the workers whose own weights are trained."""
+        """Create a model on the workers whose own weights are trained. Needed if `max_full_models` may be above 0."""
+        raise NotImplementedError(op)
 
     @abstractmethod
     def run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
         """Run the operations of LoRA models together. There may be none."""
 
-    @abstractmethod
     def shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
-        """Return each worker's part of every micro-batch."""
+        """Return each worker's part of every micro-batch: here, each is a data-parallel rank."""
+        return [[micro[rank] for micro in micros] for rank in range(len(self.ranks))]
 
     @property
     def _models(self) -> dict[str, AdapterModelState | FullModelState]:

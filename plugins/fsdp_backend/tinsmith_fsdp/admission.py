@@ -27,17 +27,9 @@ class Budget(WorkersBudget):
 
     REMEDY = "use more ranks"
     config: FsdpConfig
-    shape: DecoderShape
     ranks: Ranks
     costs: Costs
-    memory: int | None
-    context_tokens: int
-    micro_tokens: int
     keeping: Costs  # if activations are kept
-
-    @property
-    def data_parallel(self) -> int:
-        return self.ranks.dp
 
     @property
     def adapter(self) -> int:
@@ -107,19 +99,20 @@ class Budget(WorkersBudget):
 def budget_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks, memory: int | None) -> Budget:
     """Choose the token budget: what the settings say, else as usual, or a third of what is left beside the weights."""
     costs = costs_of(config, shape, ranks)
-    usual, longest = (2048, 2048) if ranks.on_cpu else (16_384, 8192)
-    wanted = max(config.max_batch_tokens or usual, config.max_context_tokens or 0)
+    resolved = config.resolved(on_cpu=ranks.on_cpu)
+    wanted = max(resolved.batch_tokens, config.max_context_tokens or 0)
     least = least_tokens(config, shape)
     tokens = wanted
     if memory is not None and config.max_batch_tokens is None:
         spare = (memory - costs.fixed - costs.head) // 3 // costs.per_token
         tokens = min(wanted, max(least, spare // _STEP * _STEP))
-    context = config.max_context_tokens or min(shape.max_position, longest, max(tokens, least))
+    context = config.max_context_tokens or min(shape.max_position, resolved.longest, max(tokens, least))
     return Budget(
         config=config,
         shape=shape,
         ranks=ranks,
         costs=costs,
+        data_parallel=ranks.dp,
         memory=memory,
         context_tokens=context,
         micro_tokens=max(context, tokens),

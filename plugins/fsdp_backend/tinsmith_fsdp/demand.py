@@ -73,17 +73,17 @@ def resolved_ranks(config: FsdpConfig, world: int, *, on_cpu: bool) -> Ranks:
         dp, shards = config.data_parallel(world)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    strict = on_cpu if config.isolation is None else config.isolation == "strict"
+    resolved = config.resolved(on_cpu=on_cpu)
     return Ranks(
         dp=dp,
         shards=shards,
         tp=config.tensor_parallel,
         on_cpu=on_cpu,
-        dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
-        strict=strict,
-        checkpointing=not on_cpu if config.activation_checkpointing is None else config.activation_checkpointing,
+        dtype=resolved.dtype,
+        strict=resolved.strict,
+        checkpointing=resolved.checkpointing,
         may_keep=not on_cpu and config.activation_checkpointing is None,
-        compiled=not (on_cpu or strict) if config.compile is None else config.compile,
+        compiled=not (on_cpu or resolved.strict) if config.compile is None else config.compile,
         prefetch=not on_cpu if config.prefetch is None else config.prefetch,
     )
 

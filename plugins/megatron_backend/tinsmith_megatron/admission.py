@@ -31,18 +31,12 @@ class Budget(WorkersBudget):
         "activation_checkpointing"
     )
     config: MegatronConfig
-    shape: DecoderShape
     layout: Layout
     dtype: str
     on_cpu: bool
     strict: bool
-    memory: int | None
     context_tokens: int = 0
     micro_tokens: int = 0
-
-    @property
-    def data_parallel(self) -> int:
-        return self.layout.dp
 
     def needed(self, ranks: Sequence[int]) -> int:
         """The adapters are in one call."""
@@ -99,43 +93,32 @@ class Budget(WorkersBudget):
         largest = self.config.max_lora_rank
         return self.needed([largest] * 2) - self.needed([largest])
 
-    @property
-    def least(self) -> int:
-        return self.needed([self.config.max_lora_rank])
-
-    @property
-    def max_models(self) -> int:
-        allowed, largest = self.config.max_models, self.config.max_lora_rank
-        if self.memory is None:
-            return allowed
-        return next((n for n in range(allowed, 0, -1) if self.needed([largest] * n) <= self.memory), 0)
-
 
 def budget_of(config: MegatronConfig, shape: DecoderShape, world: int, memory: int | None, *, on_cpu: bool) -> Budget:
     """Choose the token budget: what the settings say, else as usual, or less if memory is short."""
-    checkpointing = config.activation_checkpointing
+    resolved = config.resolved(on_cpu=on_cpu)
     layout = Layout(
         tp=config.tensor_parallel,
         pp=config.pipeline_parallel,
         ep=config.expert_parallel,
         dp=world // (config.tensor_parallel * config.pipeline_parallel),
-        recompute=not on_cpu if checkpointing is None else checkpointing,
+        recompute=resolved.checkpointing,
     )
     open_ = Budget(
         config=config,
         shape=shape,
         layout=layout,
-        dtype=config.dtype or ("float32" if on_cpu else "bfloat16"),
+        data_parallel=layout.dp,
+        dtype=resolved.dtype,
         on_cpu=on_cpu,
-        strict=on_cpu if config.isolation is None else config.isolation == "strict",
+        strict=resolved.strict,
         memory=memory,
     )
-    usual, longest = (2048, 2048) if on_cpu else (16_384, 8192)
+    found = _with_tokens(open_, resolved.batch_tokens, resolved.longest)
     if config.max_batch_tokens is not None or memory is None:
-        return _with_tokens(open_, config.max_batch_tokens or usual, longest)
-    found = _with_tokens(open_, usual, longest)
+        return found
     while found.micro_tokens > _LEAST_TOKENS and _is_tight(found):
-        smaller = _with_tokens(open_, found.micro_tokens // 2, longest)
+        smaller = _with_tokens(open_, found.micro_tokens // 2, resolved.longest)
         if smaller.micro_tokens == found.micro_tokens:
             break  # the longest sequence that was asked for
         found = smaller
