@@ -12,11 +12,17 @@ from tinsmith.huggingface.model_files import read_model_config
 from tinsmith.huggingface.safetensors_files import read_header, shard_files
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 
-CLASSES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-SMALL = {"vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_layers": 3, "head_dim": 8}
+CLASSES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 40, "num_layers": 3, "head_dim": 8}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "qwen2", "mistral"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_counts_are_those_of_the_files(family: str, tied: bool, tmp_path: Path) -> None:
     directory = tmp_path / "model"

@@ -19,8 +19,15 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("tied", [True, False])
+CLASSES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False), ("qwen2", True), ("mistral", False)])
 def test_transformers_reads_it(tmp_path: Path, family: str, tied: bool) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +37,7 @@ def test_transformers_reads_it(tmp_path: Path, family: str, tied: bool) -> None:
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert model.num_parameters() == num_parameters
-    assert type(model).__name__ == {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[family]
+    assert type(model).__name__ == CLASSES[family]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer(TEXT)["input_ids"]
     assert tokenizer.decode(ids) == TEXT
@@ -72,6 +79,7 @@ def test_it_overwrites_only_when_told(tmp_path: Path) -> None:
         ({"num_layers": 0}, "num_layers is 0; it must be at least 1"),
         ({"family": "gpt"}, "no family 'gpt', known: qwen3, llama"),
         ({"num_heads": 3, "num_kv_heads": 2}, "must be a multiple"),
+        ({"family": "qwen2", "head_dim": 8}, "hidden_size is 32; in the family 'qwen2' it is num_heads"),
         ({"head_dim": 5}, "rotary positions need an even one"),
         ({"vocab_size": 256}, "needs at least 300"),
     ],

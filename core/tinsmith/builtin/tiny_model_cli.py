@@ -1,7 +1,7 @@
 """`tinsmith tiny-model`: a model for trying things out."""
 
 from pathlib import Path
-from typing import Annotated, Final, cast
+from typing import Annotated, Final, cast, get_args
 
 import typer
 
@@ -13,7 +13,7 @@ _TINY: Final = TinyShape()
 
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="where to write it")],
-    family: Annotated[str, typer.Option(help="qwen3, llama or qwen3_moe")] = "qwen3",
+    family: Annotated[str, typer.Option(help=f"one of {', '.join(get_args(Family))}")] = "qwen3",
     vocab_size: int = _TINY.vocab_size,
     hidden_size: int = _TINY.hidden_size,
     intermediate_size: int = _TINY.intermediate_size,

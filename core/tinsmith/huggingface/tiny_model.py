@@ -20,15 +20,26 @@ from tinsmith.huggingface.tiny_tokenizer import chat_template, special_tokens, t
 from tinsmith.json_values import Json
 from tinsmith.operations import FloatArray
 
-Family = Literal["qwen3", "llama", "qwen3_moe"]
+Family = Literal["qwen3", "llama", "qwen3_moe", "qwen2", "mistral"]
 
 _ARCHITECTURES: Final = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
-_ROPE_THETA: Final = {"qwen3": 1_000_000.0, "llama": 500_000.0, "qwen3_moe": 1_000_000.0}
+_ROPE_THETA: Final = {
+    "qwen3": 1_000_000.0,
+    "llama": 500_000.0,
+    "qwen3_moe": 1_000_000.0,
+    "qwen2": 1_000_000.0,
+    "mistral": 1_000_000.0,
+}
+_WITH_HEAD_NORMS: Final = ("qwen3", "qwen3_moe")  # of queries and keys
+_LIKE_LLAMA: Final = ("llama", "mistral")
 _ONE_SHARD: Final = 1 << 40  # bytes
+_BIAS_STD: Final = 0.5  # as large as queries and keys, so that a bias that is left out shows
 _EMBEDDING_STD: Final = 0.02  # small relative to the layers' outputs, so that hidden states mix the whole context
 
 
@@ -69,6 +80,12 @@ class TinyShape:
             raise UserError(msg)
         if self.head_dim % 2:
             msg = f"head_dim is {self.head_dim}; rotary positions need an even one"
+            raise UserError(msg)
+        if self.family == "qwen2" and self.num_heads * self.head_dim != self.hidden_size:
+            msg = (
+                f"hidden_size is {self.hidden_size}; in the family 'qwen2' it is num_heads ({self.num_heads}) times "
+                f"head_dim ({self.head_dim})"
+            )
             raise UserError(msg)
 
 
@@ -121,11 +138,12 @@ def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", ones(hidden)
-        yield f"{prefix}.self_attn.q_proj.weight", matrix(queries, hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", matrix(keys, hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", matrix(keys, hidden)
+        for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            yield f"{prefix}.self_attn.{name}.weight", matrix(size, hidden)
+            if shape.family == "qwen2":
+                yield f"{prefix}.self_attn.{name}.bias", matrix(1, size, _BIAS_STD)[0]
         yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, queries)
-        if shape.family != "llama":
+        if shape.family in _WITH_HEAD_NORMS:
             yield f"{prefix}.self_attn.q_norm.weight", ones(shape.head_dim)
             yield f"{prefix}.self_attn.k_norm.weight", ones(shape.head_dim)
         yield f"{prefix}.post_attention_layernorm.weight", ones(hidden)
@@ -154,7 +172,7 @@ def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Json]:
         "max_position_embeddings": shape.max_context_tokens,
         "rope_theta": _ROPE_THETA[shape.family],
         "rope_scaling": None,
-        "rms_norm_eps": 1e-5 if shape.family == "llama" else 1e-6,
+        "rms_norm_eps": 1e-5 if shape.family in _LIKE_LLAMA else 1e-6,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -165,6 +183,7 @@ def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Json]:
         "bos_token_id": ids["bos_token"],
         "eos_token_id": ids["eos_token"],
         "pad_token_id": ids["pad_token"],
+        **({"sliding_window": None} if shape.family == "mistral" else {}),
         **(_expert_config(shape) if shape.family == "qwen3_moe" else {}),
     }
 
@@ -202,7 +221,7 @@ def _tokenizer_config(shape: TinyShape) -> dict[str, Json]:
 
 def _like(family: Family) -> str:
     """Return the family whose tokenizer and chat template this one uses."""
-    return "llama" if family == "llama" else "qwen3"
+    return "llama" if family in _LIKE_LLAMA else "qwen3"
 
 
 def _write_json(file: Path, content: dict[str, Json]) -> None:
