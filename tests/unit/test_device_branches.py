@@ -92,6 +92,7 @@ FORCED_BY: Mapping[str, str] = {
         "plugins/vllm_sampler/tests/test_vllm_gpu_starts.py"
         "::test_a_card_that_cannot_be_used_ends_the_start_in_the_words_of_torch"
     ),
+    "tinsmith_vllm.heads:Heads.__init__": ("plugins/vllm_sampler/tests/test_vllm_heads.py::test_each_row_gets_its_own"),
     "tinsmith_vllm.draws:draw": (
         "plugins/vllm_sampler/tests/test_vllm_fused_draws.py::test_rows_on_a_gpu_go_to_the_kernels"
     ),

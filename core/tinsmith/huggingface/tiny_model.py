@@ -6,7 +6,7 @@ No ML framework is needed. The same shape and seed give the same files, byte for
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -121,7 +121,6 @@ def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
     """Yield every tensor, [out, in] as in torch. Layers have variance 1 / in, so that none fades out."""
     rng = np.random.default_rng(shape.seed)
     hidden = shape.hidden_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
     def mlp(prefix: str) -> Iterator[tuple[str, FloatArray]]:
         yield f"{prefix}.gate_proj.weight", matrix(shape.intermediate_size, hidden)
@@ -138,14 +137,7 @@ def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", ones(hidden)
-        for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            yield f"{prefix}.self_attn.{name}.weight", matrix(size, hidden)
-            if shape.family == "qwen2":
-                yield f"{prefix}.self_attn.{name}.bias", matrix(1, size, _BIAS_STD)[0]
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, queries)
-        if shape.family in _WITH_HEAD_NORMS:
-            yield f"{prefix}.self_attn.q_norm.weight", ones(shape.head_dim)
-            yield f"{prefix}.self_attn.k_norm.weight", ones(shape.head_dim)
+        yield from _attention_weights(shape, f"{prefix}.self_attn", matrix)
         yield f"{prefix}.post_attention_layernorm.weight", ones(hidden)
         if shape.family == "qwen3_moe":
             yield f"{prefix}.mlp.gate.weight", matrix(shape.num_experts, hidden)
@@ -156,6 +148,20 @@ def _weights(shape: TinyShape) -> Iterator[tuple[str, FloatArray]]:
     yield "model.norm.weight", ones(hidden)
     if not shape.tied:
         yield "lm_head.weight", matrix(shape.vocab_size, hidden, _EMBEDDING_STD)
+
+
+def _attention_weights(
+    shape: TinyShape, prefix: str, matrix: Callable[..., FloatArray]
+) -> Iterator[tuple[str, FloatArray]]:
+    hidden, queries, keys = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield f"{prefix}.{name}.weight", matrix(size, hidden)
+        if shape.family == "qwen2":
+            yield f"{prefix}.{name}.bias", matrix(1, size, _BIAS_STD)[0]
+    yield f"{prefix}.o_proj.weight", matrix(hidden, queries)
+    if shape.family in _WITH_HEAD_NORMS:
+        for name in ("q_norm", "k_norm"):
+            yield f"{prefix}.{name}.weight", np.ones(shape.head_dim, np.float32)
 
 
 def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Json]:

@@ -69,6 +69,11 @@ async def test_adapters_are_sampled_as_they_were_trained(trainer: TrainingBacken
             for number in range(len(wanted))
         )
     )
+    for number, output in enumerate(outputs):
+        again = await draw(sampler, op(prompt(number, 7 + 9 * number), wanted[number], max_tokens=16, num_samples=2))
+        for alone, mixed in zip(again.sequences, output.sequences, strict=True):
+            assert np.array_equal(alone.tokens, mixed.tokens)
+            assert np.array_equal(alone.logprobs, mixed.logprobs), "no bit depends on the others"
     whole = []
     for number, (name, output) in enumerate(zip(LORAS, outputs, strict=True)):
         for sequence in output.sequences:

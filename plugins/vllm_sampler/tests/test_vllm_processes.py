@@ -41,7 +41,9 @@ def program(directory: Path, body: str) -> Path:
         from tinsmith_vllm.channel import Channel
         from tinsmith_vllm.messages import *
         channel = Channel(socket.socket(fileno=int(sys.argv[-1])), ToVllm)
-        ready = Ready(version="0", device="cpu", vocab_size=300, max_model_len=128, dtype="float32", merges=False)
+        ready = Ready(
+            version="0", device="cpu", vocab_size=300, max_model_len=128, dtype="float32", targets=[], merges=False
+        )
     """
     source.write_text(textwrap.dedent(head) + textwrap.dedent(body))
     script = directory / "python"

@@ -63,8 +63,10 @@ SHAPES = {
     "qwen3": TinyShape(family="qwen3", tied=True, **_SIZES),
     "llama": TinyShape(family="llama", tied=False, **_SIZES),
     "qwen3_moe": TinyShape(family="qwen3_moe", tied=True, num_experts=6, **_SIZES),
+    "qwen2": TinyShape(family="qwen2", tied=True, **{**_SIZES, "num_heads": 2, "num_kv_heads": 1}),
+    "mistral": TinyShape(family="mistral", tied=False, **_SIZES),
 }
-"""By name; between them they have tied and untied heads, and experts."""
+"""By name; between them they have tied and untied heads, experts, and classes of which vLLM adapts no head."""
 
 
 def settings(**changed: object) -> dict[str, object]:

@@ -37,6 +37,7 @@ from tinsmith_vllm.messages import (
     Rest,
     Rested,
     Start,
+    Target,
     ToVllm,
     Unload,
     Unstartable,
@@ -95,6 +96,7 @@ def _engine(start: Start, channel: Channel[ToVllm]) -> tuple[Any, bool]:
         engine_args.setdefault("max_num_batched_tokens", start.step_tokens_on_gpu)
     engine = compat.make_engine(engine_args)
     device, vocab_size, max_model_len, dtype = compat.describe(engine)
+    targets: list[Target] = ["attn", "mlp", "unembed"] if merges else engine.collective_rpc("tinsmith_targets")[0]
     channel.send(
         Ready(
             version=version,
@@ -102,6 +104,7 @@ def _engine(start: Start, channel: Channel[ToVllm]) -> tuple[Any, bool]:
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             dtype=dtype,
+            targets=targets,
             merges=merges,
         )
     )

@@ -13,8 +13,10 @@ compiled at the start, by an nvcc that many machines lack, and not used.
 - A request with a seed makes vLLM draw row by row. Ours pass the seed in extra_args, and draws.py draws.
 - Asynchronous scheduling, vLLM's default on GPUs, prepares a step before the tokens of the one before are known. What
 we hook into then has placeholders for tokens; only their number is used. A step may be under way when all have ended.
-- Prompt logprobs are wrong if adapters have an `lm_head` part, because the step's adapter indices are those of the
-sampled rows. Also, a request cannot ask about tokens of its choice. So our own code scores prompts, in worker.py.
+- Few classes have adapters of the head, and those apply them to the wrong rows of a prompt, because a step's adapter
+indices are those of the sampled rows. They also take memory for adapters of the embedding. So vLLM makes none of head
+and embedding, and our own code adds those of the head to the logits, in heads.py.
+- A request cannot ask about the prompt logprobs of tokens of its choice. So our own code scores prompts, in worker.py.
 - On CPU, the adapter operators treat the index -1 ("none") as an index from the end, so that rows of the base model got
 the adapter in the last slot. They are wrapped to skip such rows. The GPU kernels skip them already.
 - If weights are reloaded in place on CPU, experts are computed with those that their kernel packed before, and a tied
@@ -34,7 +36,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from tinsmith_vllm.messages import CONFIG
+from tinsmith_vllm.messages import ADAPTER, CONFIG
 
 MIN_TEMPERATURE: Final = 0.01
 """The lowest temperature above zero that vLLM does not change."""
@@ -329,32 +331,127 @@ def _block_size(runner: Any_) -> int:
     return int(group.kv_cache_spec.block_size)
 
 
-def replace_adapter_loading(runner: Any_, wrap: Callable[[Callable[[Any_], Any_]], Callable[[Any_], Any_]]) -> None:
-    """Replace vLLM's adapter loader (LoRARequest to LoRAModel) by `wrap` of one that also takes adapters in memory."""
+def keep_the_head(loaded: Callable[[Any_, Any_], None]) -> None:
+    """Have vLLM make no adapters of head and embedding, and call `loaded(runner, model)` when it has made the others.
+
+    Called in each process before it makes any. What `loaded` allocates counts as the model's: vLLM measures it, and
+    moves it when it sleeps.
+    """
+    from vllm.lora import model_manager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    _require(model_manager, "get_supported_lora_modules")
+    _require(LoRAModelRunnerMixin, "load_lora_model")
+    supported, load = model_manager.get_supported_lora_modules, LoRAModelRunnerMixin.load_lora_model
+
+    def without_embeddings(model: Any_) -> list[str]:
+        kept = {name for module in model.modules() for name in getattr(module, "embedding_modules", None) or ()}
+        return [name for name in supported(model) if name not in kept | {"lm_head"}]
+
+    def load_and_tell(runner: Any_, model: Any_, *others: Any_) -> Any_:
+        adapted = load(runner, model, *others)
+        loaded(runner, adapted)
+        return adapted
+
+    model_manager.get_supported_lora_modules = without_embeddings
+    LoRAModelRunnerMixin.load_lora_model = load_and_tell
+
+
+def add_to_logits(model: Any_, add: Callable[[Any_, Any_], None]) -> bool:
+    """Call `add(logits, hidden_states)` after the head's product, and return True; False if the model has no such head.
+
+    It may change the logits. They are those of all rows, on the ranks that have them.
+    """
+    from vllm.distributed import get_pp_group
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    if not get_pp_group().is_last_rank:
+        return True  # another rank has them
+    processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if len(processors) != 1:
+        return False
+    (processor,) = processors
+    _require(processor, "_get_logits")
+    product = processor._get_logits  # noqa: SLF001 - there is no public place for it
+
+    def product_and_more(hidden_states: Any_, *others: Any_) -> Any_:
+        logits = product(hidden_states, *others)
+        if logits is not None:
+            add(logits, hidden_states)
+        return logits
+
+    processor._get_logits = product_and_more  # noqa: SLF001 - as above
+    return True
+
+
+def head_sizes(runner: Any_) -> dict[str, Any_]:
+    """Return what `Heads` are made for."""
+    config, lora = runner.model_config, runner.lora_config
+    return {
+        "places": int(lora.max_loras),
+        "hidden": int(config.get_hidden_size()),
+        "vocabulary": int(config.get_vocab_size()),
+        "rank": int(lora.max_lora_rank),
+        "dtype": lora.lora_dtype,
+        "device": runner.device,
+    }
+
+
+def adapters_of_rows(runner: Any_, number: int) -> Any_:
+    """Return the adapter's id for each of a step's rows of logits, int64; 0 = none."""
+    return runner.input_batch.request_lora_mapping[:number]
+
+
+def watch_places(runner: Any_, put: Callable[[int, int, Any_], None]) -> None:
+    """Call `put(place, adapter_id, head)` when an adapter gets one of the places on the device. `head`: see HEAD_OF."""
+    _require(runner, "lora_manager")
+    manager = runner.lora_manager._adapter_manager  # noqa: SLF001 - there is no public place for it
+    _require(manager, "activate_adapter", "lora_index_to_id", "get_adapter")
+    activate = manager.activate_adapter
+
+    def activate_and_tell(adapter_id: int) -> bool:
+        new = bool(activate(adapter_id))
+        if new:
+            head = getattr(manager.get_adapter(adapter_id), HEAD_OF, None)  # vLLM's own, at its start, have none
+            put(manager.lora_index_to_id.index(adapter_id), adapter_id, head)
+        return new
+
+    manager.activate_adapter = activate_and_tell
+
+
+def replace_adapter_loading(
+    runner: Any_,
+    wrap: Callable[[Callable[[Any_], Any_]], Callable[[Any_], Any_]],
+    take: Callable[[dict[str, Any_], float], Any_],
+) -> None:
+    """Replace vLLM's adapter loader (LoRARequest to LoRAModel) by `wrap` of one that reads directories and memory.
+
+    `take(tensors, scale)` takes out what vLLM is not to see. If nothing is left, vLLM would fail to pack it.
+    """
     _require(runner, "lora_manager")
     manager = runner.lora_manager
     _require(manager, "_load_adapter", "_adapter_manager", "_lora_model_cls", "max_position_embeddings", "vocab_size")
-    from_files = manager._load_adapter  # noqa: SLF001 - as above
+    manager._load_adapter = wrap(lambda request: _read_adapter(manager, request, take))  # noqa: SLF001 - as above
+    layers = manager._adapter_manager  # noqa: SLF001 - as above
+    _require(layers, "_create_merged_loras_inplace")
+    pack = layers._create_merged_loras_inplace  # noqa: SLF001 - as above
+    layers._create_merged_loras_inplace = lambda model: pack(model) if model.loras else None  # noqa: SLF001 - as above
 
-    def load(request: Any_) -> Any_:
-        return from_files(request) if Path(request.lora_path).is_dir() else _adapter_in_memory(manager, request)
 
-    manager._load_adapter = wrap(load)  # noqa: SLF001 - as above
+HEAD_OF: Final = "tinsmith_head"  # attribute of LoRAModels: what was taken out
 
 
-def _adapter_in_memory(manager: Any_, request: Any_) -> Any_:
-    """Return the LoRAModel of an adapter that lies in memory. Its tensors are a private mapping of it, not a copy.
+def _read_adapter(manager: Any_, request: Any_, take: Callable[[dict[str, Any_], float], Any_]) -> Any_:
+    """Return the LoRAModel of an adapter. Its tensors are a private mapping of its file or memory, not a copy.
 
     Does what vLLM's loader does for a directory. Raise ValueError if the model has no such modules.
     """
-    from safetensors import safe_open
     from vllm.lora.peft_helper import PEFTHelper
 
-    with safe_open(request.lora_path, framework="pt") as stored:
-        config = json.loads(stored.metadata()[CONFIG])
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+    tensors, config = _stored_adapter(Path(request.lora_path))
     helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": manager.max_position_embeddings})
     helper.validate_legal(manager.lora_config)
+    head = take(tensors, helper.vllm_lora_scaling_factor)
     layers = manager._adapter_manager  # noqa: SLF001 - as above
     mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
     mapper = None if mapper is None else mapper.get_rename_mapper()
@@ -370,15 +467,38 @@ def _adapter_in_memory(manager: Any_, request: Any_) -> Any_:
         skip_prefixes=getattr(layers.model, "lora_skip_prefixes", None),
     )
     layers._validate_moe_lora_format(found)  # noqa: SLF001 - as above
+    setattr(found, HEAD_OF, head)
     return found
+
+
+def _stored_adapter(path: Path) -> tuple[dict[str, Any_], dict[str, Any_]]:
+    """Return the tensors and the configuration of an adapter, from a directory or from memory."""
+    from safetensors import safe_open
+
+    with safe_open(path / ADAPTER if path.is_dir() else path, framework="pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+        config = (path / CONFIG).read_text(encoding="utf-8") if path.is_dir() else stored.metadata()[CONFIG]
+    return tensors, json.loads(config)
+
+
+def known_modules(runner: Any_) -> frozenset[str]:
+    """Return the modules to which vLLM applies adapters: the last parts of their names; of experts, from there on."""
+    layers = runner.lora_manager._adapter_manager  # noqa: SLF001 - as above
+    _require(layers, "supported_lora_modules", "packed_modules_mapping")
+    return _known_to(layers)
+
+
+def _known_to(layers: Any_) -> frozenset[str]:
+    supported, packed = layers.supported_lora_modules, layers.packed_modules_mapping
+    known = {part for name in supported for part in packed.get(name, [name])}
+    return frozenset(known | ({"experts"} & set(supported)))
 
 
 def _refuse_unknown_modules(layers: Any_, names: Mapping[str, Any_], mapper: Any_) -> None:
     """Raise ValueError: vLLM would leave them out without a word."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
-    known = {part for name in layers.supported_lora_modules for part in layers.packed_modules_mapping.get(name, [name])}
-    known |= {"experts"} & set(layers.supported_lora_modules)
+    known = _known_to(layers)
     modules = {parse_fine_tuned_lora_name(name, mapper)[0] for name in names}
     unknown = sorted(module for module in modules if _kind_of(module) not in known)
     if unknown:
@@ -390,17 +510,6 @@ def _kind_of(module: str) -> str:
     """Return the last part of a module's name; of experts, all from `experts` on."""
     before, experts, rest = module.partition(".experts")
     return f"experts{rest}" if experts else before.rpartition(".")[2]
-
-
-def use_adapter_for_rows(runner: Any_, adapter_id: int, num_rows: int) -> None:
-    """Make the next `compute_logits` apply one adapter, or none (0), to its rows. The next step sets its own."""
-    if runner.lora_config is None:
-        return
-    from vllm.lora.layers import LoRAMapping
-
-    rows = (adapter_id,) * num_rows
-    mapping = LoRAMapping(rows, rows, is_prefill=True)
-    runner.lora_manager._adapter_manager.set_adapter_mapping(mapping)  # noqa: SLF001 - as above
 
 
 def leave_base_rows_alone() -> None:
@@ -482,7 +591,7 @@ def _set_tied_head(model: Any_, heads: list[Any_]) -> None:
 
 
 def max_rows(runner: Any_) -> int:
-    """Return the maximum rows per `compute_logits` call: kernels keep adapter indices in buffers of fixed size."""
+    """Return the maximum rows per `compute_logits` call: as many as vLLM has measured the memory for."""
     scheduler = runner.vllm_config.scheduler_config
     return int(min(256, scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 

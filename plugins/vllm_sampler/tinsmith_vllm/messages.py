@@ -5,7 +5,7 @@ P = tokens of the prompt, k = requested alternatives, K = targets per position, 
 a token.
 """
 
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import msgspec
 
@@ -22,6 +22,10 @@ An adapter that lies in memory has CONFIG or CHANGES in the metadata of its safe
 QUESTION: Final = "tinsmith_question"
 SEED: Final = "tinsmith_seed"
 """Keys of SamplingParams.extra_args."""
+
+
+Target = Literal["attn", "mlp", "unembed"]
+"""A part of the model that an adapter may change."""
 
 
 class Changes(TypedDict):
@@ -123,6 +127,7 @@ class Ready(Message, frozen=True):
     vocab_size: int
     max_model_len: int
     dtype: str  # of weights and activations
+    targets: list[Target]  # what an adapter may change
     merges: bool  # a snapshot's weights are loaded in place of the last one's; otherwise adapters are applied
 
 

@@ -135,7 +135,7 @@ class VllmSampler(SamplingBackend):
             max_context_tokens=ready.max_model_len,
             max_batch_tokens=ready.max_model_len,
             max_lora_rank=self._config.max_lora_rank,
-            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            lora_targets=frozenset(ready.targets),
             full_fine_tuning=bool(self._full_replicas),
             max_targets_per_token=_MAX_TARGETS,
             # Kernels round differently depending on the number of rows in a batch: benchmarks/sampler_isolation.py

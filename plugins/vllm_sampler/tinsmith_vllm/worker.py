@@ -1,23 +1,40 @@
 """Code that runs in vLLM's workers: scores prompts, and reads adapters while the batch keeps running.
 
+It connects heads.py and draws.py with the model runner.
 Array suffixes: R = rows scored, P = tokens of the prompt, V = vocabulary, K = targets per position, k = alternatives.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from tinsmith_vllm import compat
 from tinsmith_vllm.draws import draw, places
+from tinsmith_vllm.heads import Heads
 from tinsmith_vllm.messages import QUESTION, SEED
 from tinsmith_vllm.weights import HEAD, weights_of
 
-compat.clear_new_blocks()  # vLLM imports this module in each worker before it makes the cache
+
+def _make_heads(runner: Any, model: Any) -> None:
+    """Called when the model is loaded, if vLLM applies adapters."""
+    heads = Heads(**compat.head_sizes(runner))
+    runner.tinsmith_heads = None
+    if compat.add_to_logits(
+        model, lambda logits, hidden: heads.add(logits, hidden, compat.adapters_of_rows(runner, len(hidden)))
+    ):
+        runner.tinsmith_heads = heads
+        compat.watch_places(runner, heads.put)
+
+
+# vLLM imports this module in each worker before it loads the model and makes the cache
+compat.clear_new_blocks()
+compat.keep_the_head(_make_heads)
 
 Scores = tuple[Any, Any, Any, Any]  # float32 [P - 1], int32 and float32 [P - 1, k], float32 [P - 1, K]
 
@@ -31,7 +48,8 @@ class TinsmithWorker:
     def tinsmith_install(self) -> None:
         """Hook into the model runner. Called once, before the first request."""
         runner = self.model_runner
-        self.tinsmith_scorer = PromptScorer(runner)
+        heads = None if runner.lora_config is None else runner.tinsmith_heads
+        self.tinsmith_scorer = PromptScorer(runner, heads)
         compat.replace_drawing(runner, lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32), self._draw)
         compat.replace_prompt_scoring(runner, self.tinsmith_scorer.score)
         # kernels are compiled now: what fails then ends the start, and not a tenant's first sample
@@ -39,7 +57,14 @@ class TinsmithWorker:
         if runner.lora_config is not None:
             compat.leave_base_rows_alone()
             self.tinsmith_adapters = PreparedAdapters(runner.lora_config.max_cpu_loras)
-            compat.replace_adapter_loading(runner, self.tinsmith_adapters.wrap)
+            compat.replace_adapter_loading(
+                runner, self.tinsmith_adapters.wrap, _no_head if heads is None else heads.take
+            )
+            self.tinsmith_parts = _adaptable(compat.known_modules(runner), has_head=heads is not None)
+
+    def tinsmith_targets(self) -> list[str]:
+        """Return the parts of the model to which adapters are applied: attn, mlp, unembed."""
+        return self.tinsmith_parts
 
     def tinsmith_keep_experts(self) -> None:
         """Keep the experts of what is in the cache. Called once, before the first request."""
@@ -76,6 +101,23 @@ class TinsmithWorker:
         return self.tinsmith_adapters.outcome(adapter_id)
 
 
+_MODULES: Final = {
+    "attn": ({"q_proj", "k_proj", "v_proj", "o_proj"},),
+    "mlp": ({"gate_proj", "up_proj", "down_proj"}, {"experts.w1", "experts.w2", "experts.w3"}),
+}
+
+
+def _adaptable(known: Collection[str], *, has_head: bool) -> list[str]:
+    """Return the parts of a model whose modules, of one kind or the other, are all known to vLLM."""
+    found = [part for part, kinds in _MODULES.items() if any(kind <= set(known) for kind in kinds)]
+    return [*found, *(["unembed"] if has_head else [])]
+
+
+def _no_head(tensors: Mapping[str, torch.Tensor], scale: float) -> None:
+    """Leave an adapter's head where it is: vLLM refuses it by name."""
+    del tensors, scale
+
+
 class CachedExperts:
     """The experts that computed each token whose keys and values are in the cache, in the same places.
 
@@ -100,8 +142,8 @@ class CachedExperts:
 class PromptScorer:
     """Scores prompts as their rows are computed, chunk by chunk, with any adapter."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    def __init__(self, runner: Any, heads: Heads | None) -> None:
+        self._runner, self._heads = runner, heads
         self._max_rows = compat.max_rows(runner)
         self._scores: dict[int, Scores] = {}
 
@@ -131,8 +173,9 @@ class PromptScorer:
 
     def _score_rows(self, hidden: torch.Tensor, rows: slice, request: Any, question: Mapping[str, Any]) -> None:
         adapter = request.lora_request
-        compat.use_adapter_for_rows(self._runner, 0 if adapter is None else adapter.lora_int_id, len(hidden))
-        logits_RV = self._runner.model.compute_logits(hidden)
+        adapter_id = 0 if adapter is None else adapter.lora_int_id
+        with nullcontext() if self._heads is None else self._heads.scoring(adapter_id):
+            logits_RV = self._runner.model.compute_logits(hidden)
         if logits_RV is None:
             return  # another rank of this replica has the logits
         logp_RV = logits_RV.log_softmax(dim=-1, dtype=torch.float32)

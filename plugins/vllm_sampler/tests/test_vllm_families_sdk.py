@@ -1,0 +1,50 @@
+"""Through the SDK, with its default flags: of each family, FSDP trains attention, MLP and head, and vLLM samples."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from fsdp_harness import forking
+from vllm_harness import TRAINERS, VOCAB, prompt, settings
+
+from tinsmith.settings import ModelSettings
+from tinsmith.testing.harness import running_server
+from tinsmith.testing.sdk_data import datum, logprobs, step
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),  # connections that the SDK leaves to the collector
+]
+
+AGREE = 1e-3  # what is promised between two engines in float32
+WAIT_S = 600
+OTHERS = ("llama", "qwen3", "mistral")
+
+
+@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(each, marks=pytest.mark.thorough) for each in OTHERS)])
+def test_default_flags_train_save_and_sample(family: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    model = {
+        "name": f"tiny/{family}",
+        "path": tiny_models[family],
+        "backend": {"plugin": "fsdp", **TRAINERS["fsdp"]},
+        "sampler": {"plugin": "vllm", **settings()},
+    }
+    with ExitStack() as stack:
+        stack.enter_context(forking())
+        server = stack.enter_context(running_server(tmp_path, models=[ModelSettings.model_validate(model)]))
+        service = tinker.ServiceClient(base_url=server.url, api_key="tml-families")
+        client = service.create_lora_training_client(base_model=f"tiny/{family}", rank=4).result(timeout=WAIT_S)
+        tokens = np.random.default_rng(0).integers(3, VOCAB, 24).tolist()
+        for _ in range(3):
+            step(client, [datum(tokens)], learning_rate=0.01)
+        sampler = client.save_weights_and_get_sampling_client().result(timeout=WAIT_S)
+        start = prompt(1).tolist()
+        params = tinker.SamplingParams(max_tokens=16, seed=3, stop=[])
+        for sequence in sampler.sample(tinker.ModelInput.from_ints(start), 2, params).result(timeout=WAIT_S).sequences:
+            whole = [*start, *sequence.tokens]
+            trained = logprobs(client.forward([datum(whole)], "cross_entropy").result(timeout=WAIT_S))[0]
+            np.testing.assert_allclose(sequence.logprobs, trained[-16:], atol=AGREE, rtol=0)
+        service.close("success").result(timeout=WAIT_S)
