@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,3 +68,6 @@ class OperationFinished:
     batch_size: int
     failed: Failed | None = None
     consistency: Consistency | None = None  # set for a save for sampling, even if it is refused
+    seq_id: int | None = None  # of an operation of a model
+    step: int | None = None  # optimizer steps that the model had made before it
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of a pass or an optimizer step

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 
-from tinsmith.sql_store.subjects import claiming, gaps, models, requests, submitting, transaction
+from tinsmith.operations import OptimStepOutput
+from tinsmith.sql_store.subjects import claiming, completing, gaps, models, requests, submitting, transaction
 from tinsmith.sql_store.subjects.transaction import PendingChanges, Transaction
 from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, Table
-from tinsmith.store import MANY_AHEAD, ClaimRoom, Lease, PendingCounts
+from tinsmith.store import MANY_AHEAD, ClaimRoom, Completion, Lease, Measured, PendingCounts
 from tinsmith.testing.store_records import LORA, a_sample, an_operation
 
 BASE = "org/base-model"
@@ -219,6 +220,27 @@ STATEMENTS: list[tuple[Callable[[Connection], object], int]] = [
 def test_hot_transactions_take_few_statements(work: Callable[[Connection], object], number: int) -> None:
     """Python takes longer for a statement than SQLite does."""
     assert len(in_sqlite(work, waiting=5, missing=0).statements) == number
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_metrics_take_one_statement_of_a_transaction(number: int) -> None:
+    def statements(measured: Measured | None) -> int:
+        engine = create_engine("sqlite://")
+        create_tables(engine, last_index_first=False)
+        with engine.connect() as connection:
+            fill(connection, waiting=5, missing=0)
+            claimed = [each for each in claiming.claim(tx(connection), LEASE, ROOMS).records if each.ordered][:number]
+            ended = [
+                Completion(request_id=each.request_id, result=OptimStepOutput(), measured=measured) for each in claimed
+            ]
+            with seen(connection) as found:
+                completing.complete(tx(connection), LEASE, ended)
+            written = connection.exec_driver_sql("SELECT count(*) FROM metrics").scalar_one()
+        engine.dispose()
+        assert written == (0 if measured is None else number)
+        return len(found.statements)
+
+    assert statements(Measured(step=0, values={"loss:sum": 1.0})) == statements(None) + 1
 
 
 @pytest.mark.parametrize("last_index_first", [False, True])

@@ -22,6 +22,7 @@ from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.errors import OutOfMemoryError, ServerError, StoreError
+from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import Array
 from tinsmith.server.waiting_reasons import explain
@@ -103,7 +104,9 @@ class Setup:
     engines: int = 0
     progress: list[tuple[str, float]] = field(default_factory=list)
 
-    async def make_engine(self, **recovery: Any) -> Engine:
+    async def make_engine(
+        self, *, on_finished: Callable[[OperationFinished], None] = lambda _: None, **recovery: Any
+    ) -> Engine:
         """Give each engine a backend of its own, without any models."""
         self.engines += 1
         self.backend = FragileBackend(self.data_dir)
@@ -115,6 +118,7 @@ class Setup:
             self.data_dir,
             sampler=self.backend,
             lease=self.lease,
+            on_finished=on_finished,
             recovery=RecoverySettings(**{"point_every_operations": 1000, **recovery}),
         )
 
@@ -365,6 +369,43 @@ async def test_a_log_that_was_pruned_needs_a_recovery_point(setup: Setup, client
         assert "log is incomplete" in failed.message
         await train(other, 1)
     assert (await setup.store.get_run(MODEL)).state == RunState.LOST
+
+
+async def curve(setup: Setup, number: int = 0) -> list[tuple[int, str]]:
+    """Return the steps of a run's curve, with what each of its points has measured."""
+    rows = await setup.store.read_metrics(f"s1:train:{number}", limit=100)
+    return [(row.step, "loss" if "loss:sum" in row.values else "step") for row in rows]
+
+
+async def test_a_curve_neither_doubles_nor_tears(setup: Setup, client: EngineDriver) -> None:
+    """Deaths between a pass and its step, and in a step; a load of an older state; a run that starts from a state."""
+    events: list[OperationFinished] = []
+    async with setup.engine():
+        await client.create_model()
+        await train(client, 0, 1)
+        await client.run(ops.SaveState(model_id=MODEL, path=client.path("x")))
+        await train(client, 2)
+        await client.run(ops.LoadState(model_id=MODEL, path=client.path("x"), load_optimizer=True))
+        await client.run(a_pass(client))
+    engine = await setup.make_engine()
+    await engine.recover("killed", lambda *_: None)
+    setup.backend.fail_in = "optim_step"
+    running = asyncio.create_task(engine.run())
+    step = await client.submit(a_step(client))
+    await asyncio.wait([running], timeout=WAIT_S)
+    assert isinstance(running.exception(), EngineFailedError)
+    async with setup.engine(on_finished=events.append):
+        assert isinstance(await client.result(step), ops.OptimStepOutput)
+        await train(client, 4)
+        await client.result(await client.create_model(1, checkpoint=client.path("x"), load_optimizer=True))
+        await client.run(replace(a_pass(client), model_id=client.model_id(1)))
+    wanted = [(number, what) for number in range(5) for what in ("loss", "step")]
+    assert await curve(setup) == wanted
+    assert (await setup.store.get_run(MODEL)).steps == 5
+    assert await curve(setup, 1) == [(2, "loss")]
+    seen = [(each.kind, each.seq_id, each.step) for each in events]
+    assert seen[:3] == [("optim_step", 10, 3), ("forward_backward", 11, 4), ("optim_step", 12, 4)]
+    assert "loss:sum" in events[1].metrics
 
 
 async def test_what_a_model_was_loaded_from_may_go(setup: Setup, client: EngineDriver) -> None:

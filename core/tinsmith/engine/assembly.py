@@ -22,6 +22,7 @@ from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import Replayer
 from tinsmith.engine.sampling import SampleQueue, Sampling
 from tinsmith.engine.snapshots import Snapshots
+from tinsmith.engine.steps import Steps
 from tinsmith.engine.training import Training, TrainingQueue
 from tinsmith.engine.windows import Windows
 from tinsmith.hook_values import OperationFinished
@@ -54,7 +55,7 @@ def assemble_engine(
     training_thread = TrainingThread(thread, turns, engine.watch)
     probes = Probes(backend, drawing, engine.options.consistency, call=training_thread.call)
     models = Models(backend, training_thread, before_change=probes.before_change)
-    windows = Windows(engine.store)
+    windows, steps = Windows(engine.store), Steps()
     snapshots = Snapshots(engine, drawing)
     gate = ConsistencyGate(engine, probes, snapshots, most_waiting=_most_waiting(engine, drawing, turns))
     checkpoints = Checkpoints(engine)
@@ -64,12 +65,12 @@ def assemble_engine(
     claims = Claims(engine, Decoder(training=trains, sampling=samples, losses=losses))
     recorder = Recorder(engine, claims, on_finished)
     waiting = TrainingQueue(scheduler, Limits(max_batch_tokens=trains.max_batch_tokens), models.why_not)
-    training = Training(engine, waiting, models, windows, operations, points, recorder)
+    training = Training(engine, waiting, models, windows, steps, operations, points, recorder)
     sampling = Sampling(
         engine, SampleQueue(scheduler, samples), drawing, snapshots, gate, recorder, on_room=claims.wake
     )
     replayer = Replayer(models, checkpoints, recovery_root=engine.data_dir.recovery_points(engine.base_model))
-    recovery = Recovery(engine, models, replayer, snapshots, gate, points)
+    recovery = Recovery(engine, models, replayer, snapshots, gate, points, steps)
     return Engine(engine, claims, training, sampling, recovery, Places(engine, trains))
 
 

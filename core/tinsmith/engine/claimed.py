@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith import operations as ops
+from tinsmith.engine.steps import metrics_of
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.references import told
 from tinsmith.scheduler import Pending
 from tinsmith.settings.secrets import cleaned
-from tinsmith.store import Completion, Effect, OperationRecord, Usage
+from tinsmith.store import Completion, Effect, Measured, OperationRecord, Usage
+from tinsmith.store.metrics import ENGINE_S, QUEUED_S, TOKENS
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class Outcome:
     effects: tuple[Effect, ...] = ()
     consistency: ops.Consistency | None = None  # of a persisted save for sampling, even if it was refused
     comparing: asyncio.Task[ops.Consistency | None] | None = None  # of an ephemeral one: ends with the verdict
+    loaded_steps: int = 0  # of the state that the operation has loaded into its model
     applied: bool = False  # the result is a failure, but the operation has changed its model
 
     @classmethod
@@ -65,6 +68,8 @@ class Finished:
 
     claimed: Claimed
     outcome: Outcome
+    step: int = 0  # of an operation of a model: the optimizer steps before it
+    steps: int = 0  # and after it
 
     def completion(self, usage: Usage) -> Completion:
         return Completion(
@@ -73,12 +78,23 @@ class Finished:
             effects=self.outcome.effects,
             applied=self.outcome.applied,
             usage=usage,
+            measured=self._measured(usage),
+            steps=self.steps,
         )
+
+    def _measured(self, usage: Usage) -> Measured | None:
+        """Return what a pass or step measured, and what it took."""
+        record, metrics = self.claimed.record, metrics_of(self.claimed.operation, self.outcome.result)
+        if not isinstance(self.outcome.result, ops.ForwardBackwardOutput | ops.OptimStepOutput):
+            return None
+        took = {ENGINE_S: usage.engine_s, QUEUED_S: _queued_s(record)}
+        if usage.trained_tokens:
+            took[TOKENS] = float(usage.trained_tokens)
+        return Measured(step=self.step, values={**metrics, **took})
 
     def event(self, run_s: float, *, batch_size: int) -> OperationFinished:
         """Return what observers are told."""
         record, result = self.claimed.record, self.outcome.result
-        assert record.started_at is not None
         return OperationFinished(
             request_id=record.request_id,
             base_model=record.base_model,
@@ -86,12 +102,20 @@ class Finished:
             tenant=record.tenant,
             model_id=record.subject_id if record.ordered else None,
             num_tokens=record.num_tokens,
-            queued_s=(record.started_at - record.created_at).total_seconds(),
+            queued_s=_queued_s(record),
             run_s=run_s,
             batch_size=batch_size,
             failed=result if isinstance(result, ops.Failed) else None,
             consistency=self.outcome.consistency,
+            seq_id=record.seq_id if record.ordered else None,
+            step=self.step if record.ordered else None,
+            metrics=metrics_of(self.claimed.operation, result),
         )
+
+
+def _queued_s(record: OperationRecord) -> float:
+    assert record.started_at is not None
+    return (record.started_at - record.created_at).total_seconds()
 
 
 def failed(error: TinsmithError, *, during: str) -> ops.Failed:

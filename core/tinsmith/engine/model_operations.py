@@ -115,7 +115,8 @@ class ModelOperations:
         await self._models.create(operation, state)
         ready = RunStateChanged(model_id=operation.model_id, state=RunState.READY)
         created = ops.ModelCreated(model_id=operation.model_id, version=version)
-        return Outcome(result=created, effects=(*effects, ready))
+        steps = 0 if state is None else state.step
+        return Outcome(result=created, effects=(*effects, ready), loaded_steps=steps)
 
     async def _save_state(self, operation: ops.SaveState, record: OperationRecord) -> Outcome:
         spoilt = await self._windows.failed_pass(record) is not None
@@ -224,7 +225,7 @@ class ModelOperations:
         kept = await self._recovery_points.keep(operation.model_id, state, record)
         await self._models.restore(operation.model_id, state)
         result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path, version=loaded.version)
-        return Outcome(result=result, effects=(kept,))
+        return Outcome(result=result, effects=(kept,), loaded_steps=state.step)
 
     async def _unload(self, model_id: str) -> Outcome:
         await self._models.unload(model_id)

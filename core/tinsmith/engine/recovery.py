@@ -12,6 +12,7 @@ from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.replay import REPLAY_PAGE, History, Rebuilt, Replayer
 from tinsmith.engine.snapshots import Snapshots
+from tinsmith.engine.steps import Steps
 from tinsmith.errors import LeaseLostError, ModelLostError, StoreError, TinsmithError
 from tinsmith.references import told
 from tinsmith.store import Lease, LiveModel, OperationRecord, RecoveryPointRecord, RequestStore, RunRecord
@@ -34,6 +35,7 @@ class Recovery:
         snapshots: Snapshots,
         gate: ConsistencyGate,
         recovery_points: RecoveryPoints,
+        steps: Steps,
     ) -> None:
         self._store = engine.store
         self._lease = engine.lease
@@ -42,6 +44,7 @@ class Recovery:
         self._snapshots = snapshots
         self._gate = gate
         self._recovery_points = recovery_points
+        self._steps = steps
         self._max_attempts = engine.options.recovery.max_retries + 1
 
     async def run(self, progress: RecoveryProgress, *, interrupted: bool) -> None:
@@ -99,6 +102,7 @@ class Recovery:
             "rebuilt %s: %d operations replayed, up to seq_id %d", model_id, rebuilt.num_replayed, run.applied_seq_id
         )
         await with_retries(self._store.end_rebuild, self._lease, model_id)
+        self._steps.rebuilt(model_id, run.steps)
         self._recovery_points.ran(model_id, run.applied_seq_id, operations=rebuilt.num_replayed)
         if differences:
             for which in differences:

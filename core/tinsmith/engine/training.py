@@ -17,6 +17,7 @@ from tinsmith.engine.model_operations import ModelOperation, ModelOperations
 from tinsmith.engine.models import BatchOperation, Models
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.recovery_points import RecoveryPoints
+from tinsmith.engine.steps import Steps
 from tinsmith.engine.windows import Windows, discarded
 from tinsmith.failpoints import durable_boundary
 from tinsmith.scheduler import Limits, Pending, Scheduler
@@ -103,6 +104,7 @@ class Training:
         queue: TrainingQueue,
         models: Models,
         windows: Windows,
+        steps: Steps,
         operations: ModelOperations,
         recovery_points: RecoveryPoints,
         recorder: Recorder,
@@ -111,6 +113,7 @@ class Training:
         self._queue = queue
         self._models = models
         self._windows = windows
+        self._steps = steps
         self._operations = operations
         self._recovery_points = recovery_points
         self._recorder = recorder
@@ -197,4 +200,5 @@ class Training:
         """Note that an operation has run on its model."""
         self._windows.ran(claimed.record, outcome.result)
         self._recovery_points.ran(claimed.record.subject_id, claimed.record.seq_id)
-        return Finished(claimed=claimed, outcome=outcome)
+        step, steps = self._steps.ran(claimed.record, outcome.result, outcome.loaded_steps)
+        return Finished(claimed=claimed, outcome=outcome, step=step, steps=steps)

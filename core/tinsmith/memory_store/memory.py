@@ -21,6 +21,8 @@ from tinsmith.store import (
     EngineState,
     FinishedSample,
     Lease,
+    Measured,
+    MetricsRow,
     NewOperation,
     OperationRecord,
     OperationState,
@@ -32,10 +34,11 @@ from tinsmith.store import (
     refusals,
 )
 from tinsmith.store.codec import encode_operation, encode_result, kind_of
+from tinsmith.store.metrics import encode_values, row_bytes
 from tinsmith.store.model_places import Applicant, Taken
 from tinsmith.store.request_ids import new_request_id
 from tinsmith.store.sessions import SILENCE
-from tinsmith.store.wakeups import done_topic, places_topic, samples_topic, work_topic
+from tinsmith.store.wakeups import done_topic, metrics_topic, places_topic, samples_topic, work_topic
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class Run:
     pruned: int = -1  # the highest seq_id that retention has removed
     unload: int | None = None  # the seq_id of the UnloadModel, once the session has ended
     rebuilds: int = 0  # begun and not finished
+    metrics: dict[tuple[int, int], MetricsRow] = field(default_factory=dict)  # by step and seq_id
 
     @property
     def is_live(self) -> bool:
@@ -278,6 +282,14 @@ class Memory:
         """A model is no longer live, so its place is free."""
         self.recovery_points.pop(run.record.model_id, None)
         self.told.append(places_topic(run.record.base_model))
+
+    def measure(self, run: Run, seq_id: int, measured: Measured) -> None:
+        """Keep a row of metrics, in place of the one with its step and seq_id."""
+        row = MetricsRow(step=measured.step, seq_id=seq_id, time=datetime.now(UTC), values=dict(measured.values))
+        run.metrics[row.step, row.seq_id] = row
+        more = row_bytes(run.record.model_id, encode_values(row.values))
+        run.change(metric_bytes=run.record.metric_bytes + more)
+        self.told.append(metrics_topic(run.record.model_id))
 
     # gaps, and the end of a session
 

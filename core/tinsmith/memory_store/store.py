@@ -35,6 +35,8 @@ from tinsmith.store import (
     LoggedOperation,
     LogTotals,
     LoraResolved,
+    Measured,
+    MetricsRow,
     NewOperation,
     OperationRecord,
     OperationState,
@@ -59,10 +61,19 @@ from tinsmith.store import (
 from tinsmith.store.checkpoints import is_version
 from tinsmith.store.codec import decode_result
 from tinsmith.store.engine_log import CLEARING, PASS
+from tinsmith.store.metrics import OF_CLIENT, merged
 from tinsmith.store.model_places import next_ones, place_wait
 from tinsmith.store.refusals import refuse_large_metadata
 from tinsmith.store.sessions import SILENCE
-from tinsmith.store.wakeups import WakeUps, done_topic, lease_topic, places_topic, samples_topic, work_topic
+from tinsmith.store.wakeups import (
+    WakeUps,
+    done_topic,
+    lease_topic,
+    metrics_topic,
+    places_topic,
+    samples_topic,
+    work_topic,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -507,7 +518,12 @@ class MemoryStore(RequestStore):
                 self._apply(effect)
             run = self._memory.runs.get(row.record.subject_id)
             if row.record.ordered and run is not None:
-                run.change(applied_seq_id=max(run.record.applied_seq_id, row.record.seq_id))
+                run.change(
+                    applied_seq_id=max(run.record.applied_seq_id, row.record.seq_id),
+                    steps=max(run.record.steps, completion.steps),
+                )
+                if completion.measured is not None:
+                    self._memory.measure(run, row.record.seq_id, completion.measured)
             self._count(row.record, completion)
 
     def _unless_taken(self, completion: Completion) -> Completion:
@@ -812,6 +828,9 @@ class MemoryStore(RequestStore):
                 kept[memory.run(point.model_id).record.tenant]["recovery_points"] += point.size_bytes
         for (of, _, _), (experts, _) in memory.experts.items():
             kept[of]["routed_experts"] += len(experts)
+        for run in memory.runs.values():
+            if run.record.metric_bytes:
+                kept[run.record.tenant]["metrics"] += run.record.metric_bytes
         return [KeptBytes(tenant=of, **found) for of, found in sorted(kept.items()) if tenant in (None, of)]
 
     @_transaction
@@ -819,6 +838,40 @@ class MemoryStore(RequestStore):
         kept = self._memory.experts
         keys = {digest: (tenant, model_id, digest) for digest in digests}
         return {digest: kept[key][0] for digest, key in keys.items() if key in kept}
+
+    # curves
+
+    @_transaction
+    def log_metrics(self, model_id: str, points: Sequence[Measured]) -> int:
+        run, changed = self._memory.run(model_id), dict[int, Measured]()
+        for point in points:
+            known = changed.get(point.step) or run.metrics.get((point.step, OF_CLIENT))
+            values = merged(known.values if known is not None else {}, point)
+            if known is None or values != known.values:
+                changed[point.step] = replace(point, values=values)
+        for point in changed.values():
+            self._memory.measure(run, OF_CLIENT, point)
+        return run.record.metric_bytes
+
+    @_transaction
+    def read_metrics(
+        self, model_id: str, *, from_step: int = 0, after: int | None = None, limit: int
+    ) -> list[MetricsRow]:
+        run, first = self._memory.runs.get(model_id), (from_step, OF_CLIENT - 1 if after is None else after)
+        rows = sorted(run.metrics.items()) if run is not None else []
+        return [row for key, row in rows if key > first][:limit]
+
+    async def wait_for_metrics(self, model_id: str, *, known: int, timeout_s: float) -> int:
+        return await self._wakeups.read_until(
+            lambda found: found > known,
+            partial(self._metric_bytes, model_id),
+            topic=metrics_topic(model_id),
+            timeout_s=timeout_s,
+        )
+
+    @_transaction
+    def _metric_bytes(self, model_id: str) -> int:
+        return self._memory.run(model_id).record.metric_bytes
 
     # upkeep
 

@@ -23,6 +23,7 @@ from tinsmith.sql_store.subjects import (
     leases,
     log,
     log_inspection,
+    metrics,
     model_places,
     recovery,
     recovery_points,
@@ -211,6 +212,11 @@ class SqlStore(RequestStore):
     stored_checkpoints = _read(usage.stored)
     kept_bytes = _read(usage.kept)
     find_routed_experts = _read(routed_experts.find)
+
+    # curves
+    log_metrics = _durable(metrics.log, locks=metrics.model_of)
+    read_metrics = _read(metrics.read)
+    wait_for_metrics = _over(metrics.wait_for_metrics)
 
     # upkeep
     secret = _over(upkeep.secret)

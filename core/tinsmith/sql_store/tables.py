@@ -119,6 +119,8 @@ class RunRow(Table, table=True):
     pruned_seq_id: int = _number(-1)  # the highest one that retention has removed
     unload_seq_id: int | None = Field(default=None, sa_type=BigInteger, nullable=True)  # once the session has ended
     rebuilds: int = 0  # rebuilds begun and not finished: how often an engine died in one
+    steps: int = _number()
+    metric_bytes: int = _number()
 
 
 SIZED = text("sampling_sessions.num_bytes > 0")
@@ -360,6 +362,19 @@ class RoutedExpertsRow(Table, table=True):
     experts: bytes = Field(sa_type=LargeBinary)
 
 
+class MetricsRow(Table, table=True):
+    """What one operation measured, or what the client logged for one step (`seq_id` -1), next to the run's others."""
+
+    __tablename__ = "metrics"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    model_id: str = Field(primary_key=True)
+    step: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
+    seq_id: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
+    time: datetime = _time()
+    numbers: bytes = Field(sa_type=LargeBinary)  # by name, in msgpack
+
+
 class SecretRow(Table, table=True):
     __tablename__ = "secrets"
 
@@ -397,8 +412,8 @@ OPERATIONS, PAYLOADS, RESULTS, FINISHED_SAMPLES, SAMPLE_COUNTS, PENDING_WORK = m
 SESSIONS, RUNS, SAMPLING_SESSIONS, CHECKPOINTS, RECOVERY_POINTS = map(
     _table, (SessionRow, RunRow, SamplingSessionRow, CheckpointRow, RecoveryPointRow)
 )
-ENGINES, LEASES, USAGE, ROUTED_EXPERTS, SECRETS, RETENTION, WRITE_CHECKS = map(
-    _table, (EngineRow, LeaseRow, UsageRow, RoutedExpertsRow, SecretRow, RetentionRow, WriteCheckRow)
+ENGINES, LEASES, USAGE, ROUTED_EXPERTS, METRICS, SECRETS, RETENTION, WRITE_CHECKS = map(
+    _table, (EngineRow, LeaseRow, UsageRow, RoutedExpertsRow, MetricsRow, SecretRow, RetentionRow, WriteCheckRow)
 )
 
 

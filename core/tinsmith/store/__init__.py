@@ -6,6 +6,7 @@ from tinsmith.store.engine_log import EngineLog
 from tinsmith.store.engine_states import EngineStates
 from tinsmith.store.leases import Leases
 from tinsmith.store.log_inspection import LogInspection
+from tinsmith.store.metrics import Measured, Metrics, MetricsRow
 from tinsmith.store.model_places import ModelPlaces
 from tinsmith.store.records import (
     MANY_AHEAD,
@@ -100,7 +101,10 @@ __all__ = [
     "LogTotals",
     "LoggedOperation",
     "LoraResolved",
+    "Measured",
     "Metadata",
+    "Metrics",
+    "MetricsRow",
     "ModelPlaces",
     "NewOperation",
     "OperationRecord",

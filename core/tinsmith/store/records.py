@@ -9,6 +9,7 @@ from typing import Final, Literal
 from tinsmith.backend import Capabilities
 from tinsmith.json_values import Json
 from tinsmith.operations import Failed, LoraConfig, Result
+from tinsmith.store.metrics import Measured
 
 Metadata = dict[str, Json]
 
@@ -84,6 +85,8 @@ class RunRecord:
     state_reason: str | None = None
     next_seq_id: int = 0  # the lowest one not yet claimed, or WAITS_FOR_PLACE
     applied_seq_id: int = -1  # the highest one whose result is recorded
+    steps: int = 0  # optimizer steps behind its recorded results, those of a loaded state included
+    metric_bytes: int = 0  # of metrics ever written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,6 +385,8 @@ class Completion:
     effects: tuple[Effect, ...] = ()
     applied: bool = False
     usage: Usage = Usage()
+    measured: Measured | None = None
+    steps: int = 0  # optimizer steps of its model behind it; the store keeps the most it was told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,10 +424,11 @@ class KeptBytes:
     snapshots: int = 0  # of open sampling sessions that own one
     recovery_points: int = 0
     routed_experts: int = 0
+    metrics: int = 0
 
     @property
     def total(self) -> int:
-        return self.log + self.checkpoints + self.snapshots + self.recovery_points + self.routed_experts
+        return self.log + self.checkpoints + self.snapshots + self.recovery_points + self.routed_experts + self.metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from tinsmith.store.engine_log import EngineLog
 from tinsmith.store.engine_states import EngineStates
 from tinsmith.store.leases import Leases
 from tinsmith.store.log_inspection import LogInspection
+from tinsmith.store.metrics import Metrics
 from tinsmith.store.model_places import ModelPlaces
 from tinsmith.store.recovery import Recovery
 from tinsmith.store.routed_experts import RoutedExperts
@@ -47,6 +48,7 @@ class RequestStore(
     EngineStates,
     UsageLog,
     RoutedExperts,
+    Metrics,
 ):
     """Every method may be called concurrently from the process's event loop.
 

@@ -34,6 +34,11 @@ def samples_topic(subject_id: str, clone: int) -> str:
     return f"samples {subject_id} {clone}"
 
 
+def metrics_topic(model_id: str) -> str:
+    """Told when a model has new metrics."""
+    return f"metrics {model_id}"
+
+
 def done_topic(request_id: str) -> str:
     return _DONE + request_id
 

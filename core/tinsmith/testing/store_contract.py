@@ -31,6 +31,7 @@ from tinsmith.store.codec import encode_result
 from tinsmith.testing.store_experts import RoutedExpertsContract
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
+from tinsmith.testing.store_metrics import MetricsContract
 from tinsmith.testing.store_places import PlacesContract
 from tinsmith.testing.store_records import (
     BASE,
@@ -64,6 +65,7 @@ class RequestStoreContract(
     LeaseContract,
     RetentionContract,
     RoutedExpertsContract,
+    MetricsContract,
     TalliesContract,
 ):
     """Tests every promise of `tinsmith.store.RequestStore`. Override `make_store` only."""

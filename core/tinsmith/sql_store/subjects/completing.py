@@ -1,6 +1,7 @@
 """Recording the results of operations and their effects, in one transaction."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sqlalchemy import Connection
@@ -12,6 +13,7 @@ from tinsmith.sql_store.subjects import (
     checkpoints,
     leases,
     log,
+    metrics,
     models,
     recovery_points,
     routed_experts,
@@ -42,13 +44,26 @@ class _First(NamedTuple):
     base_model: str
 
 
+@dataclass(slots=True)
+class _Applied:
+    """How far the results of one transaction take a model."""
+
+    seq_id: int = -1
+    steps: int = 0
+    metric_bytes: int = 0
+
+
 _RUNNING = Query(
     f"{log.OPERATION} WHERE request_id IN :request_ids AND operations.state = 'running' AND engine_id = :engine "
     "ORDER BY id FOR UPDATE",
     log.Operation,
 )
 _MODELS = Query("SELECT subject_id FROM operations WHERE request_id IN :request_ids AND ordered", str)
-_APPLY = Change("UPDATE runs SET applied_seq_id = :applied WHERE model_id = :model AND applied_seq_id < :applied")
+_APPLY = Change(
+    "UPDATE runs SET applied_seq_id = CASE WHEN applied_seq_id < :applied THEN :applied ELSE applied_seq_id END, "
+    "steps = CASE WHEN steps < :steps THEN :steps ELSE steps END, metric_bytes = metric_bytes + :more "
+    "WHERE model_id = :model"
+)
 _CHANGE_STATE = Change("UPDATE runs SET state = :state, state_reason = :reason WHERE model_id = :model")
 _SAMPLING_SESSION = Query(
     "SELECT snapshot_id, base_model FROM sampling_sessions WHERE sampling_session_id = :wanted", _First
@@ -77,21 +92,29 @@ def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -
 
 def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion]) -> None:
     ended = []
-    applied: dict[str, int] = {}
-    used = Counting()
+    applied: dict[str, _Applied] = {}
+    used, measured = Counting(), metrics.Rows()
     for row in _RUNNING.all(tx.connection, request_ids=list(completions), engine=engine_id):
         completion = _unless_taken(tx.connection, completions[row.request_id])
         has_failed = isinstance(completion.result, Failed) and not completion.applied
         state = OperationState.FAILED if has_failed else OperationState.SUCCEEDED
         ended.append(log.Ended(row, state, *encode_result(completion.result)))
         if row.ordered:
-            applied[row.subject_id] = max(applied.get(row.subject_id, -1), row.seq_id)
+            reached = applied.setdefault(row.subject_id, _Applied())
+            reached.seq_id, reached.steps = max(reached.seq_id, row.seq_id), max(reached.steps, completion.steps)
+            if completion.measured is not None:
+                reached.metric_bytes += measured.add(tx, row.subject_id, row.seq_id, completion.measured)
         for effect in completion.effects:
             _apply(tx, effect)
         used.add(row.tenant, row.base_model, completion)
     used.write(tx)
+    measured.write(tx)
     log.finish_many(tx, ended)
-    _APPLY.run_each(tx.connection, [{"model": model_id, "applied": seq_id} for model_id, seq_id in applied.items()])
+    rows = [
+        {"model": model_id, "applied": each.seq_id, "steps": each.steps, "more": each.metric_bytes}
+        for model_id, each in applied.items()
+    ]
+    _APPLY.run_each(tx.connection, rows)
 
 
 def _unless_taken(connection: Connection, completion: Completion) -> Completion:

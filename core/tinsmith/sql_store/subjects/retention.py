@@ -14,7 +14,7 @@ from sqlalchemy import Column, Connection, Select, and_, bindparam, func, or_
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.columns import Microseconds
-from tinsmith.sql_store.subjects import log, models, routed_experts, windows
+from tinsmith.sql_store.subjects import log, metrics, models, routed_experts, windows
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import (
     CHECKPOINTS,
@@ -155,6 +155,7 @@ class Rows(NamedTuple):
     key: Column[Any]
     session: Column[Any]
     unneeded: tuple[sqlalchemy.ColumnElement[bool], ...]
+    part: int = _PART  # how many one transaction deletes
 
 
 _SAMPLERS = Rows(
@@ -170,6 +171,7 @@ _MODELS = Rows(
         _none(OPERATIONS.c.subject_id, _MODEL),
         _none(CHECKPOINTS.c.model_id, _MODEL),
     ),
+    part=4,  # each with all of its metrics
 )
 _SESSIONS = Rows(
     _SESSION, _SESSION, (_none(RUNS.c.session_id, _SESSION), _none(SAMPLING_SESSIONS.c.session_id, _SESSION))
@@ -190,7 +192,7 @@ async def forget_sessions(connections: Connections, last_seen_before: datetime) 
 
 def unneeded(connection: Connection, rows: Rows, last_seen_before: datetime) -> list[str]:
     """Return some that can be deleted. Reads only, so a round without any costs no transaction."""
-    query = sqlalchemy.select(rows.key).where(*_OLD, rows.session == _SESSION, *rows.unneeded).limit(_PART)
+    query = sqlalchemy.select(rows.key).where(*_OLD, rows.session == _SESSION, *rows.unneeded).limit(rows.part)
     return list(connection.execute(query, {"before": last_seen_before}).scalars())
 
 
@@ -202,4 +204,6 @@ def delete_unneeded(tx: Transaction, rows: Rows, keys: Sequence[str]) -> int:
     ).rowcount
     if rows is _SAMPLERS:
         connection.execute(_COUNTS, {"keys": keys})
+    if rows is _MODELS:
+        metrics.delete_of_deleted(connection, keys)
     return deleted

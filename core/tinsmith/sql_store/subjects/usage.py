@@ -59,12 +59,14 @@ _POINTS = _select(RUNS.c.tenant, _sum(RECOVERY_POINTS.c.size_bytes)).join_from(
     RECOVERY_POINTS, RUNS, RUNS.c.model_id == RECOVERY_POINTS.c.model_id
 )
 _EXPERTS = _select(ROUTED_EXPERTS.c.tenant, _sum(ROUTED_EXPERTS.c.num_bytes))
+_METRICS = _select(RUNS.c.tenant, _sum(RUNS.c.metric_bytes)).where(RUNS.c.metric_bytes > 0)
 _SUMS: dict[str, tuple[Select[Any], Column[Any]]] = {
     "log": (_LOG, PENDING_WORK.c.tenant),
     "checkpoints": (_CHECKPOINTS, CHECKPOINTS.c.tenant),
     "snapshots": (_SNAPSHOTS, SESSIONS.c.tenant),
     "recovery_points": (_POINTS, RUNS.c.tenant),
     "routed_experts": (_EXPERTS, ROUTED_EXPERTS.c.tenant),
+    "metrics": (_METRICS, RUNS.c.tenant),
 }
 
 

@@ -151,6 +151,17 @@ def upgrade() -> None:
     )
 
     op.create_table(
+        "metrics",
+        sa.Column("model_id", sa.String(), nullable=False),
+        sa.Column("step", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("seq_id", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("time", sa.BigInteger(), nullable=False),
+        sa.Column("numbers", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("model_id", "step", "seq_id", name=op.f("pk_metrics")),
+        sqlite_with_rowid=False,
+    )
+
+    op.create_table(
         "routed_experts",
         sa.Column("id", _KEY, nullable=False),
         sa.Column("tenant", sa.String(), nullable=False),
@@ -183,6 +194,8 @@ def upgrade() -> None:
         sa.Column("pruned_seq_id", sa.BigInteger(), nullable=False),
         sa.Column("unload_seq_id", sa.BigInteger(), nullable=True),
         sa.Column("rebuilds", sa.Integer(), nullable=False),
+        sa.Column("steps", sa.BigInteger(), nullable=False),
+        sa.Column("metric_bytes", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("model_id", name=op.f("pk_runs")),
     )
     op.create_index(op.f("ix_runs_base_model"), "runs", ["base_model"])
