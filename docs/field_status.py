@@ -109,7 +109,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "model_id": _honoured(),
         "seq_id": _honoured(),
         "data": _honoured(),
-        "loss_fn": _honoured("a loss of the backend; `gspo`, `stable_reinforce` and `custom` are refused"),
+        "loss_fn": _honoured("a loss of the backend; `stable_reinforce` and `custom` are refused"),
         "loss_fn_config": _honoured("unknown keys are refused"),
         "forward_only": _honoured(),
         "loss_fn_config_v2": _honoured("preferred; text values are refused"),

@@ -101,12 +101,16 @@ def _check_forward_backward(
 
 def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec, allowed_numbers: Range) -> None:
     for key, value in op.loss_fn_config.items():
-        if key not in spec.config:
-            allowed = ", ".join(sorted(spec.config)) or "none"
+        if key not in spec.settings:
+            allowed = ", ".join(spec.settings) or "none"
             msg = f"loss_fn_config: {key!r} is not a setting of {spec.name!r}; allowed: {allowed}"
             raise UnsupportedError(msg)
         allowed_numbers.check(f"loss_fn_config: {key!r}", value)
     config = {**spec.config, **op.loss_fn_config}
+    lacking = [key for key in spec.settings if key not in config]
+    if lacking:
+        msg = f"loss_fn_config: {lacking[0]!r} is missing; {spec.name!r} needs {', '.join(spec.required_config)}"
+        raise UserError(msg)
     low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
     if low is not None and high is not None and low > high:
         msg = f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}"
@@ -133,6 +137,12 @@ def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities, a
     if datum.routed_experts is not None:
         _check_experts(datum.routed_experts, num_tokens, capabilities.replayed_experts)
     _check_targets(datum, capabilities)
+    if spec.sums and datum.targets_TK.shape[1] > 1:
+        shape = list(datum.loss_inputs["target_tokens"].shape)
+        msg = (
+            f"loss_fn_inputs: target_tokens has shape {shape}; {spec.name!r} takes one target per token: [{num_tokens}]"
+        )
+        raise UserError(msg)
     for name in spec.inputs:
         _check_input(name, datum, allowed_inputs)
 

@@ -86,7 +86,7 @@ BAD_PASSES = {
         "'advantages' is not an input",
     ),
     "unknown loss": ([datum()], "no_such_loss", "loss_fn 'no_such_loss' is not offered"),
-    "a loss of the hosted service": ([rl_datum(TOKENS, [-1.0] * 6, 1.0)], "gspo", "loss_fn 'gspo' is not offered"),
+    "no mask of the sequence": ([rl_datum(TOKENS, [-1.0] * 6, 1.0)], "gspo", "'clip_high_threshold' is missing"),
     "context too long": ([with_inputs([1] * 513, **scored(513))], "cross_entropy", "513 tokens; the context holds 512"),
     "one bad among good": ([datum(), with_inputs([999], **scored(1)), datum()], "cross_entropy", r"data\[1\]"),
 }

@@ -31,6 +31,9 @@ CAPABILITIES = Capabilities(
 CAPABILITY_RANGES = ranges_of(CAPABILITIES)
 
 
+WITH_GSPO = replace(CAPABILITIES, losses=frozenset({"gspo"}))
+
+
 def check(op: ops.Operation, capabilities: Capabilities = CAPABILITIES) -> None:
     check_operation(op, capabilities, LOSSES)
 
@@ -87,6 +90,21 @@ def test_a_good_pass_is_let_through_in_one_or_two_dimensions() -> None:
     check(passes())
     check(passes(target_tokens=np.zeros((3, 2), np.int64), weights=np.zeros((3, 2), np.float32)))
     check(passes(weights=np.array([-1.0, 0.0, 2.5], np.float32)))
+
+
+def of_gspo(shape: tuple[int, ...] = (3,), **config: float) -> ops.ForwardBackward:
+    inputs = dict.fromkeys(("logprobs", "advantages", "sequence_ratio_mask"), np.ones(shape, np.float32))
+    return passes(loss_fn="gspo", config=config, weights=None, target_tokens=np.zeros(shape, np.int64), **inputs)
+
+
+def test_a_loss_of_whole_sequences_needs_its_settings_and_one_target() -> None:
+    thresholds = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    check(of_gspo(**thresholds), WITH_GSPO)
+    check(of_gspo((3, 1), **thresholds), WITH_GSPO)
+    with pytest.raises(UserError, match=r"'clip_high_threshold' is missing; 'gspo' needs clip_low_thr.*, clip_high"):
+        check(of_gspo(clip_low_threshold=0.9), WITH_GSPO)
+    with pytest.raises(UserError, match=r"target_tokens has shape \[3, 2\]; 'gspo' takes one target per token"):
+        check(of_gspo((3, 2), **thresholds), WITH_GSPO)
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,13 @@ def test_the_how_tos_loss_passes_the_contract() -> None:
     LossContract().test_config_may_differ_from_token_to_token(loss)
 
 
+def test_the_how_tos_loss_with_a_sum_passes_the_contract() -> None:
+    example = ModuleType("example_of_a_loss")
+    exec(compile(blocks((DOCS / "how-to" / "write-a-loss.md").read_text(), "python")[2], "loss", "exec"), vars(example))
+    LossContract().test_every_token_is_on_its_own(example.SPEC)
+    LossContract().test_shapes_and_precision_are_kept(example.SPEC)
+
+
 def test_the_tour_names_every_package_and_files_that_exist() -> None:
     tour = (DOCS / "explanation" / "architecture.md").read_text()
     core = ROOT / "core" / "tinsmith"

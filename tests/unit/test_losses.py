@@ -9,6 +9,7 @@ import torch
 
 from tinsmith.losses import BUILTIN_LOSSES, LossSpec
 from tinsmith.testing import reference
+from tinsmith.testing.loss_contract import config_of
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 TorchLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, float]], torch.Tensor]
@@ -22,6 +23,8 @@ CONFIGS = [
     ("cispo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}),
     ("dro", {}),
     ("dro", {"beta": 0.3}),
+    ("gspo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    ("gspo", {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}),
 ]
 SPECS = {spec.name: spec for spec in BUILTIN_LOSSES}
 
@@ -39,6 +42,13 @@ def torch_ppo(logp: torch.Tensor, inputs: Mapping[str, torch.Tensor], config: Ma
     return -torch.minimum(r * advantages, clipped(r, config) * advantages)
 
 
+def torch_gspo(logp: torch.Tensor, inputs: Mapping[str, torch.Tensor], config: Mapping[str, float]) -> torch.Tensor:
+    """As the public documentation writes it."""
+    drift = (logp.detach() - inputs["logprobs"])[inputs["sequence_ratio_mask"] != 0].mean()
+    r, advantages = torch.exp(drift + logp - logp.detach()), inputs["advantages"]
+    return -torch.minimum(r * advantages, clipped(r, config) * advantages)
+
+
 TORCH_LOSSES: dict[str, TorchLoss] = {
     "cross_entropy": lambda logp, inputs, _: -inputs["weights"] * logp,
     "importance_sampling": lambda logp, inputs, _: -ratio(logp, inputs) * inputs["advantages"],
@@ -47,6 +57,7 @@ TORCH_LOSSES: dict[str, TorchLoss] = {
     "dro": lambda logp, inputs, config: (
         -(logp * inputs["advantages"] - 0.5 * config["beta"] * (logp - inputs["logprobs"]) ** 2)
     ),
+    "gspo": torch_gspo,
 }
 
 
@@ -58,6 +69,7 @@ def draw(shape: tuple[int, ...], seed: int) -> tuple[np.ndarray[Any, Any], Array
         "weights": rng.normal(size=shape),
         "logprobs": logp + rng.normal(size=shape) * 0.8,
         "advantages": rng.normal(size=shape),
+        "sequence_ratio_mask": (rng.random(shape) < 0.6).astype(np.float64),
     }
     return logp, inputs
 
@@ -70,7 +82,7 @@ def test_values_and_derivatives(name: str, config: dict[str, float], shape: tupl
     inputs = {key: everything[key] for key in spec.inputs}
     settings = {**spec.config, **config}
 
-    loss, derivative = spec.per_token(np, logp, inputs, settings)
+    loss, derivative = spec.of_sequence(np, logp, inputs, settings)
 
     torch_logp = torch.tensor(logp, requires_grad=True)
     torch_inputs = {key: torch.tensor(array) for key, array in inputs.items()}
@@ -87,12 +99,13 @@ def test_namespaces_agree(spec: LossSpec) -> None:
     """The same source runs on torch, with config values of the arrays' shape, as a packed batch has them."""
     logp, everything = draw((40,), 1)
     inputs = {key: everything[key] for key in spec.inputs}
-    expected = spec.per_token(np, logp, inputs, spec.config)
-    actual = spec.per_token(
+    config = config_of(spec)
+    expected = spec.of_sequence(np, logp, inputs, config)
+    actual = spec.of_sequence(
         torch,
         torch.tensor(logp),
         {key: torch.tensor(array) for key, array in inputs.items()},
-        {key: torch.full((40,), value, dtype=torch.float64) for key, value in spec.config.items()},
+        {key: torch.full((40,), value, dtype=torch.float64) for key, value in config.items()},
     )
     for left, right in zip(actual, expected, strict=True):
         np.testing.assert_allclose(left.numpy(), right, rtol=1e-12)
@@ -112,6 +125,9 @@ def test_oracle_knows_every_builtin_loss_and_its_defaults() -> None:
     for spec in BUILTIN_LOSSES:
         logp, inputs = draw((20,), 2)
         kept = {key: inputs[key] for key in spec.inputs}
+        needed = reference.NEEDED_CONFIG.get(spec.name, {})
+        assert set(needed) == set(spec.required_config)
         np.testing.assert_array_equal(
-            reference.losses(spec.name, logp, kept, {}), reference.losses(spec.name, logp, kept, spec.config)
+            reference.losses(spec.name, logp, kept, needed),
+            reference.losses(spec.name, logp, kept, {**needed, **spec.config}),
         )

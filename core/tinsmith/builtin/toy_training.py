@@ -89,7 +89,7 @@ def score(
     # 2. The loss and its derivative by the logprobs; inputs have the shape of the targets.
     shape = logp_TK.shape
     inputs = {name: datum.loss_inputs[name].reshape(shape).astype(np.float64) for name in spec.inputs}
-    loss_TK, dlogp_TK = spec.per_token(np, logp_TK, inputs, {**spec.config, **config})
+    loss_TK, dlogp_TK = spec.of_sequence(np, logp_TK, inputs, {**spec.config, **config})
     # 3. d logp_k / d logits = onehot(target_k) - softmax.
     gradients: Mapping[str, Float64Array] = {}
     if backward:

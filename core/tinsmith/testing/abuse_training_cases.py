@@ -17,6 +17,7 @@ from tinsmith.operations import AdamParams, Array, Datum, Forward, ForwardBackwa
 from tinsmith.ranges import ranges_of
 from tinsmith.testing.abuse_values import drawn, extremes
 from tinsmith.testing.model_driver import random_datum
+from tinsmith.testing.reference import NEEDED_CONFIG
 
 LOSSES: Final[Mapping[str, LossSpec]] = {spec.name: spec for spec in BUILTIN_LOSSES}
 
@@ -101,15 +102,15 @@ def _loss_inputs(capabilities: Capabilities, values: Sequence[float]) -> Iterato
 
 def _loss_settings(capabilities: Capabilities, values: Sequence[float]) -> Iterator[Case]:
     for spec in _offered(capabilities):
-        for name, value in product(spec.config, values):
+        for name, value in product(spec.settings, values):
             yield _pass_case(capabilities, spec, {}, _in_order(spec, {name: value}))
 
 
 def _in_order(spec: LossSpec, config: Mapping[str, float]) -> Mapping[str, float]:
     """Set both clipping thresholds, if the loss has them, with the lower one first."""
-    if not set(_THRESHOLDS) <= spec.config.keys():
+    if not set(_THRESHOLDS) <= set(spec.settings):
         return config
-    both = sorted({**spec.config, **config}[name] for name in _THRESHOLDS)
+    both = sorted({**NEEDED_CONFIG.get(spec.name, {}), **spec.config, **config}[name] for name in _THRESHOLDS)
     return {**config, **dict(zip(_THRESHOLDS, both, strict=True))}
 
 
@@ -124,7 +125,7 @@ def _pass_case(
     datum = random_datum(2, _LENGTH, capabilities.vocab_size)
     filled = {name: _every_other(inputs.get(name, -1.0), _LENGTH) for name in spec.inputs}
     data = (replace(datum, loss_inputs={"target_tokens": datum.loss_inputs["target_tokens"], **filled}),)
-    fields: dict[str, Any] = {"data": data, "loss_fn": spec.name, "loss_fn_config": config or {}}
+    fields: dict[str, Any] = {"data": data, "loss_fn": spec.name, "loss_fn_config": _in_order(spec, config or {})}
 
     def calls(model_id: str) -> Sequence[Step]:
         return (
@@ -196,7 +197,7 @@ def _random(capabilities: Capabilities, seed: int) -> Case:
     adam = AdamParams(**{name: drawn(rng, ranges[f"adam_params: {name}"]) for name in _ADAM})
     offered = _offered(capabilities)
     spec = offered[rng.integers(len(offered))]
-    config = {name: drawn(rng, ranges["loss_fn_config"]) for name in spec.config if rng.random() < 0.5}
+    config = {name: drawn(rng, ranges["loss_fn_config"]) for name in spec.settings if rng.random() < 0.5}
     config = dict(_in_order(spec, config))
     length = int(rng.integers(1, min(64, capabilities.max_context_tokens) + 1))
     datum = random_datum(seed, length, capabilities.vocab_size)

@@ -38,32 +38,34 @@ class LossContract(Contract):
         if loss.stops_gradients:
             pytest.skip("part of the loss counts as constant, so its derivative is not that of the whole")
         logp_T, inputs = _tokens(loss)
-        (_, actual_T), upper, lower = (loss.per_token(np, logp_T + h, inputs, loss.config) for h in (0, _STEP, -_STEP))
+        (_, actual_T), upper, lower = (
+            loss.per_token(np, logp_T + h, inputs, config_of(loss)) for h in (0, _STEP, -_STEP)
+        )
         np.testing.assert_allclose(actual_T, (upper[0] - lower[0]) / (2 * _STEP), rtol=1e-4, atol=1e-6)
 
     def test_every_token_is_on_its_own(self, loss: LossSpec) -> None:
         """Backends pack requests of several tenants into one call, and may cut it anywhere."""
         logp_T, inputs = _tokens(loss)
-        together = loss.per_token(np, logp_T, inputs, loss.config)
+        together = loss.per_token(np, logp_T, inputs, config_of(loss))
         for index in range(_NUM_TOKENS):
             one = {name: array[index : index + 1] for name, array in inputs.items()}
-            apart = loss.per_token(np, logp_T[index : index + 1], one, loss.config)
+            apart = loss.per_token(np, logp_T[index : index + 1], one, config_of(loss))
             for left, right in zip(apart, together, strict=True):
                 np.testing.assert_allclose(left, right[index : index + 1], rtol=1e-12)
 
     def test_config_may_differ_from_token_to_token(self, loss: LossSpec) -> None:
         """Arrays filled with one value give the same result as that value, as packed batches hold one per request."""
         logp_T, inputs = _tokens(loss)
-        spread = {name: np.full(_NUM_TOKENS, value) for name, value in loss.config.items()}
+        spread = {name: np.full(_NUM_TOKENS, value) for name, value in config_of(loss).items()}
         for left, right in zip(
-            loss.per_token(np, logp_T, inputs, spread), loss.per_token(np, logp_T, inputs, loss.config), strict=True
+            loss.per_token(np, logp_T, inputs, spread), loss.per_token(np, logp_T, inputs, config_of(loss)), strict=True
         ):
             np.testing.assert_allclose(left, right, rtol=1e-12)
 
     def test_shapes_and_precision_are_kept(self, loss: LossSpec) -> None:
         logp_T, inputs = _tokens(loss)
         narrow = {name: array.astype(np.float32).reshape(8, 8) for name, array in inputs.items()}
-        for result in loss.per_token(np, logp_T.astype(np.float32).reshape(8, 8), narrow, loss.config):
+        for result in loss.per_token(np, logp_T.astype(np.float32).reshape(8, 8), narrow, config_of(loss)):
             assert result.shape == (8, 8)
             assert result.dtype == np.float32
 
@@ -72,14 +74,14 @@ class LossContract(Contract):
         logp_T.flags.writeable = False
         for array in inputs.values():
             array.flags.writeable = False
-        loss.per_token(np, *arrays, loss.config)
+        loss.per_token(np, *arrays, config_of(loss))
 
     def test_extremes_are_finite(self, loss: LossSpec) -> None:
         """Tokens that are certain, and tokens that are nearly impossible."""
         logp_T, inputs = _tokens(loss)
         logp_T[:8], logp_T[8:16] = 0.0, -40.0
         inputs = {name: logp_T.copy() if name == "logprobs" else array for name, array in inputs.items()}
-        for result in loss.per_token(np, logp_T, inputs, loss.config):
+        for result in loss.per_token(np, logp_T, inputs, config_of(loss)):
             assert np.isfinite(result).all()
 
     @pytest.mark.parametrize("package", _NAMESPACES)
@@ -87,17 +89,28 @@ class LossContract(Contract):
         xp: Any = pytest.importorskip(_NAMESPACES[package])
         logp_T, inputs = _tokens(loss)
         theirs = {name: xp.asarray(array.astype(np.float32)) for name, array in inputs.items()}
-        config = {name: xp.asarray(np.full(_NUM_TOKENS, value, np.float32)) for name, value in loss.config.items()}
+        config = {name: xp.asarray(np.full(_NUM_TOKENS, value, np.float32)) for name, value in config_of(loss).items()}
         results = loss.per_token(xp, xp.asarray(logp_T.astype(np.float32)), theirs, config)
-        for left, right in zip(results, loss.per_token(np, logp_T, inputs, loss.config), strict=True):
+        for left, right in zip(results, loss.per_token(np, logp_T, inputs, config_of(loss)), strict=True):
             np.testing.assert_allclose(np.asarray(left), right, rtol=_ONE_OP, atol=_ONE_OP)
 
 
 def _tokens(loss: LossSpec) -> tuple[Array, Mapping[str, Array]]:
-    """Draw logprobs, and inputs of both signs; sampling logprobs are near the model's own."""
+    """Draw logprobs, and inputs of both signs; sampling logprobs are near the model's own.
+
+    Sums over the sequence are those of all tokens.
+    """
     rng = np.random.default_rng(7)
     logp_T = -rng.exponential(size=_NUM_TOKENS) - 0.01
     inputs: dict[str, Array] = {name: rng.normal(size=_NUM_TOKENS) for name in loss.inputs}
     if "logprobs" in inputs:
         inputs["logprobs"] = np.minimum(logp_T - rng.normal(scale=0.5, size=_NUM_TOKENS), -1e-3)
+    if loss.summands is not None:
+        parts = loss.summands(np, logp_T, inputs, config_of(loss))
+        inputs |= {name: np.full(_NUM_TOKENS, part.sum()) for name, part in zip(loss.sums, parts, strict=True)}
     return logp_T, inputs
+
+
+def config_of(loss: LossSpec) -> Mapping[str, float]:
+    """Return every setting of a loss: 1 for those without a default."""
+    return {**dict.fromkeys(loss.required_config, 1.0), **loss.config}

@@ -87,10 +87,12 @@ class ModelDriver:
     def state(self, model_id: str) -> ModelState:
         return self.backend.capture_state(model_id)
 
-    def gradient(self, model_id: str, data: Sequence[Datum], loss_fn: str = "cross_entropy") -> Mapping[str, Array]:
+    def gradient(
+        self, model_id: str, data: Sequence[Datum], loss_fn: str = "cross_entropy", **config: float
+    ) -> Mapping[str, Array]:
         """Return the gradient of one call alone, dropping any pending gradient first."""
         self.backend.restore_state(model_id, replace(self.state(model_id), gradients={}))
-        self.forward_backward(model_id, data, loss_fn)
+        self.forward_backward(model_id, data, loss_fn, **config)
         gradients = self.state(model_id).gradients
         self.backend.restore_state(model_id, replace(self.state(model_id), gradients={}))
         return gradients

@@ -46,12 +46,19 @@ def _dro(logp: float, _: float, inputs: Mapping[str, float], config: Mapping[str
     return -(logp * inputs["advantages"] - 0.5 * config["beta"] * drift**2)
 
 
+def _gspo(logp: float, still: float, inputs: Mapping[str, float], config: Mapping[str, float]) -> float:
+    ratio = inputs["sequence_ratio"] * math.exp(logp - still)
+    clipped = min(max(ratio, config["clip_low_threshold"]), config["clip_high_threshold"])
+    return -min(ratio * inputs["advantages"], clipped * inputs["advantages"])
+
+
 _LOSSES: Mapping[str, _ScalarLoss] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance_sampling,
     "ppo": _ppo,
     "cispo": _cispo,
     "dro": _dro,
+    "gspo": _gspo,
 }
 _DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
@@ -59,6 +66,8 @@ _DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "dro": {"beta": 0.05},
 }
 LOSS_NAMES = tuple(_LOSSES)
+NEEDED_CONFIG: Mapping[str, Mapping[str, float]] = {"gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
+"""Values of what a loss needs in loss_fn_config, for suites."""
 
 
 def losses(
@@ -92,10 +101,18 @@ def _each_token(
 ) -> Float64Array:
     scalar, settings = _LOSSES[loss_fn], {**_DEFAULTS.get(loss_fn, {}), **config}
     result = np.empty(logprobs.shape)
+    whole = {"sequence_ratio": _sequence_ratio(logprobs, loss_inputs)} if loss_fn == "gspo" else {}
     for index, value in np.ndenumerate(logprobs):
         inputs = {name: float(array[index]) for name, array in loss_inputs.items() if name != "target_tokens"}
-        result[index] = scalar(float(value) + moved, float(value), inputs, settings)
+        result[index] = scalar(float(value) + moved, float(value), inputs | whole, settings)
     return result
+
+
+def _sequence_ratio(logprobs: Array, loss_inputs: Mapping[str, Array]) -> float:
+    """Return the geometric mean of the ratios of the tokens that are marked; 1 if none is."""
+    marked = loss_inputs["sequence_ratio_mask"] != 0
+    drifts = logprobs[marked].astype(np.float64) - loss_inputs["logprobs"][marked]
+    return math.exp(math.fsum(drifts) / max(1, len(drifts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tinsmith.huggingface import peft_layout
-from tinsmith.operations import Datum
+from tinsmith.operations import Array, Datum
 from tinsmith.testing import reference
 from tinsmith.testing.contract import (
     assert_close_arrays,
@@ -40,6 +40,7 @@ _OTHER_CONFIG: Mapping[str, Mapping[str, float]] = {
     "ppo": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1},
     "cispo": {"clip_low_threshold": 0.6, "clip_high_threshold": 1.5},
     "dro": {"beta": 0.4},
+    "gspo": {"clip_low_threshold": 0.97, "clip_high_threshold": 1.03},
 }
 
 each_loss = pytest.mark.parametrize("loss_fn", reference.LOSS_NAMES)
@@ -178,7 +179,7 @@ class NumericsContract(TrainingSuite):
     @pytest.mark.parametrize("defaults", [True, False])
     def test_loss_is_the_sum_that_the_oracle_gives(self, driver: ModelDriver, loss_fn: str, defaults: bool) -> None:
         data, model_id = self._loss_data(driver, loss_fn)
-        config = {} if defaults else dict(_OTHER_CONFIG.get(loss_fn, {}))
+        config = dict((reference.NEEDED_CONFIG if defaults else _OTHER_CONFIG).get(loss_fn, {}))
         for call in (driver.forward, driver.forward_backward):
             output = call(model_id, data, loss_fn, **config)
             expected = reference.loss_sum(loss_fn, data, logprobs_of(output), config)
@@ -226,13 +227,15 @@ class NumericsContract(TrainingSuite):
         """It equals that of cross_entropy with -d loss / d logprob as weights, computed by the oracle."""
         need_float32(driver.capabilities)
         data, model_id = self._loss_data(driver, loss_fn)
+        config = reference.NEEDED_CONFIG.get(loss_fn, {})
         linear = []
-        for datum, logp in zip(data, logprobs_of(driver.forward(model_id, data, loss_fn)), strict=True):
-            slopes = reference.loss_derivatives(loss_fn, logp, datum.loss_inputs, {})
+        for datum, logp in zip(data, logprobs_of(driver.forward(model_id, data, loss_fn, **config)), strict=True):
+            slopes = reference.loss_derivatives(loss_fn, logp, datum.loss_inputs, config)
             linear.append(with_inputs(datum, weights=-slopes.astype(np.float32)))
         expected = driver.gradient(model_id, linear)
         assert norm(expected) > 0
-        assert_close_arrays(driver.gradient(model_id, data, loss_fn), expected, _A_MODEL, f"gradient of {loss_fn}")
+        found = driver.gradient(model_id, data, loss_fn, **config)
+        assert_close_arrays(found, expected, _A_MODEL, f"gradient of {loss_fn}")
 
     def test_longest_context(self, driver: ModelDriver) -> None:
         length = driver.capabilities.max_context_tokens
@@ -248,4 +251,17 @@ class NumericsContract(TrainingSuite):
         model_id = driver.create_trained()
         if loss_fn != "cross_entropy":
             data = off_policy_data(13, data, logprobs_of(driver.forward(model_id, data)))
+        if loss_fn == "gspo":
+            data = [with_inputs(d, **_rl_inputs(d), sequence_ratio_mask=_all_but_first(d)) for d in data]
         return data, model_id
+
+
+def _rl_inputs(datum: Datum) -> dict[str, Array]:
+    return {name: datum.loss_inputs[name] for name in ("logprobs", "advantages")}
+
+
+def _all_but_first(datum: Datum) -> Array:
+    """Return the mask of an answer to a prompt of two tokens; of a single token, that one."""
+    mask = np.ones(len(datum.tokens_T), np.float32)
+    mask[:1] = len(mask) == 1
+    return mask

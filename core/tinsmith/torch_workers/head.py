@@ -2,7 +2,7 @@
 
 Every loss returns its derivative by the logprob along with its value. The gradient of the logits is therefore known as
 soon as a chunk's logits are, and only one chunk of logits ever exists (as in Liger-Kernel's fused linear cross
-entropy).
+entropy). A loss that needs sums over its sequence needs all its logprobs first: then the head runs twice.
 
 Ranks may divide the vocabulary. They exchange two numbers and the targets' logits for each row of a chunk; gradients of
 the hidden states are those of a rank's part, for the caller to add up.
@@ -11,8 +11,8 @@ Legend: C = rows of a chunk, T = rows, K = targets per row, H = hidden, V = voca
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -129,16 +129,55 @@ def score_with_gradients(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows:
 
 @torch.no_grad()
 def _score(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows: Rows, gradients: _Gradients | None) -> Scores:
+    rows = _with_sums(hidden_TH, weight_VH, rows)
+    logp, loss = [], []
+    for span, chunk in _chunks(hidden_TH, weight_VH, rows):
+        logp_CK, loss_CK = _chunk(hidden_TH, weight_VH, rows, span, chunk, gradients)
+        logp.append(logp_CK)
+        loss.append(loss_CK)
+    return Scores(torch.cat(logp), torch.cat(loss))
+
+
+def _with_sums(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows: Rows) -> Rows:
+    """Compute the sums over sequences, of spans in which there are any. Ranks of a vocabulary have the same."""
+    if not rows.batch.sequences:
+        return rows
+    logp_TK = torch.zeros_like(rows.batch.targets_TK, dtype=torch.float32)
+    for span, chunk in _chunks(hidden_TH, weight_VH, rows):
+        if any(start < span.stop and stop > span.start for start, stop, _ in rows.batch.sequences):
+            logp_TK[chunk] = _logprobs(hidden_TH, weight_VH, rows, span, chunk).logp_CK
+    return replace(rows, batch=rows.losses.with_sums(logp_TK, rows.batch))
+
+
+def _chunks(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows: Rows) -> Iterator[tuple[Span, slice]]:
     budget = GPU_LOGITS if hidden_TH.is_cuda else CPU_LOGITS
     size = max(_MIN_ROWS, budget // weight_VH.shape[0])
-    logp, loss = [], []
     for span in rows.spans:
         for start in range(span.start, span.stop, size):
-            chunk = slice(start, min(start + size, span.stop))
-            logp_CK, loss_CK = _chunk(hidden_TH, weight_VH, rows, span, chunk, gradients)
-            logp.append(logp_CK)
-            loss.append(loss_CK)
-    return Scores(torch.cat(logp), torch.cat(loss))
+            yield span, slice(start, min(start + size, span.stop))
+
+
+@dataclass(slots=True)
+class _Logprobs:
+    """Of a chunk, and what their derivatives need."""
+
+    logp_CK: torch.Tensor
+    logits_CV: torch.Tensor
+    lse_C1: torch.Tensor
+    own_CK: torch.Tensor
+    index_CK: torch.Tensor
+    adapters: HeadAdapters | None
+
+
+def _logprobs(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows: Rows, span: Span, chunk: slice) -> _Logprobs:
+    hidden_CH = hidden_TH[chunk]
+    logits_CV = (hidden_CH @ weight_VH.T).float()
+    adapters = None if span.adapters is None else span.adapters(chunk, hidden_CH)
+    if adapters is not None:
+        logits_CV += adapters.delta()
+    own_CK, index_CK = rows.vocabulary.own(rows.batch.targets_TK[chunk], len(weight_VH))
+    target_CK, lse_C1 = _exchanged(logits_CV, own_CK, index_CK, rows.vocabulary.group)
+    return _Logprobs(target_CK - lse_C1, logits_CV, lse_C1, own_CK, index_CK, adapters)
 
 
 def _chunk(
@@ -149,22 +188,15 @@ def _chunk(
     chunk: slice,
     gradients: _Gradients | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden_CH, batch = hidden_TH[chunk], rows.batch.rows(chunk.start, chunk.stop)
-    # 1. Logits, the adapters' part in float32.
-    logits_CV = (hidden_CH @ weight_VH.T).float()
-    adapters = None if span.adapters is None else span.adapters(chunk, hidden_CH)
-    if adapters is not None:
-        logits_CV += adapters.delta()
-    # 2. Logprobs, losses, and the losses' derivatives.
-    own_CK, index_CK = rows.vocabulary.own(batch.targets_TK, len(weight_VH))
-    target_CK, lse_C1 = _exchanged(logits_CV, own_CK, index_CK, rows.vocabulary.group)
-    logp_CK = target_CK - lse_C1
-    loss_CK, d_logp_CK = rows.losses.per_token(logp_CK, batch)
+    # 1. Logprobs, losses, and the losses' derivatives.
+    found = _logprobs(hidden_TH, weight_VH, rows, span, chunk)
+    hidden_CH, logp_CK, own_CK, adapters = hidden_TH[chunk], found.logp_CK, found.own_CK, found.adapters
+    loss_CK, d_logp_CK = rows.losses.per_token(logp_CK, rows.batch.rows(chunk.start, chunk.stop))
     if gradients is None:
         return logp_CK, loss_CK
-    # 3. d logp_k / d logits = onehot(target_k) - softmax, in the memory of the logits.
-    d_logits_CV = logits_CV.sub_(lse_C1).exp_().mul_(-d_logp_CK.sum(dim=-1, keepdim=True))
-    d_logits_CV.scatter_add_(1, index_CK, d_logp_CK * own_CK)
+    # 2. d logp_k / d logits = onehot(target_k) - softmax, in the memory of the logits.
+    d_logits_CV = found.logits_CV.sub_(found.lse_C1).exp_().mul_(-d_logp_CK.sum(dim=-1, keepdim=True))
+    d_logits_CV.scatter_add_(1, found.index_CK, d_logp_CK * own_CK)
     narrow_CV = d_logits_CV.to(weight_VH.dtype)
     d_hidden_CH = narrow_CV @ weight_VH
     if gradients.d_weight_VH is not None:

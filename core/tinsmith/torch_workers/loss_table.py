@@ -4,7 +4,8 @@ Legend: T = rows of the stream, K = maximum number of targets per token in it, C
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ class LossBatch:
     inputs: Mapping[str, torch.Tensor]  # float32 [T, K]
     config: Mapping[tuple[str, str], torch.Tensor]  # by loss and key, float32 [T, 1]
     kinds: tuple[str, ...]  # the losses that occur
+    sequences: tuple[tuple[int, int, str], ...] = ()  # rows and loss of each that needs sums over its sequence
+    sums: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # by loss and name, float32 [T, 1]
 
     def rows(self, start: int, stop: int) -> "LossBatch":
         return LossBatch(
@@ -34,6 +37,7 @@ class LossBatch:
             {name: value[start:stop] for name, value in self.inputs.items()},
             {key: value[start:stop] for key, value in self.config.items()},
             self.kinds,
+            sums={key: value[start:stop] for key, value in self.sums.items()},
         )
 
 
@@ -52,7 +56,7 @@ class LossTable:
         width = max((segment.targets_TK.shape[1] for segment in segments), default=1)
         kinds = tuple(sorted({segment.loss_fn for segment in segments}))
         names = sorted({name for kind in kinds for name in self._specs[kind].inputs})
-        keys = [(kind, key) for kind in kinds for key in sorted(self._specs[kind].config)]
+        keys = [(kind, key) for kind in kinds for key in self._specs[kind].settings]
 
         def rows(values: list[Array], width: int, dtype: torch.dtype) -> torch.Tensor:
             parts = [np.pad(value, ((0, 0), (0, width - value.shape[1]))) for value in values]
@@ -71,6 +75,7 @@ class LossTable:
         def column(values: list[Array], dtype: torch.dtype) -> torch.Tensor:
             return rows([value[:, None] for value in values], 1, dtype)
 
+        ends = pairwise(accumulate((segment.num_tokens for segment in segments), initial=0))
         return LossBatch(
             targets_TK=rows([s.targets_TK for s in segments], width, torch.int64),
             mask_TK=rows([np.ones(s.targets_TK.shape, np.bool_) for s in segments], width, torch.bool),
@@ -78,7 +83,27 @@ class LossTable:
             inputs={name: rows([input_of(s, name) for s in segments], width, torch.float32) for name in names},
             config={key: column([setting_of(s, key) for s in segments], torch.float32) for key in keys},
             kinds=kinds,
+            sequences=tuple(
+                (start, stop, segment.loss_fn)
+                for segment, (start, stop) in zip(segments, ends, strict=True)
+                if self._specs[segment.loss_fn].sums
+            ),
         )
+
+    def with_sums(self, logp_TK: torch.Tensor, batch: LossBatch) -> LossBatch:
+        """Add the sums over sequences that losses need. Each is computed of its own rows alone."""
+        sums = {
+            (kind, name): torch.zeros_like(logp_TK[:, :1]) for kind in batch.kinds for name in self._specs[kind].sums
+        }
+        for start, stop, kind in batch.sequences:
+            spec, own = self._specs[kind], batch.rows(start, stop)
+            inputs = {name: own.inputs[name][:, :1] for name in spec.inputs}
+            config = {key: own.config[kind, key] for key in spec.settings}
+            assert spec.summands is not None
+            parts = spec.summands(torch, logp_TK[start:stop, :1], inputs, config)
+            for name, part in zip(spec.sums, parts, strict=True):
+                sums[kind, name][start:stop] = part.sum()
+        return replace(batch, sums=sums)
 
     def per_token(self, logp_CK: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss and its derivative by the logprob, both [C, K], using each row's own loss."""
@@ -86,7 +111,8 @@ class LossTable:
         for kind in batch.kinds:
             spec = self._specs[kind]
             inputs = {name: batch.inputs[name] for name in spec.inputs}
-            config = {key: batch.config[kind, key] for key in spec.config}
+            inputs |= {name: batch.sums[kind, name] for name in spec.sums}
+            config = {key: batch.config[kind, key] for key in spec.settings}
             this_loss, this_gradient = spec.per_token(torch, logp_CK, inputs, config)
             chosen = batch.mask_TK & (batch.kind_T1 == self._numbers[kind])
             loss = torch.where(chosen, this_loss, loss)

@@ -236,7 +236,8 @@ def test_the_head_takes_more_rows_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(head, "_chunk", chunk)
     monkeypatch.setattr(head, "CPU_LOGITS", 100 * 64)
     monkeypatch.setattr(head, "GPU_LOGITS", 100 * 128)
-    rows, hidden = Rows([Span(0, 256, None)], *[cast("Any", None)] * 3), torch.zeros(1, 4)
+    batch = cast("Any", SimpleNamespace(sequences=()))
+    rows, hidden = Rows([Span(0, 256, None)], batch, *[cast("Any", None)] * 2), torch.zeros(1, 4)
     for each in (hidden, hidden.as_subclass(OnCard)):
         score(each, torch.zeros(100, 4), rows)
     assert sizes == [64, 64, 64, 64, 128, 128]

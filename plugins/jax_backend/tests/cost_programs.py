@@ -12,7 +12,7 @@ from tinsmith_jax import runtime
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.config import JaxConfig, MeshConfig
 from tinsmith_jax.costs import Computing, Costs
-from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.loss_table import LossTables
 from tinsmith_jax.mesh import make_layout
 from tinsmith_jax.model_config import config_of
 from tinsmith_jax.sampling_device import sampling_shape
@@ -67,7 +67,7 @@ class Programs:
 
     def gradients(self) -> Taken:
         limits, costs, rank = self._limits, self.costs, self.costs.max_lora_rank
-        programs = TrainPrograms(config=self._config, limits=limits, losses=LossTable(LOSSES), base_shapes=self._base)
+        programs = TrainPrograms(config=self._config, limits=limits, losses=LossTables(LOSSES), base_shapes=self._base)
         bucket = Bucket(num_tokens=limits.max_batch_tokens, num_adapters=MAX_ADAPTERS, num_targets=1, padded_rank=rank)
         held = costs.base + MAX_ADAPTERS * (costs.weights(rank) + costs.state(rank))
         counted = costs.micro_batch(limits.max_batch_tokens, MAX_ADAPTERS)

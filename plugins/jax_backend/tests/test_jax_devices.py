@@ -13,7 +13,7 @@ from tinsmith_jax import head, plugin, runtime, sampling_only
 from tinsmith_jax.compilation import compile_program
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.devices import Facts
-from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.loss_table import LossTables
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.train_step import TrainPrograms
@@ -46,7 +46,7 @@ def test_settings_that_are_left_open(model: ModelConfig) -> None:
 
 
 def programs(model: ModelConfig, limits: runtime.Limits) -> TrainPrograms:
-    return TrainPrograms(config=model, limits=limits, losses=LossTable(LOSSES), base_shapes=None)
+    return TrainPrograms(config=model, limits=limits, losses=LossTables(LOSSES), base_shapes=None)
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -15,7 +15,7 @@ from tinsmith.huggingface import StopRules
 from tinsmith.workers import MakeLauncher
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Devices, Setup
-from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.loss_table import LossTables
 from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.runtime import Limits
@@ -46,7 +46,7 @@ class JaxBackend(Trainer, SamplingBackend):
             self.devices = Devices(setup, context.progress)
         else:
             self.devices = RemoteDevices(setup, context.progress, launch_with)
-        facts, losses = self.devices.facts, LossTable(context.losses)
+        facts, losses = self.devices.facts, LossTables(context.losses)
         super().__init__(
             self.devices.training,
             facts.limits,
@@ -71,7 +71,7 @@ class JaxBackend(Trainer, SamplingBackend):
         if config.warm_up:
             self.devices.start_warm_up()
 
-    def _describe(self, config: JaxConfig, losses: LossTable, rules: StopRules) -> Capabilities:
+    def _describe(self, config: JaxConfig, losses: LossTables, rules: StopRules) -> Capabilities:
         facts, sampling = self.devices.facts, self.devices.sampling
         return Capabilities(
             device=facts.name,
@@ -80,7 +80,7 @@ class JaxBackend(Trainer, SamplingBackend):
             max_context_tokens=self.limits.max_context_tokens,
             max_batch_tokens=self.limits.max_batch_tokens * facts.buckets.num_streams,
             max_models=facts.budget.max_models,
-            losses=frozenset(losses.kinds),
+            losses=losses.names,
             max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             replayed_experts=_replayed_experts(self.model_config),

@@ -21,6 +21,7 @@ class Bucket:
     num_adapters: int
     num_targets: int  # per token
     padded_rank: int
+    summed: bool = False  # its losses need sums over their sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Buckets:
 
     On a CPU, where every program costs seconds and tens of MiB, there are fewer. What has room for eight adapters takes
     as long for one there, and so does scoring of many targets for one. An accelerator multiplies with all eight, and
-    picks targets slowly.
+    picks targets slowly. Those for losses that need sums are not listed: they are compiled when they are needed.
     """
 
     max_tokens: int  # of one stream; a power of two times TILE, at least two tiles
@@ -42,12 +43,16 @@ class Buckets:
         """Return the sizes of that kind of pass."""
         return replace(self, kind=kind)
 
-    def choose(self, *, num_tokens: int, num_adapters: int, num_targets: int, padded_rank: int) -> Bucket:
+    def choose(
+        self, *, num_tokens: int, num_adapters: int, num_targets: int, padded_rank: int, summed: bool = False
+    ) -> Bucket:
         """Return the smallest bucket for a micro-batch of at most `max_tokens` tokens and MAX_ADAPTERS adapters."""
         targets = next(k for k in self._target_sizes() if k >= num_targets)
         adapters = next(k for k in self._stack_sizes(targets) if k >= num_adapters)
         tokens = next(t for t in self._token_sizes(adapters, targets) if t >= num_tokens)
-        return Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=padded_rank)
+        return Bucket(
+            num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=padded_rank, summed=summed
+        )
 
     def all(self, padded_ranks: tuple[int, ...]) -> Iterator[Bucket]:
         """List every bucket, the most likely ones first: one target, small before large."""
@@ -69,7 +74,7 @@ class Buckets:
         All have its number of targets, because one target is computed differently than several.
         """
         larger = [
-            other
+            replace(other, summed=bucket.summed)
             for other in self.all((bucket.padded_rank,))
             if other.num_targets == bucket.num_targets
             and other.num_tokens >= bucket.num_tokens

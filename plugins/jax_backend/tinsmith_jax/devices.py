@@ -15,7 +15,7 @@ from tinsmith_jax.buckets import Buckets
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.loss_table import LossTables
 from tinsmith_jax.memory import usable_bytes
 from tinsmith_jax.mesh import device_name, make_layout
 from tinsmith_jax.model_config import read_config
@@ -65,7 +65,7 @@ class Devices:
         widens = limits.kernels.native and native.widens(model)
         base = load_base(setup.model_directory, model, limits.dtype, progress, layout, widens=widens)
         shapes = jax.tree.map(partial(_shape_of, on_mesh=layout is not None), base)
-        losses = LossTable(setup.losses)
+        losses = LossTables(setup.losses)
         self.train_programs = TrainPrograms(
             config=model,
             limits=limits,

@@ -2,7 +2,7 @@
 
 Every loss returns its derivative by the logprob along with its value. The gradient of the logits is therefore known as
 soon as a chunk's logits are, and only one chunk of logits ever exists (as in Liger-Kernel's fused linear cross
-entropy).
+entropy). Losses that need sums over their sequences need all logprobs first: for these, the head runs twice.
 
 Legend: C = rows of a chunk, c = its tiles, T = tokens, K = targets per token, H = hidden, V = vocabulary, r = padded
 rank, k = adapters in the call.
@@ -77,7 +77,7 @@ def chunk_rows(vocab_size: int, platform: str, num_tokens: int) -> int:
     return min(num_tokens, max(TILE, min(1024, 1 << max(0, budget.bit_length() - 1))))
 
 
-def score(
+def score(  # noqa: PLR0913 - what a compiled program works on
     head_VH: Jax,
     adapters: Jax,
     hidden_TH: Jax,
@@ -87,9 +87,13 @@ def score(
     rows: int,
     *,
     how: Arithmetic,
+    starts_n: Jax = None,
 ) -> Scores:
-    """Compute logprobs and losses."""
+    """Compute logprobs and losses. `starts_n`: which tiles are their sequences' first; None: losses need no sums."""
     head_VH = how.axes.whole(head_VH, 1)
+    if starts_n is not None:
+        logp_TK = _all_logprobs(head_VH, adapters, hidden_TH, tiles, batch, rows, how)
+        return Scores(logp_TK, losses.per_token(logp_TK, losses.with_sums(logp_TK, batch, starts_n))[0])
 
     def step(carry: None, chunk: Chunk) -> tuple[None, tuple[Jax, Jax]]:
         logp_CK, _ = how.logprobs(head_VH, adapters, chunk)
@@ -110,13 +114,17 @@ def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
     rows: int,
     *,
     how: Arithmetic,
+    starts_n: Jax = None,
 ) -> Scores:
-    """Compute logprobs, losses, and the gradients of the summed loss."""
+    """Compute logprobs, losses, and the gradients of the summed loss. `starts_n` as for `score`."""
     axes = how.axes
     head_VH = axes.whole(head_VH, 1)
     if axes.joins_streams:
-        hidden_TH, tiles, by_row = axes.every_stream((hidden_TH, tiles, _swapped(batch)))
+        hidden_TH, tiles, starts_n, by_row = axes.every_stream((hidden_TH, tiles, starts_n, _swapped(batch)))
         batch = _swapped(by_row)
+    if starts_n is not None:
+        logp_TK = _all_logprobs(head_VH, adapters, hidden_TH, tiles, batch, rows, how)
+        batch = losses.with_sums(logp_TK, batch, starts_n)
 
     def step(sums: Jax, chunk: Chunk) -> tuple[Jax, tuple[Jax, Jax, Jax]]:
         logp_CK, saved = how.logprobs(head_VH, adapters, chunk)
@@ -129,6 +137,15 @@ def score_with_gradients(  # noqa: PLR0913 - what a compiled program works on
     return Scores(logp, loss, d_hidden, sums)
 
 
+def _all_logprobs(
+    head_VH: Jax, adapters: Jax, hidden_TH: Jax, tiles: Tiles, batch: LossBatch, rows: int, how: Arithmetic
+) -> Jax:
+    def step(carry: None, chunk: Chunk) -> tuple[None, Jax]:
+        return carry, how.logprobs(head_VH, adapters, chunk)[0]
+
+    return _unchunk(jax.lax.scan(step, None, _chunks(hidden_TH, tiles, batch, rows))[1])
+
+
 def _swapped(batch: LossBatch) -> LossBatch:
     """Exchange the first two axes of what has rows in its second."""
     return batch._replace(inputs_ITK=jnp.swapaxes(batch.inputs_ITK, 0, 1), config_CT=batch.config_CT.T)
@@ -139,11 +156,11 @@ def _chunks(hidden_TH: Jax, tiles: Tiles, batch: LossBatch, rows: int) -> Chunk:
         split = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(split, axis, 0)
 
-    axes = LossBatch(targets_TK=0, kind_T=0, inputs_ITK=1, config_CT=1)
+    axes = LossBatch(targets_TK=0, kind_T=0, inputs_ITK=1, config_CT=1, sums_ST=1)
     return Chunk(
         cut(hidden_TH, 0, rows),
         Tiles(*(cut(x, 0, rows // TILE) for x in tiles)),
-        LossBatch(*(cut(x, axis, rows) for x, axis in zip(batch, axes, strict=True))),
+        LossBatch(*(None if x is None else cut(x, axis, rows) for x, axis in zip(batch, axes, strict=True))),
     )
 
 

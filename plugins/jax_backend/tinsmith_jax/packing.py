@@ -15,7 +15,7 @@ import numpy as np
 
 from tinsmith import AdamParams, Array, Datum, ForwardBackward, LoraConfig, ModelState, Snapshot
 from tinsmith_jax.buckets import SMALLEST, Bucket, Buckets, Pass
-from tinsmith_jax.loss_table import LossBatch, LossTable
+from tinsmith_jax.loss_table import LossBatch, LossTable, LossTables
 from tinsmith_jax.tiles import MAX_ADAPTERS, TILE, Tiles
 
 
@@ -29,6 +29,7 @@ class Piece:
     scale: float  # alpha / rank of the model
     padded_rank: int
     targets_TK: Array
+    summed: bool = False  # its loss needs sums over the sequence
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +62,7 @@ class MicroBatch:
             num_adapters=len(self.models),
             num_targets=max(piece.num_targets for piece in self.pieces),
             padded_rank=self.pieces[0].padded_rank,
+            summed=self.pieces[0].summed,
         )
 
     def rows(self, apart: Collection[str] = ()) -> tuple[list[str], list[list[int]]]:
@@ -214,10 +216,11 @@ def room_beside(pieces: Iterable[Piece], room: int) -> int:
 
 
 def _fits(batch: MicroBatch, piece: Piece, num_tiles: int, num_streams: int) -> bool:
+    same_program = batch.pieces[0].summed == piece.summed
     same_targets = (batch.pieces[0].num_targets > 1) == (piece.num_targets > 1)
     has_row = piece.op.model_id in batch.models or len(batch.models) < MAX_ADAPTERS
     sizes = [each.num_tiles for each in (*batch.pieces, piece)]
-    return same_targets and has_row and _num_streams(sizes, num_tiles) <= num_streams
+    return same_program and same_targets and has_row and _num_streams(sizes, num_tiles) <= num_streams
 
 
 def _cut(pieces: Sequence[Piece], buckets: Buckets, call_tokens: int) -> Iterator[MicroBatch]:
@@ -248,7 +251,7 @@ def _batch(pieces: Sequence[Piece]) -> MicroBatch:
 def pack(
     micro: MicroBatch,
     bucket: Bucket,
-    losses: LossTable,
+    losses: LossTables,
     num_streams: int = 1,
     *,
     experts: tuple[int, int] | None = None,
@@ -258,10 +261,11 @@ def pack(
 
     `experts` are the layers and the experts of a token, if routing is replayed. `apart` as for MicroBatch.rows.
     """
-    stream = _empty(bucket, losses, num_streams, experts)
+    table = losses.of(summed=bucket.summed)
+    stream = _empty(bucket, table, num_streams, experts)
     _, rows_of_pieces = micro.rows(apart)
     for start, piece, rows in zip(micro.starts(bucket), micro.pieces, rows_of_pieces, strict=True):
-        _write(stream, piece, start, rows, losses)
+        _write(stream, piece, start, rows, table)
     return stream
 
 
@@ -296,9 +300,10 @@ def _write(stream: Stream, piece: Piece, start: int, adapter_rows: Sequence[int]
     loss = piece.op.loss_fn
     stream.batch.targets_TK[rows, :K] = piece.targets_TK
     stream.batch.kind_T[rows] = losses.kinds[loss]
-    for name in losses.input_names(loss):
+    spec = losses.spec(loss)
+    for name in spec.inputs:
         values = piece.datum.loss_inputs[name].reshape(length, K)
         stream.batch.inputs_ITK[losses.inputs.index(name), rows, :K] = values
-    for key, default in losses.defaults(loss).items():
-        setting = losses.settings.index((loss, key))
-        stream.batch.config_CT[setting, rows] = piece.op.loss_fn_config.get(key, default)
+    config = {**spec.config, **piece.op.loss_fn_config}
+    for key in spec.settings:
+        stream.batch.config_CT[losses.settings.index((loss, key)), rows] = config[key]

@@ -19,7 +19,7 @@ from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.buckets import Bucket, Buckets
 from tinsmith_jax.compilation import Program, compile_program
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.loss_table import LossBatch, LossTable
+from tinsmith_jax.loss_table import LossBatch, LossTables
 from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs, state_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
@@ -68,7 +68,7 @@ class TrainPrograms:
 
     config: ModelConfig
     limits: Limits
-    losses: LossTable
+    losses: LossTables
     base_shapes: Jax  # with the places of the arrays, if there is a mesh
     layout: Layout | None = None
     replays: bool = False  # routing is replayed: these programs are compiled before they are needed
@@ -114,8 +114,10 @@ class TrainPrograms:
                 base, tokens, positions, stack, tiles, count_n=batch.tokens_of_tiles(), replayed_LTC=replayed
             )
             scores = head.score(
-                base["head"], stack["head"], hidden, tiles, batch, self.losses, self._rows(bucket), how=how.chunks
-            )
+                base["head"], stack["head"], hidden, tiles, batch,
+                self.losses.of(summed=bucket.summed), self._rows(bucket), how=how.chunks,
+                starts_n=_starts(bucket, positions),
+            )  # fmt: skip
             return self._complete(scores, load)
 
         def shapes() -> tuple[Jax, ...]:
@@ -153,8 +155,9 @@ class TrainPrograms:
             start = self.axes.fold_start(totals, stack)
             hidden, pull_back, load = jax.vjp(trunk, start["layers"], has_aux=True)
             scores = head.score_with_gradients(
-                base["head"], stack["head"], start["head"], hidden, tiles, batch, self.losses, self._rows(bucket),
-                how=how.chunks,
+                base["head"], stack["head"], start["head"], hidden, tiles, batch,
+                self.losses.of(summed=bucket.summed), self._rows(bucket), how=how.chunks,
+                starts_n=_starts(bucket, positions),
             )  # fmt: skip
             (layer_sums,) = pull_back(scores.d_hidden_TH)
             new = self.axes.folded(totals, {"layers": layer_sums, "head": scores.sums})
@@ -258,7 +261,8 @@ class TrainPrograms:
     def _stream(self, bucket: Bucket, *, replays: bool) -> tuple[Jax, ...]:
         T, K = bucket.num_tokens * self.axes.num_streams, bucket.num_targets
         tiles = Tiles(_i32(T // TILE), _f32(T // TILE))
-        inputs, settings = len(self.losses.inputs), len(self.losses.settings)
+        losses = self.losses.of(summed=bucket.summed)
+        inputs, settings = len(losses.inputs), len(losses.settings)
         batch = LossBatch(_i32(T, K), _i32(T), _f32(inputs, T, K), _f32(settings, T))
         shapes = (_i32(T), _i32(T), tiles, batch, *([self._replayed(T)] if replays else []))
         return tuple(self._placed(shapes, stream_specs(replays=replays)))
@@ -311,6 +315,11 @@ _STREAM_SPECS = (
 def stream_specs(*, replays: bool) -> tuple[Jax, ...]:
     """Return how the arrays of a stream are divided: by rows."""
     return (*_STREAM_SPECS, Spec(None, STREAMS)) if replays else _STREAM_SPECS
+
+
+def _starts(bucket: Bucket, positions_T: Jax) -> Jax:
+    """Return which tiles are their sequences' first, if the losses need it."""
+    return positions_T[::TILE] == 0 if bucket.summed else None
 
 
 def _i32(*shape: int) -> Jax:

@@ -28,7 +28,7 @@ from tinsmith import (
 )
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import Bucket, Buckets, Pass
-from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.loss_table import LossTables
 from tinsmith_jax.packing import MicroBatch, Piece, Scored, TrainerDevice, TrainingPass, pack, plan, room_beside
 from tinsmith_jax.rank_classes import class_of
 from tinsmith_jax.runtime import Limits
@@ -69,7 +69,7 @@ class Trainer(TrainingBackend):
         device: TrainerDevice,
         limits: Limits,
         buckets: Buckets,
-        losses: LossTable,
+        losses: LossTables,
         *,
         budget: Budget,
         experts: ReplayedExperts | None = None,
@@ -256,6 +256,7 @@ class Trainer(TrainingBackend):
                 scale=scale,
                 padded_rank=padded_rank,
                 targets_TK=datum.targets_TK,
+                summed=self._losses.needs_sums(op.loss_fn),
             )
             for datum in op.data
         ]

@@ -76,7 +76,7 @@ class SkeletonBackend(tinsmith.TrainingBackend):
             logits_TV = x_TH @ self._head_VH.T + x_Tr @ up_Vr.T
             logp_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
             logp_T = logp_TV[range(len(targets_T)), targets_T]
-            loss_T, dlogp_T = spec.per_token(np, logp_T, inputs, {**spec.config, **op.loss_fn_config})
+            loss_T, dlogp_T = spec.of_sequence(np, logp_T, inputs, {**spec.config, **op.loss_fn_config})
             logprobs.append({"logprobs": logp_T.reshape(shape).astype(np.float32)})
             total += float(loss_T.sum())
             if backward:  # d logp / d logits is onehot(target) - softmax; the rest is the chain rule

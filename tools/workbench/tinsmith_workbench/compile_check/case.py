@@ -16,7 +16,7 @@ from tinsmith_jax.admission import budget_of, computing_of
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.loss_table import LossTable
+from tinsmith_jax.loss_table import LossTables
 from tinsmith_jax.mesh import CACHE, Layout, Spec, adapter_specs, base_specs, make_layout, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
@@ -51,7 +51,7 @@ class Case:
         return TrainPrograms(
             config=self.config,
             limits=self.limits,
-            losses=LossTable({spec.name: spec for spec in BUILTIN_LOSSES}),
+            losses=LossTables({spec.name: spec for spec in BUILTIN_LOSSES}),
             base_shapes=self._base,
             layout=self.layout,
         )
