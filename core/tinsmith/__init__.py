@@ -67,6 +67,7 @@ from tinsmith.references import log_privately
 from tinsmith.scheduler import Batch, Limits, Pending, Scheduler, SchedulerSpec
 from tinsmith.scratch import Scratch
 from tinsmith.settings import Settings, child_environment
+from tinsmith.tracking import track
 from tinsmith.turns import Turns
 
 __all__ = [
@@ -142,5 +143,6 @@ __all__ = [
     "log_privately",
     "run_tethered",
     "step_result",
+    "track",
     "unless_diverged",
 ]

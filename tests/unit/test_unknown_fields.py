@@ -23,6 +23,7 @@ NUMBERED = {"model_id": "s:train:0", "seq_id": 1}
 CREATION = {"session_id": "s", "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 4}}
 TENSOR = {"data": [1], "dtype": "int64"}
 SAMPLE = {"sampling_session_id": "s", "seq_id": 0, "prompt": PROMPT, "sampling_params": {"max_tokens": 1}}
+LOGGED = {"points": [{"step": 0, "values": {"reward": None}}]}
 BODIES: list[tuple[type[BaseModel], dict[str, Any], tuple[str | int, ...]]] = [
     (wire.CreateModelRequest, CREATION, ()),
     (wire.CreateModelRequest, CREATION, ("lora_config",)),
@@ -40,6 +41,8 @@ BODIES: list[tuple[type[BaseModel], dict[str, Any], tuple[str | int, ...]]] = [
     (wire.SampleRequest, SAMPLE, ("prompt",)),
     (wire.SampleRequest, SAMPLE, ("prompt", "chunks", 0)),
     (wire.SampleRequest, {**SAMPLE, "target_prompt_logprobs": TENSOR}, ("target_prompt_logprobs",)),
+    (wire.LogMetricsRequest, LOGGED, ()),
+    (wire.LogMetricsRequest, LOGGED, ("points", 0)),
 ]
 """Every message of a body that changes numbers, and where in the body it is."""
 
@@ -72,7 +75,16 @@ def test_an_unknown_field_is_refused_by_name_unless_it_holds_nothing(
 def test_every_body_that_changes_numbers_is_tried() -> None:
     exact = {each.__name__ for each in vars(wire).values() if _is_exact(each)} - {"_ExactBody"}
     tried = {model.__name__ for model, _, _ in BODIES}
-    inner = {"LoraConfig", "OptimizerConfig", "AdamParams", "SamplingParams", "ModelInput", "Chunk", "TensorData"}
+    inner = {
+        "LoraConfig",
+        "OptimizerConfig",
+        "AdamParams",
+        "SamplingParams",
+        "ModelInput",
+        "Chunk",
+        "TensorData",
+        "LoggedPoint",
+    }
     assert exact == tried | inner
 
 

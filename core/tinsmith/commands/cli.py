@@ -20,6 +20,7 @@ from tinsmith.commands.plan import add_plan_command
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands, add_worker_command
+from tinsmith.commands.track import add_track_command
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.logs import escape_lines
@@ -78,6 +79,7 @@ def build_group(plugins: Plugins) -> typer.Typer:
     add_worker_command(group)
     add_doctor_command(group)
     add_run_commands(group)
+    add_track_command(group)
     add_plugin_commands(group)
     add_demo_command(group)
     add_checkpoint_commands(group)

@@ -589,3 +589,58 @@ def as_text(metadata: dict[str, Json] | None) -> dict[str, str] | None:
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in metadata.items()}
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
+
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(bounds.plain)]
+MetricValue = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class LoggedPoint(_ExactBody):
+    """Values of one step. Null stands for one that is not finite."""
+
+    step: Annotated[int, Field(ge=0, lt=2**53)]
+    values: Annotated[dict[MetricName, MetricValue | None], Field(max_length=512)]
+
+
+class LogMetricsRequest(_ExactBody):
+    points: Annotated[list[LoggedPoint], Field(min_length=1, max_length=1000)]
+
+
+class RunSummary(BaseModel):
+    run_id: str
+    base_model: str
+    tenant: str
+    state: str
+    state_reason: str | None = None
+    lora_rank: int
+    steps: int
+    created_at: datetime
+    last_request_at: datetime
+    name: str | None = None
+    project_id: str | None = None
+    tags: list[str]
+    user_metadata: dict[str, str] | None = None
+    ended: str | None = None
+
+
+class RunSummaries(BaseModel):
+    runs: list[RunSummary]
+    cursor: Cursor
+
+
+class Series(BaseModel):
+    """One metric of a run. A null value is not finite."""
+
+    name: str
+    num_points: int  # measured; more than there are here if the series was thinned out
+    steps: list[int]
+    times: list[float]
+    values: list[float | None]
+
+
+class RunCurves(BaseModel):
+    run_id: str
+    steps: int
+    series: list[Series]

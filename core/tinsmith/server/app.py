@@ -27,14 +27,25 @@ from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.limits.strangers import Strangers
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.plugin_routes import StaticPaths, plugin_routes
-from tinsmith.server.routes import futures, not_offered, runs, sampling, service, sessions, training, usage, weights
+from tinsmith.server.routes import (
+    futures,
+    metrics,
+    not_offered,
+    runs,
+    sampling,
+    service,
+    sessions,
+    training,
+    usage,
+    weights,
+)
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import KeySource, Settings
 from tinsmith.store import RequestStore
 from tinsmith.store.disk_room import reserve_bytes, space_at
 
 # Each request looks for its route in this order, so those that are asked for most come first.
-_ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered, runs, usage)
+_ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered, runs, metrics, usage)
 
 
 async def create_app(

@@ -23,7 +23,7 @@ from tinsmith.server.limits.probes import Probes, is_probe
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.limits.strangers import Strangers
 
-LONG_POLLS: Final = frozenset({f"{API_PREFIX}/retrieve_future", f"{API_PREFIX}/retrieve_futures"})
+LONG_POLLS: Final = frozenset(f"{API_PREFIX}/{path}" for path in ("retrieve_future", "retrieve_futures", "run_events"))
 
 Identify = Callable[[Scope], Principal]
 """Raises TinsmithError if the caller is unknown."""

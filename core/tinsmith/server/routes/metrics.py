@@ -1,0 +1,186 @@
+"""Runs and their curves, as the page and programs read them, and the metrics that clients add."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Final
+
+import orjson
+from fastapi import APIRouter, Query
+from fastapi.responses import Response, StreamingResponse
+
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.json_values import Json
+from tinsmith.protocol import wire
+from tinsmith.server.auth import AccessScope, Caller, own_run, readable_run, visible_tenant
+from tinsmith.server.context import API_PREFIX, Context, ServerContext
+from tinsmith.server.curves import Step, finite, joined, series_of
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord, SessionRecord
+from tinsmith.store.metrics import MOST_NAMES
+
+_log = logging.getLogger(__name__)
+
+router = APIRouter(prefix=API_PREFIX, tags=["metrics"], route_class=JsonRoute)
+
+MOST_BYTES: Final = 64 << 20
+"""The metrics of one run, beyond which its client can log no more. What operations measure is always kept."""
+
+_PAGE: Final = 2000  # rows of one read
+_MOST_RUNS: Final = 16  # of one stream
+_TAIL: Final = 64  # steps before the newest one that a stream looks at for changes
+_LEAST_S: Final = 0.5  # between two events of a run
+_STREAM_S: Final = 60.0  # then the reader asks again, and its key is checked again
+
+
+@router.get("/runs", response_model_exclude_none=True)
+async def list_runs(
+    caller: Caller,
+    context: Context,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+    access_scope: AccessScope = "accessible",
+) -> wire.RunSummaries:
+    """List runs, newest first: those of the caller, or of all tenants for an administrator."""
+    tenant = visible_tenant(caller, access_scope)
+    runs, total = await context.store.list_runs(tenant, limit=limit, offset=offset)
+    sessions = {name: await context.store.get_session(name) for name in {run.session_id for run in runs}}
+    return wire.RunSummaries(
+        runs=[_summary(run, sessions[run.session_id]) for run in runs],
+        cursor=wire.Cursor(offset=offset, limit=limit, total_count=total),
+    )
+
+
+def _summary(run: RunRecord, session: SessionRecord) -> wire.RunSummary:
+    return wire.RunSummary(
+        run_id=run.model_id,
+        base_model=run.base_model,
+        tenant=run.tenant,
+        state=run.state.value,
+        state_reason=run.state_reason,
+        lora_rank=run.lora.rank,
+        steps=run.steps,
+        created_at=run.created_at,
+        last_request_at=run.last_request_at,
+        name=session.display_name,
+        project_id=session.project_id,
+        tags=list(session.tags),
+        user_metadata=wire.as_text(run.user_metadata),
+        ended=session.ended,
+    )
+
+
+@router.post("/runs/{model_id}/metrics")
+async def log_metrics(model_id: str, body: wire.LogMetricsRequest, caller: Caller, context: Context) -> dict[str, int]:
+    """Add metrics of the client to steps of its run. A value replaces the one that the client logged before."""
+    run = await own_run(context, caller, model_id)
+    if run.metric_bytes > MOST_BYTES:
+        msg = f"run {model_id!r} has {run.metric_bytes} bytes of metrics; a client can log no more beyond {MOST_BYTES}"
+        raise UserError(msg)
+    points = [_measured(point) for point in body.points]
+    await context.quotas.disk.admit(caller.tenant, sum(64 + 16 * len(point.values) for point in points))
+    await context.store.log_metrics(model_id, points)
+    return {"points": len(points)}
+
+
+def _measured(point: wire.LoggedPoint) -> Measured:
+    """A null stands for a value that is not finite."""
+    values = {name: float("nan") if value is None else value for name, value in point.values.items()}
+    return Measured(step=point.step, values=values)
+
+
+@router.get("/runs/{model_id}/metrics", response_model=wire.RunCurves)
+async def get_metrics(
+    model_id: str,
+    caller: Caller,
+    context: Context,
+    max_points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
+    name: Annotated[list[str] | None, Query(max_length=MOST_NAMES)] = None,
+) -> Response:
+    """Return the curves of a run: of every metric, or of those named. A longer series keeps its extremes."""
+    run = await readable_run(context, caller, model_id)
+    names = None if name is None else frozenset(name)
+
+    def to_json(steps: list[Step]) -> str:
+        series = series_of(steps, max_points=max_points, names=names)
+        return wire.RunCurves(run_id=model_id, steps=run.steps, series=series).model_dump_json()
+
+    return await context.large_answers.build(caller.tenant, partial(_read_steps, context.store, model_id), to_json)
+
+
+async def _read_steps(store: RequestStore, model_id: str, from_step: int = 0) -> list[Step]:
+    rows: list[MetricsRow] = []
+    page = await store.read_metrics(model_id, from_step=from_step, limit=_PAGE)
+    while page:
+        rows += page
+        last = page[-1]
+        if len(page) < _PAGE:
+            break
+        page = await store.read_metrics(model_id, from_step=last.step, after=last.seq_id, limit=_PAGE)
+    return joined(rows)
+
+
+@router.get("/run_events", response_class=StreamingResponse)
+async def run_events(
+    caller: Caller, context: Context, run: Annotated[list[str], Query(min_length=1, max_length=_MOST_RUNS)]
+) -> StreamingResponse:
+    """Stream the newest steps of runs as they come, as server-sent events, for a minute: then ask again.
+
+    Each event is `{"run_id", "points": [{"step", "time", "values"}]}`. The first ones repeat what is there.
+    """
+    runs = [await readable_run(context, caller, model_id) for model_id in dict.fromkeys(run)]
+    return StreamingResponse(
+        _events(context, runs), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+    )
+
+
+async def _events(context: ServerContext, runs: list[RunRecord]) -> AsyncIterator[bytes]:
+    queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_follow(context.store, run, queue)) for run in runs]
+    tasks.append(asyncio.create_task(_end(context.stopping, queue)))
+    try:
+        while (event := await queue.get()) is not None:
+            yield event
+    finally:
+        for each in tasks:
+            each.cancel()
+
+
+async def _end(stopping: asyncio.Event, queue: asyncio.Queue[bytes | None]) -> None:
+    """End the stream when its time is over or the server stops."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_STREAM_S):
+            await stopping.wait()
+    await queue.put(None)
+
+
+async def _follow(store: RequestStore, run: RunRecord, queue: asyncio.Queue[bytes | None]) -> None:
+    """Put an event into the queue whenever steps near the newest one have changed."""
+    known, newest, sent = -1, run.steps, dict[int, Json]()
+    try:
+        while True:
+            written = await store.wait_for_metrics(run.model_id, known=known, timeout_s=_STREAM_S)
+            if written > known:
+                known = written
+                steps = await _read_steps(store, run.model_id, max(newest - _TAIL, 0))
+                points = {step[0]: _point(step) for step in steps}
+                changed = [point for step, point in points.items() if sent.get(step) != point]
+                newest, sent = max(newest, *points, 0), points
+                if changed:
+                    await queue.put(b"data: " + orjson.dumps({"run_id": run.model_id, "points": changed}) + b"\n\n")
+                await asyncio.sleep(_LEAST_S)
+    except TinsmithError as error:  # the reader asks again, and learns why
+        _log.debug("the stream of %s ends: %s", run.model_id, error)
+    finally:
+        queue.put_nowait(None)
+
+
+def _point(step: Step) -> Json:
+    number, time, values = step
+    return {
+        "step": number,
+        "time": time.timestamp(),
+        "values": {name: finite(value) for name, value in values.items()},
+    }

@@ -1,0 +1,75 @@
+"""Metrics of a training script, added to the curves of its run: `track(training_client).log(step, reward=...)`."""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT_S: Final = 10.0
+_PAUSES_S: Final = (0.5, 2.0)  # before each repetition
+Point = tuple[int, Mapping[str, float]]
+
+
+class Tracker:
+    """Logs to one run. Logging a step again replaces the values of the same names, so it can be repeated."""
+
+    def __init__(self, url: str, key: str, run_id: str) -> None:
+        self.run_id = run_id
+        self._url = f"{url.rstrip('/')}/api/v1/runs/{quote(run_id)}/metrics"
+        self._headers = {"x-api-key": key, "content-type": "application/json"}
+
+    def log(self, step: int, metrics: Mapping[str, float] | None = None, /, **values: float) -> None:
+        """Log values of a step, given by mapping, by keyword, or both. One that is not finite leaves a gap.
+
+        Raises ValueError if the server refuses them. If it cannot be reached, they are lost with a warning, and
+        training goes on.
+        """
+        self.log_many([(step, {**(metrics or {}), **values})])
+
+    def log_many(self, points: Sequence[Point]) -> None:
+        """As `log`, for up to 1,000 steps at once."""
+        body = {"points": [{"step": step, "values": _as_json(values)} for step, values in points]}
+        data = json.dumps(body, allow_nan=False).encode()
+        for pause_s in (*_PAUSES_S, None):
+            problem = self._post(data)
+            if problem is None:
+                return
+            if pause_s is None:
+                _log.warning("metrics of %d steps of %s are not logged: %s", len(points), self.run_id, problem)
+            else:
+                time.sleep(pause_s)
+
+    def _post(self, data: bytes) -> Exception | None:
+        """Return why it may work later, if so."""
+        try:
+            urlopen(Request(self._url, data, self._headers), timeout=_TIMEOUT_S).close()
+        except HTTPError as error:
+            with error:
+                if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code == HTTPStatus.TOO_MANY_REQUESTS:
+                    return error
+                msg = f"the server refuses the metrics of {self.run_id}: {error.read().decode(errors='replace')}"
+            raise ValueError(msg) from error
+        except (URLError, OSError) as error:
+            return error
+        return None
+
+
+def track(training_client: Any) -> Tracker:  # Any: a TrainingClient of the SDK, which tinsmith does not require
+    """Return what logs to the run of a training client, with the URL and the key of that client."""
+    holder = training_client.holder
+    key = holder._api_key or os.environ.get("TINKER_API_KEY", "")  # noqa: SLF001 - the SDK has no public name for them
+    return Tracker(holder._base_url, key, training_client.get_info().model_id)  # noqa: SLF001
+
+
+def _as_json(values: Mapping[str, float]) -> dict[str, float | None]:
+    numbers = {name: float(value) for name, value in values.items()}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -1,0 +1,140 @@
+"""Curves over HTTP: what a run of the SDK measured, what its client adds, and the stream of both."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+from typer.testing import CliRunner
+
+import tinsmith
+from tinsmith.commands.cli import build_group
+from tinsmith.plugins.loading import Plugins
+from tinsmith.server.curves import thinned
+from tinsmith.testing.harness import RunningServer, running_server
+
+WAIT_S = 300
+
+
+def trained(training: tinker.TrainingClient, steps: int) -> None:
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
+    )
+    for _ in range(steps):
+        training.forward_backward([datum], "cross_entropy")
+        training.optim_step(tinker.AdamParams(learning_rate=0.1)).result(WAIT_S)
+
+
+class Curves:
+    """A run of three steps, and requests for its curves."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-ann"}, timeout=WAIT_S)
+        self.url = server.url
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+        self.training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+        self.run_id = self.training.get_info().model_id
+        self.path = f"/runs/{self.run_id}/metrics"
+        trained(self.training, 3)
+
+    def get(self, **query: Any) -> dict[str, dict[str, Any]]:
+        answer = self.http.get(self.path, params=query).raise_for_status().json()
+        return {each.pop("name"): each for each in answer["series"]}
+
+    def post(self, *points: Any, key: str = "tml-ann") -> httpx.Response:
+        return self.http.post(self.path, json={"points": list(points)}, headers={"x-api-key": key})
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Curves]:
+    with running_server(tmp_path_factory.mktemp("curves")) as server:
+        yield Curves(server)
+
+
+def test_a_run_has_the_curves_of_what_it_measured(curves: Curves) -> None:
+    series = curves.get()
+    assert series["loss:sum"]["steps"] == [0, 1, 2]
+    assert series["loss:sum"]["values"][0] > series["loss:sum"]["values"][2] > 0
+    assert series["trained_tokens:sum"]["values"] == [3.0, 3.0, 3.0]
+    assert all(value > 0 for value in series["tokens_per_s"]["values"])
+    assert list(curves.get(name="loss:sum", max_points=2)) == ["loss:sum"]
+    (run,) = (each for each in curves.http.get("/runs").json()["runs"] if each["run_id"] == curves.run_id)
+    assert (run["steps"], run["base_model"], run["state"]) == (3, "toy", "ready")
+
+
+def test_a_script_adds_its_reward_in_two_lines(curves: Curves) -> None:
+    log = tinsmith.track(curves.training).log
+    log(0, reward=0.25)
+    log(0, reward=0.5)
+    log(1, {"reward": math.nan, "env/length": 12})
+    series = curves.get()
+    assert (series["reward"]["steps"], series["reward"]["values"]) == ([0, 1], [0.5, None])
+    assert series["env/length"]["values"] == [12.0]
+    with pytest.raises(ValueError, match=r"refuses.*step"):
+        log(-1, reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("point", "found"),
+    [
+        ({"step": 1, "values": {"x": 1.0}, "colour": "red"}, "colour"),
+        ({"step": 2**53, "values": {"x": 1.0}}, "step"),
+        ({"step": 1, "values": {"x": "1e400"}}, "x"),
+        ({"step": 1, "values": {"": 1.0}}, "values"),
+        ({"step": 1, "values": {f"m{n}": 1.0 for n in range(513)}}, "512"),
+    ],
+)
+def test_what_is_no_metric_is_refused_by_name(curves: Curves, point: Any, found: str) -> None:
+    answer = curves.post(point)
+    assert 400 <= answer.status_code < 500
+    assert found in answer.text
+
+
+def test_another_tenant_sees_no_run(curves: Curves) -> None:
+    stranger = {"x-api-key": "tml-bob"}
+    unknown = curves.http.get("/runs/none/metrics", headers=stranger)
+    for answer in (
+        curves.http.get(curves.path, headers=stranger),
+        curves.http.get("/run_events", params={"run": curves.run_id}, headers=stranger),
+        curves.post({"step": 0, "values": {"x": 1.0}}, key="tml-bob"),
+    ):
+        assert answer.status_code == unknown.status_code == 404
+        assert answer.text == unknown.text.replace("none", curves.run_id)
+    assert curves.http.get("/runs", headers=stranger).json()["runs"] == []
+    assert "x" not in curves.get()
+
+
+def test_a_stream_tells_of_each_new_step(curves: Curves) -> None:
+    with curves.http.stream("GET", "/run_events", params={"run": curves.run_id}) as stream:
+        events = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: "))
+        assert [point["step"] for point in next(events)["points"]] == [0, 1, 2]
+        tinsmith.track(curves.training).log(7, reward=0.75)
+        event = next(events)
+        assert event["run_id"] == curves.run_id
+        assert [(each["step"], each["values"]) for each in event["points"]] == [(7, {"reward": 0.75})]
+
+
+def test_a_log_of_the_cookbook_is_followed(curves: Curves, tmp_path: Path) -> None:
+    lines = [{"step": step, "env/all/reward/total": step / 4, "what": "text"} for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(each) for each in lines) + '\n{"step": 3, "half')
+    group = build_group(Plugins.load())
+    command = ["track", str(tmp_path), "--once", "--url", curves.url, "--key", "tml-ann"]
+    for _ in range(2):
+        result = CliRunner().invoke(group, command)
+        assert result.exit_code == 0, result.output
+    assert curves.run_id in result.output
+    assert curves.get()["env/all/reward/total"]["values"] == [0.0, 0.25, 0.5]
+
+
+def test_a_thin_curve_keeps_its_peaks() -> None:
+    values = [math.nan if at % 7 == 0 else float(at % 5) for at in range(1000)]
+    values[333], values[777] = 99.0, -99.0
+    kept = thinned(values, 100)
+    assert len(kept) <= 100
+    assert {333, 777} <= set(kept)
+    assert thinned(values, 1000) == list(range(1000))
