@@ -115,7 +115,7 @@ def work(backend: Backend, tenants: int, options: argparse.Namespace) -> list[Fo
         model_id = f"{tenants}-{number}"
         lora = LoraConfig(rank=ranks[number % len(ranks)], seed=number)
         backend.create_model(CreateModel(model_id=model_id, lora=lora))
-        texts = rng.integers(3, backend.capabilities.vocab_size, (each, options.sequence + 1))
+        texts = rng.integers(3, backend.trainer_capabilities.vocab_size, (each, options.sequence + 1))
         ops.append(ForwardBackward(model_id=model_id, data=tuple(map(datum, texts))))
     return ops
 

@@ -43,7 +43,7 @@ class Bench:
         self.probes = Probes(backend, sampler, ConsistencySettings(), call=self.call)
         self.saves = 0
         rng = np.random.default_rng(0)
-        vocab = backend.capabilities.vocab_size
+        vocab = backend.trainer_capabilities.vocab_size
         self.data = tuple(
             Datum(
                 tokens_T=rng.integers(0, vocab, LENGTH).astype(np.int32),

@@ -110,8 +110,10 @@ def pair(
 
 
 async def sampled(sampler: SamplingBackend, number: int, tokens: int) -> list[Drawn]:
+    vocab_size = sampler.sampler_capabilities.vocab_size
+
     async def one(index: int) -> Drawn:
-        prompt = np.random.default_rng(index).integers(3, sampler.capabilities.vocab_size, PROMPT).astype(np.int32)
+        prompt = np.random.default_rng(index).integers(3, vocab_size, PROMPT).astype(np.int32)
         params = SamplingParams(max_tokens=tokens, seed=index, stop_at_eos=False)
         output = await draw(
             sampler, Sample(sampling_session_id="benchmark", snapshot_id=None, prompt_P=prompt, params=params)

@@ -53,7 +53,7 @@ def differences(alone: SampleOutput, beside: SampleOutput) -> tuple[Array, bool]
 async def measure(sampler: SamplingBackend, adapters: Sequence[HostSnapshot], requests: int) -> None:
     for adapter in adapters:
         await sampler.load_snapshot(adapter)
-    vocab_size = sampler.capabilities.vocab_size
+    vocab_size = sampler.sampler_capabilities.vocab_size
     watched = [request(number, vocab_size, max_tokens=STEPS, score=True) for number in range(requests)]
     alone = [await draw(sampler, op) for op in watched]
     for count in (0, *NEIGHBOURS):
@@ -85,7 +85,7 @@ def main() -> int:
     options = parser.parse_args()
     shape = shape_of(options.layers, options.hidden)
     with made_sampler(options.sampler, shape) as sampler:
-        claimed = sampler.capabilities
+        claimed = sampler.sampler_capabilities
         print(f"claimed: isolation {claimed.isolation!r}, isolation_error {claimed.isolation_error:g}")
         adapters = [random_adapter(str(n + 1), shape, seed=n) for n in range(SNAPSHOTS)]
         asyncio.run(measure(sampler, adapters, options.requests))

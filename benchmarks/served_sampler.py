@@ -41,7 +41,7 @@ def made_sampler(name: str, shape: TinyShape) -> Iterator[SamplingBackend]:
         context = BackendContext(model_name="tiny", model_path=model_path, cache_dir=cache_dir, losses=losses)
         sampler = spec.create(config, context)
         try:
-            claimed = sampler.capabilities
+            claimed = sampler.sampler_capabilities
             print(
                 f"{name} on {claimed.device}, {claimed.dtype}, {parameters:,} parameters in {shape.num_layers} layers"
             )

@@ -103,7 +103,10 @@ def a_pass(model: int, num_tokens: int, context: int) -> ops.ForwardBackward:
 
 
 def training_times(backend: TrainingBackend, repeats: int) -> Training:
-    most, context = backend.capabilities.max_batch_tokens, min(CONTEXT_TOKENS, backend.capabilities.max_context_tokens)
+    most, context = (
+        backend.trainer_capabilities.max_batch_tokens,
+        min(CONTEXT_TOKENS, backend.trainer_capabilities.max_context_tokens),
+    )
     for model in range(8):
         backend.create_model(ops.CreateModel(model_id=f"m{model}", lora=ops.LoraConfig(rank=RANK, seed=1)))
     rows, seconds = [], []
@@ -268,7 +271,7 @@ def measured(name: str, repeats: int) -> ServiceTimes:
         training = training_times(backend, repeats)
         assert isinstance(backend, SamplingBackend)
         sampling = sampling_times(backend, repeats)
-        capabilities, model_bytes = backend.capabilities, 2 * backend.capture_state("m0").memory_bytes
+        capabilities, model_bytes = backend.trainer_capabilities, 2 * backend.capture_state("m0").memory_bytes
         backend.close()
     store = asyncio.run(store_times(4 * repeats))
     server, engine = host_times(training, sampling)
@@ -278,7 +281,7 @@ def measured(name: str, repeats: int) -> ServiceTimes:
         backend=Backend(
             max_batch_tokens=capabilities.max_batch_tokens,
             max_context_tokens=capabilities.max_context_tokens,
-            max_sequences=capabilities.max_sequences,
+            max_sequences=backend.sampler_capabilities.max_sequences,
             max_models=capabilities.max_models,
             model_bytes=model_bytes,
             beside=0.5,

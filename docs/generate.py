@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tinsmith import hookspecs
-from tinsmith.backend import Capabilities
+from tinsmith.backend import SamplerCapabilities, TrainerCapabilities
 from tinsmith.commands.cli import build_group
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
@@ -33,7 +33,7 @@ from tinsmith.placement.plan import make_plan
 from tinsmith.placement.report import described, memory_rows
 from tinsmith.plugins.hook_caller import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
-from tinsmith.ranges import ranges_of
+from tinsmith.ranges import TTL_SECONDS, sampling_ranges, training_ranges
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith.settings.sources import Flag
 from tinsmith_workbench.pages import generators
@@ -218,9 +218,11 @@ def _machine(cards: int) -> Machine:
 
 def range_table() -> str:
     """Return the range of every number of a request, for a backend that can do everything."""
-    any_backend = Capabilities(vocab_size=1, max_context_tokens=1, max_batch_tokens=1, full_fine_tuning=True)
+    trainer = TrainerCapabilities(vocab_size=1, max_context_tokens=1, max_batch_tokens=1, full_fine_tuning=True)
+    sampler = SamplerCapabilities(vocab_size=1, max_context_tokens=1)
+    ranges = {**training_ranges(trainer), **sampling_ranges(sampler), "ttl_seconds": TTL_SECONDS}
     rows = ["| Number | Allowed |", "|---|---|"]
-    return "\n".join([*rows, *(f"| `{name}` | {each.described()} |" for name, each in ranges_of(any_backend).items())])
+    return "\n".join([*rows, *(f"| `{name}` | {each.described()} |" for name, each in ranges.items())])
 
 
 def failpoint_table() -> str:

@@ -79,7 +79,12 @@ def run(options: Options) -> Report:
     }
     started = time.perf_counter()
     with made_backend(options, settings, samples=True) as backend:
-        note("backend", ready_s=time.perf_counter() - started, device=backend.capabilities.device, peak_gib=peak_gib())
+        note(
+            "backend",
+            ready_s=time.perf_counter() - started,
+            device=backend.sampler_capabilities.device,
+            peak_gib=peak_gib(),
+        )
         measured = Measured(backend, options, sizes, flops, bandwidth, note)
         measured.compile()
         measured.make_adapter()

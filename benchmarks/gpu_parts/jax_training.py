@@ -58,11 +58,11 @@ def run(options: Options) -> Report:
         note(
             "backend",
             ready_s=time.perf_counter() - started,
-            device=backend.capabilities.device,
+            device=backend.trainer_capabilities.device,
             dtype=limits.dtype,
             max_batch_tokens=limits.max_batch_tokens,
             recompute=limits.recompute,
-            max_models=backend.capabilities.max_models,
+            max_models=backend.trainer_capabilities.max_models,
         )
         tokens = min(options.tokens, limits.max_batch_tokens)
         least = 4 * linear_parameters(backend.model_config) / limit

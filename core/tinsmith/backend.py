@@ -47,33 +47,45 @@ class ReplayedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend can do. The defaults claim nothing.
+    """What trainers and samplers both say of themselves. The defaults of all capabilities claim nothing."""
+
+    vocab_size: int
+    max_context_tokens: int  # per sequence; of a sampler: prompt plus sampled tokens, see `Sample.fits`
+    device: str = ""  # the hardware, for display: "cpu", "NVIDIA H200"
+    lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()  # what an adapter may change
+    dtype: str = ""  # of base weights and activations: "float32" or "bfloat16"; empty: treated as "bfloat16"
+    isolation: Isolation = "none"  # how closely a tenant's results match those of running alone
+    isolation_error: float = 0.0  # if that is not "bitwise": what company changes at most, from equal states, in a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerCapabilities(Capabilities):
+    """What a training backend can do.
 
     Read by the capabilities endpoint, request checking, the scheduler (limits) and the contract suites (skips).
     """
 
-    vocab_size: int
-    max_context_tokens: int  # per sequence: prompt plus sampled tokens; see `Sample.fits`
     max_batch_tokens: int  # per call of forward or forward_backward; the scheduler's budget
     max_models: int = 1  # in training at the same time
     max_full_models: int | None = None  # of them for full fine-tuning; None: as many as `max_models`
     losses: frozenset[str] = frozenset()
     max_lora_rank: int = 0  # 0 = no LoRA
-    lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()
-    full_fine_tuning: bool = (
-        False  # trains all weights of models with LoRA rank 0; for a sampler: accepts snapshots of such models
-    )
+    full_fine_tuning: bool = False  # trains all weights of models with LoRA rank 0
     replayed_experts: ReplayedExperts | None = None  # None: does not train with `Datum.routed_experts`
-    max_targets_per_token: int = 1  # K of [T, K] targets; if the backend trains, it also bounds the `topk` of samples
-    modalities: frozenset[Literal["text", "image"]] = frozenset({"text"})
-    device: str = ""  # the hardware, for display: "cpu", "NVIDIA H200"
-    dtype: str = ""  # of base weights and activations: "float32" or "bfloat16"; empty: treated as "bfloat16"
-    # determinism
+    max_targets_per_token: int = 1  # K of [T, K] targets; core lets no sample ask for more alternatives
     deterministic: bool = False  # the same operations give the same bits, even after a restart
-    isolation: Isolation = "none"  # how closely a tenant's results match those of running alone
-    isolation_error: float = 0.0  # if that is not "bitwise": what company changes at most, from equal states, in a step
-    # sampling: used only if the object is a SamplingBackend
-    sampling: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is any model that it can train."""
+        return self.max_lora_rank > 0 or self.full_fine_tuning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerCapabilities(Capabilities):
+    """What a sampling backend can do. Read as a trainer's are."""
+
+    full_fine_tuning: bool = False  # takes snapshots of models with LoRA rank 0, of which all weights are trained
     prompt_logprobs: bool = False
     target_prompt_logprobs: bool = False
     min_temperature: float = 1e-6  # above 0, which is greedy
@@ -245,7 +257,7 @@ class TrainingBackend(ABC):
 
     @property
     @abstractmethod
-    def capabilities(self) -> Capabilities:
+    def trainer_capabilities(self) -> TrainerCapabilities:
         """Constant from construction on."""
 
     @abstractmethod
@@ -313,7 +325,7 @@ class SamplingBackend(ABC):
 
     @property
     @abstractmethod
-    def capabilities(self) -> Capabilities:
+    def sampler_capabilities(self) -> SamplerCapabilities:
         """Constant from construction on."""
 
     @property

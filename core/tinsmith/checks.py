@@ -1,4 +1,4 @@
-"""Compares operations with the capabilities of a backend, in one place. The ranges of numbers are in `ranges.py`.
+"""Compares operations with the capabilities of trainer and sampler, in one place. `ranges.py` has the ranges.
 
 The engine checks every operation before it runs; the server checks it earlier if it knows the capabilities. That the
 request is well-formed, `translate.py` has checked before.
@@ -10,58 +10,63 @@ from typing import assert_never
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities, ReplayedExperts
+from tinsmith.backend import Capabilities, ReplayedExperts, SamplerCapabilities, TrainerCapabilities
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import LossSpec
-from tinsmith.ranges import Range, max_topk, ranges_of
+from tinsmith.ranges import TTL_SECONDS, Range, sampling_ranges, training_ranges
+from tinsmith.store import EngineCapabilities
 
 
-def check_operation(op: ops.Operation, capabilities: Capabilities, losses: Mapping[str, LossSpec]) -> None:
-    """Raises UserError, with what is wrong and what is allowed, if the backend cannot carry out `op`.
+def check_operation(op: ops.Operation, capabilities: EngineCapabilities, losses: Mapping[str, LossSpec]) -> None:
+    """Raises UserError, with what is wrong and what is allowed, if trainer or sampler cannot carry out `op`.
 
     Raises ServerError if that is for what the server has added to it: the experts that were recorded with samples.
     """
     match op:
         case ops.CreateModel():
-            _check_lora(op.lora, capabilities)
+            _check_lora(op.lora, capabilities.trainer)
         case ops.ForwardBackward():
-            _check_forward_backward(op, capabilities, losses)
+            _check_forward_backward(op, capabilities.trainer, losses)
         case ops.OptimStep():
-            _check_adam(op.adam, capabilities)
+            _check_adam(op.adam, capabilities.trainer)
         case ops.Sample():
-            _check_sample(op, capabilities)
+            if capabilities.sampler is None:
+                msg = "this base model has no sampler; configure one (`models[].sampler`)"
+                raise UnsupportedError(msg)
+            _check_trainable(op, capabilities.trainer)
+            check_sample_operation(op, capabilities.sampler)
         case ops.SaveState() | ops.SaveForSampler() | ops.ExportAdapter():
             if op.ttl_seconds is not None:
-                ranges_of(capabilities)["ttl_seconds"].check("ttl_seconds", op.ttl_seconds)
+                TTL_SECONDS.check("ttl_seconds", op.ttl_seconds)
         case ops.LoadState() | ops.UnloadModel():
             pass
         case _:
             assert_never(op)
 
 
-def _check_lora(lora: ops.LoraConfig, capabilities: Capabilities) -> None:
-    _check_numbers(capabilities, {"lora_config: seed": lora.seed, "lora_config: alpha": lora.alpha})
+def _check_lora(lora: ops.LoraConfig, trainer: TrainerCapabilities) -> None:
+    _check_numbers(training_ranges(trainer), {"lora_config: seed": lora.seed, "lora_config: alpha": lora.alpha})
     if lora.rank == 0:
-        _check_full(lora, capabilities)
+        _check_full(lora, trainer)
         return
-    if capabilities.max_lora_rank == 0:
+    if trainer.max_lora_rank == 0:
         msg = "this base model's backend trains no LoRA adapters (its max_lora_rank is 0)"
         raise UnsupportedError(msg)
-    _check_numbers(capabilities, {"lora_config: rank": lora.rank})
+    _check_numbers(training_ranges(trainer), {"lora_config: rank": lora.rank})
     wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     if not any(wanted.values()):
         msg = "lora_config: train_attn, train_mlp and train_unembed are all false; set at least one of them"
         raise UserError(msg)
     for target, on in wanted.items():
-        if on and target not in capabilities.lora_targets:
-            allowed = ", ".join(f"train_{each}" for each in sorted(capabilities.lora_targets))
+        if on and target not in trainer.lora_targets:
+            allowed = ", ".join(f"train_{each}" for each in sorted(trainer.lora_targets))
             msg = f"lora_config: train_{target} is not offered by this base model's backend, only {allowed}"
             raise UnsupportedError(msg)
 
 
-def _check_full(lora: ops.LoraConfig, capabilities: Capabilities) -> None:
-    if not capabilities.full_fine_tuning:
-        greatest = capabilities.max_lora_rank
+def _check_full(lora: ops.LoraConfig, trainer: TrainerCapabilities) -> None:
+    if not trainer.full_fine_tuning:
+        greatest = trainer.max_lora_rank
         msg = (
             f"lora_config: rank 0 asks for full fine-tuning, which this base model's backend does not offer; use a "
             f"rank of 1 to {greatest}"
@@ -79,21 +84,21 @@ def _check_full(lora: ops.LoraConfig, capabilities: Capabilities) -> None:
 
 
 def _check_forward_backward(
-    op: ops.ForwardBackward, capabilities: Capabilities, losses: Mapping[str, LossSpec]
+    op: ops.ForwardBackward, trainer: TrainerCapabilities, losses: Mapping[str, LossSpec]
 ) -> None:
     spec = losses.get(op.loss_fn)
-    if spec is None or op.loss_fn not in capabilities.losses:
-        offered = ", ".join(sorted(capabilities.losses & losses.keys()))
+    if spec is None or op.loss_fn not in trainer.losses:
+        offered = ", ".join(sorted(trainer.losses & losses.keys()))
         msg = f"loss_fn {op.loss_fn!r} is not offered by this base model's backend; use one of {offered}"
         raise UnsupportedError(msg)
-    ranges = ranges_of(capabilities)
+    ranges = training_ranges(trainer)
     _check_loss_config(op, spec, ranges["loss_fn_config"])
     if not op.data:
         msg = "data is empty; send at least one datum"
         raise UserError(msg)
     for index, datum in enumerate(op.data):
         try:
-            _check_datum(datum, spec, capabilities, ranges["loss_fn_inputs"])
+            _check_datum(datum, spec, trainer, ranges["loss_fn_inputs"])
         except (UserError, ServerError) as error:
             msg = f"data[{index}]: {error}"
             raise type(error)(msg) from error
@@ -117,15 +122,15 @@ def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec, allowed_numbers:
         raise UserError(msg)
 
 
-def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities, allowed_inputs: Range) -> None:
+def _check_datum(datum: ops.Datum, spec: LossSpec, trainer: TrainerCapabilities, allowed_inputs: Range) -> None:
     num_tokens = len(datum.tokens_T)
     if num_tokens == 0:
         msg = "model_input is empty; send at least one token"
         raise UserError(msg)
-    if num_tokens > capabilities.max_context_tokens:
-        msg = f"model_input has {num_tokens} tokens; the context holds {capabilities.max_context_tokens}"
+    if num_tokens > trainer.max_context_tokens:
+        msg = f"model_input has {num_tokens} tokens; the context holds {trainer.max_context_tokens}"
         raise UserError(msg)
-    _check_tokens("model_input", datum.tokens_T, capabilities)
+    _check_tokens("model_input", datum.tokens_T, trainer)
     required = {"target_tokens", *spec.inputs}
     missing, unknown = sorted(required - datum.loss_inputs.keys()), sorted(datum.loss_inputs.keys() - required)
     if missing:
@@ -135,8 +140,8 @@ def _check_datum(datum: ops.Datum, spec: LossSpec, capabilities: Capabilities, a
         msg = f"loss_fn_inputs: {unknown[0]!r} is not an input of {spec.name!r}; it takes {', '.join(sorted(required))}"
         raise UnsupportedError(msg)
     if datum.routed_experts is not None:
-        _check_experts(datum.routed_experts, num_tokens, capabilities.replayed_experts)
-    _check_targets(datum, capabilities)
+        _check_experts(datum.routed_experts, num_tokens, trainer.replayed_experts)
+    _check_targets(datum, trainer)
     if spec.sums and datum.targets_TK.shape[1] > 1:
         shape = list(datum.loss_inputs["target_tokens"].shape)
         msg = (
@@ -179,7 +184,7 @@ def _check_experts(experts: ops.ExpertArray, num_tokens: int, allowed: ReplayedE
         raise ServerError(msg)
 
 
-def _check_targets(datum: ops.Datum, capabilities: Capabilities) -> None:
+def _check_targets(datum: ops.Datum, trainer: TrainerCapabilities) -> None:
     targets, num_tokens = datum.loss_inputs["target_tokens"], len(datum.tokens_T)
     if targets.ndim not in {1, 2} or targets.shape[0] != num_tokens:
         msg = (
@@ -188,16 +193,16 @@ def _check_targets(datum: ops.Datum, capabilities: Capabilities) -> None:
         )
         raise UserError(msg)
     num_targets = 1 if targets.ndim == 1 else targets.shape[1]
-    if not 1 <= num_targets <= capabilities.max_targets_per_token:
+    if not 1 <= num_targets <= trainer.max_targets_per_token:
         msg = (
             f"loss_fn_inputs: target_tokens has {num_targets} targets per token; allowed: 1 to "
-            f"{capabilities.max_targets_per_token}"
+            f"{trainer.max_targets_per_token}"
         )
         raise UserError(msg)
     if targets.dtype != np.int64:
         msg = f"loss_fn_inputs: target_tokens is {targets.dtype}; send int64"
         raise UserError(msg)
-    _check_tokens("loss_fn_inputs: target_tokens", targets.reshape(-1), capabilities)
+    _check_tokens("loss_fn_inputs: target_tokens", targets.reshape(-1), trainer)
 
 
 def _check_input(name: str, datum: ops.Datum, allowed: Range) -> None:
@@ -223,9 +228,9 @@ def _check_tokens(what: str, tokens: ops.TokenArray | ops.IntArray, capabilities
         raise UserError(msg)
 
 
-def _check_adam(adam: ops.AdamParams, capabilities: Capabilities) -> None:
+def _check_adam(adam: ops.AdamParams, trainer: TrainerCapabilities) -> None:
     _check_numbers(
-        capabilities,
+        training_ranges(trainer),
         {
             "adam_params: learning_rate": adam.learning_rate,
             "adam_params: beta1": adam.beta1,
@@ -237,8 +242,7 @@ def _check_adam(adam: ops.AdamParams, capabilities: Capabilities) -> None:
     )
 
 
-def _check_numbers(capabilities: Capabilities, numbers: Mapping[str, float]) -> None:
-    ranges = ranges_of(capabilities)
+def _check_numbers(ranges: Mapping[str, Range], numbers: Mapping[str, float]) -> None:
     for name, value in numbers.items():
         ranges[name].check(name, value)
 
@@ -246,29 +250,27 @@ def _check_numbers(capabilities: Capabilities, numbers: Mapping[str, float]) -> 
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
-def _check_sample(op: ops.Sample, capabilities: Capabilities) -> None:
-    if not capabilities.sampling:
-        msg = "this base model has no sampler; configure one (`models[].sampler`)"
-        raise UnsupportedError(msg)
+def check_sample_operation(op: ops.Sample, sampler: SamplerCapabilities) -> None:
+    """Raise UserError, with what is wrong and what is allowed, if the sampler cannot draw `op`."""
     num_prompt = len(op.prompt_P)
     if num_prompt == 0:
         msg = "prompt is empty; send at least one token"
         raise UserError(msg)
-    if not op.fits(capabilities.max_context_tokens):
+    if not op.fits(sampler.max_context_tokens):
         msg = (
             f"Prompt length plus max_tokens exceeds the model's context window: {num_prompt} + {op.params.max_tokens} "
-            f"> {capabilities.max_context_tokens}"
+            f"> {sampler.max_context_tokens}"
         )
         raise UserError(msg)
-    _check_tokens("prompt", op.prompt_P, capabilities)
-    _check_sampling_params(op.params, capabilities)
-    _check_numbers(capabilities, {"num_samples": op.num_samples})
-    _check_prompt_scores(op, capabilities)
+    _check_tokens("prompt", op.prompt_P, sampler)
+    _check_sampling_params(op.params, sampler)
+    _check_numbers(sampling_ranges(sampler), {"num_samples": op.num_samples})
+    _check_prompt_scores(op, sampler)
 
 
-def _check_sampling_params(params: ops.SamplingParams, capabilities: Capabilities) -> None:
+def _check_sampling_params(params: ops.SamplingParams, sampler: SamplerCapabilities) -> None:
     _check_numbers(
-        capabilities,
+        sampling_ranges(sampler),
         {
             "sampling_params: max_tokens": params.max_tokens,
             "sampling_params: seed": params.seed,
@@ -277,20 +279,19 @@ def _check_sampling_params(params: ops.SamplingParams, capabilities: Capabilitie
             "sampling_params: top_p": params.top_p,
         },
     )
-    if params.stop_strings and not capabilities.stop_strings:
+    if params.stop_strings and not sampler.stop_strings:
         msg = "sampling_params: stop strings are not offered by this base model's sampler; send stop token ids"
         raise UnsupportedError(msg)
     if params.stop_tokens:
-        _check_tokens("sampling_params: stop", np.asarray(params.stop_tokens, np.int64), capabilities)
+        _check_tokens("sampling_params: stop", np.asarray(params.stop_tokens, np.int64), sampler)
 
 
-def _check_prompt_scores(op: ops.Sample, capabilities: Capabilities) -> None:
+def _check_prompt_scores(op: ops.Sample, sampler: SamplerCapabilities) -> None:
     wants_prompt = op.prompt_logprobs or op.topk_prompt_logprobs > 0
-    if wants_prompt and not capabilities.prompt_logprobs:
+    if wants_prompt and not sampler.prompt_logprobs:
         msg = "prompt_logprobs are not offered by this base model's sampler"
         raise UnsupportedError(msg)
-    _check_topk("topk_prompt_logprobs", op.topk_prompt_logprobs, capabilities)
-    _check_topk("topk_sample_logprobs", op.topk_sample_logprobs, capabilities)
+    _check_numbers(sampling_ranges(sampler), _topk(op))
     last_n, num_prompt = op.prompt_logprobs_last_n, len(op.prompt_P)
     if last_n is not None and not op.prompt_logprobs:
         msg = "prompt_logprobs_last_n needs prompt_logprobs; set it to true"
@@ -298,23 +299,14 @@ def _check_prompt_scores(op: ops.Sample, capabilities: Capabilities) -> None:
     if last_n is not None and not 1 <= last_n <= num_prompt - 1:
         msg = f"prompt_logprobs_last_n is {last_n}; with a prompt of {num_prompt} tokens use 1 to {num_prompt - 1}"
         raise UserError(msg)
-    _check_target_prompt(op, capabilities)
+    _check_target_prompt(op, sampler)
 
 
-def _check_topk(name: str, k: int, capabilities: Capabilities) -> None:
-    allowed = ranges_of(capabilities)[name]
-    if not allowed.holds(k):
-        bound_by_training = max_topk(capabilities) < capabilities.max_topk_logprobs
-        reason = ", the targets per token that this base model's backend trains on" if bound_by_training else ""
-        msg = f"{name} is {k}; allowed: {allowed}{reason}"
-        raise UserError(msg)
-
-
-def _check_target_prompt(op: ops.Sample, capabilities: Capabilities) -> None:
+def _check_target_prompt(op: ops.Sample, sampler: SamplerCapabilities) -> None:
     targets = op.target_prompt_logprobs
     if targets is None:
         return
-    if not capabilities.target_prompt_logprobs:
+    if not sampler.target_prompt_logprobs:
         msg = "target_prompt_logprobs are not offered by this base model's sampler"
         raise UnsupportedError(msg)
     num_rows = len(op.prompt_P) - 1
@@ -322,4 +314,17 @@ def _check_target_prompt(op: ops.Sample, capabilities: Capabilities) -> None:
         msg = f"target_prompt_logprobs has shape {list(targets.shape)}; expected [{num_rows}, K]"
         raise UserError(msg)
     flat = targets.reshape(-1)
-    _check_tokens("target_prompt_logprobs", flat[flat != -1], capabilities)
+    _check_tokens("target_prompt_logprobs", flat[flat != -1], sampler)
+
+
+def _check_trainable(op: ops.Sample, trainer: TrainerCapabilities) -> None:
+    """A distillation trains on the alternatives that it samples, so no sample has more than training takes."""
+    most = trainer.max_targets_per_token
+    for name, k in _topk(op).items():
+        if trainer.trains and k > most:
+            msg = f"{name} is {k}; allowed: 0 to {most}, the targets per token that this base model's backend trains on"
+            raise UserError(msg)
+
+
+def _topk(op: ops.Sample) -> Mapping[str, int]:
+    return {"topk_prompt_logprobs": op.topk_prompt_logprobs, "topk_sample_logprobs": op.topk_sample_logprobs}

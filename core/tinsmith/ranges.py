@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
-from tinsmith.backend import Capabilities
+from tinsmith.backend import Capabilities, SamplerCapabilities, TrainerCapabilities
 from tinsmith.errors import UserError
 
 INT32_MAX: Final = 2**31 - 1
@@ -63,35 +63,31 @@ class Range:
         return str(int(value)) if self.integer else f"{value:.8g}"
 
 
-@lru_cache(maxsize=64)
-def ranges_of(capabilities: Capabilities) -> Mapping[str, Range]:
-    """Return the ranges for requests to a backend or sampler, by the names that refusals use.
-
-    `token id`, `loss_fn_config` and `loss_fn_inputs` stand for every number of that kind.
-    """
-    return {**_of_training(capabilities), **_of_sampling(capabilities), "ttl_seconds": TTL_SECONDS}
-
-
 TTL_SECONDS: Final = Range(low=_HOUR_S, high=10 * 365 * 24 * _HOUR_S, integer=True)
 NUM_SAMPLES: Final = Range(low=1, high=_MAX_SAMPLES, integer=True)
 LORA_ALPHA: Final = Range(low=1 / _MAX_ALPHA, high=_MAX_ALPHA)
 """Clients cannot choose alpha; it comes with imported adapters."""
 
 
-def _of_training(capabilities: Capabilities) -> Mapping[str, Range]:
+@lru_cache(maxsize=64)
+def training_ranges(trainer: TrainerCapabilities) -> Mapping[str, Range]:
+    """Return the ranges for requests to a trainer, by the names that refusals use.
+
+    `token id`, `loss_fn_config` and `loss_fn_inputs` stand for every number of that kind.
+    """
     rate, beta = Range(low=0.0, high=_MAX_RATE), Range(low=0.0, high=_MAX_BETA)
     any_float32 = Range(low=-FLOAT32_MAX, high=FLOAT32_MAX)
     return {
         "lora_config: rank": Range(
             low=1,
-            high=capabilities.max_lora_rank,
+            high=trainer.max_lora_rank,
             integer=True,
-            also={0: "all weights"} if capabilities.full_fine_tuning else {},
+            also={0: "all weights"} if trainer.full_fine_tuning else {},
             high_from="`max_lora_rank`",
         ),
         "lora_config: seed": _SEED,
         "lora_config: alpha": LORA_ALPHA,
-        "token id": Range(low=0, high=capabilities.vocab_size - 1, integer=True, high_from="`vocab_size` - 1"),
+        "token id": _token_id(trainer),
         "loss_fn_config": any_float32,
         "loss_fn_inputs": any_float32,
         "adam_params: learning_rate": rate,
@@ -103,24 +99,27 @@ def _of_training(capabilities: Capabilities) -> Mapping[str, Range]:
     }
 
 
-def _of_sampling(capabilities: Capabilities) -> Mapping[str, Range]:
+@lru_cache(maxsize=64)
+def sampling_ranges(sampler: SamplerCapabilities) -> Mapping[str, Range]:
+    """Return the ranges for requests to a sampler, by the names that refusals use."""
     topk = Range(
         low=0,
-        high=max_topk(capabilities),
+        high=sampler.max_topk_logprobs,
         integer=True,
         high_from="`max_topk_logprobs`, and at most `max_targets_per_token` if the backend trains",
     )
     return {
+        "token id": _token_id(sampler),
         "sampling_params: max_tokens": Range(
             low=1,
-            high=capabilities.max_context_tokens - 1,
+            high=sampler.max_context_tokens - 1,
             integer=True,
             high_from="`max_context_tokens` - tokens of the prompt; 1 if the prompt fills the context",
         ),
         "sampling_params: seed": _SEED,
         "sampling_params: temperature": Range(
-            low=capabilities.min_temperature,
-            high=capabilities.max_temperature,
+            low=sampler.min_temperature,
+            high=sampler.max_temperature,
             also={0.0: "greedy"},
             low_from="`min_temperature`",
             high_from="`max_temperature`",
@@ -132,7 +131,7 @@ def _of_sampling(capabilities: Capabilities) -> Mapping[str, Range]:
         "topk_sample_logprobs": topk,
         "prompt_logprobs_last_n": Range(
             low=1,
-            high=capabilities.max_context_tokens - 1,
+            high=sampler.max_context_tokens - 1,
             integer=True,
             high_from="tokens of the prompt - 1",
         ),
@@ -142,8 +141,5 @@ def _of_sampling(capabilities: Capabilities) -> Mapping[str, Range]:
 _SEED = Range(low=0, high=INT64_MAX, integer=True)
 
 
-def max_topk(capabilities: Capabilities) -> int:
-    """Return the most alternatives per token. A distillation trains on them: sample no more than training takes."""
-    trains = capabilities.max_lora_rank > 0 or capabilities.full_fine_tuning
-    sampled, trained = capabilities.max_topk_logprobs, capabilities.max_targets_per_token
-    return min(sampled, trained) if trains else sampled
+def _token_id(capabilities: Capabilities) -> Range:
+    return Range(low=0, high=capabilities.vocab_size - 1, integer=True, high_from="`vocab_size` - 1")

@@ -91,7 +91,7 @@ def test_a_fault_is_found_in_its_part_of_the_contract(check: Check) -> None:
     assert "the backend's capabilities do not claim the LoRA target 'attn'" in reasons
     assert "it trains, and does not sample" in reasons
     assert {each["outcome"] for each in offer["tests"] if each["area"] == "full fine-tuning"} == {"skipped"}
-    assert offer["capabilities"]["isolation"] == "bitwise"
+    assert offer["capabilities"]["trainer"]["isolation"] == "bitwise"
     assert offer["isolation_difference"] == 0
     assert {row["group"] for row in offer["abuse"]} >= {"training: steps", "training: random"}
     assert all(row["cases"] > 0 and row["deaths"] == row["changes to neighbours"] == 0 for row in offer["abuse"])
@@ -135,7 +135,7 @@ def test_options_reach_the_plugin(check: Check) -> None:
     source = ("wide", PluginKind.BACKEND, list[tuple[str, str]]())
     code, (offer,) = check(source, options=("--option", "hidden_size=8", "--json"))
     assert code == 0
-    assert offer["capabilities"]["max_lora_rank"] == 8
+    assert offer["capabilities"]["trainer"]["max_lora_rank"] == 8
 
 
 def test_a_plugin_that_cannot_be_made_fails_every_test_and_says_why(check: Check) -> None:

@@ -637,7 +637,7 @@ def snapshots_are_ignored(patch: Patch) -> None:
 def samples_use_live_weights(patch: Patch) -> None:
     async def sample(self: ToyBackend, op: Sample) -> SampleOutput | Failed:
         (model,) = self._device.models.values()
-        return await toy_sampling.sample(self._device.model, model.adapter, op, self._capabilities.vocab_size)
+        return await toy_sampling.sample(self._device.model, model.adapter, op, self.sampler_capabilities.vocab_size)
 
     patch.setattr(ToyBackend, "sample", sample)
 
@@ -645,15 +645,15 @@ def samples_use_live_weights(patch: Patch) -> None:
 def unknown_snapshots_are_the_base_model(patch: Patch) -> None:
     async def sample(self: ToyBackend, op: Sample) -> SampleOutput | Failed:
         adapter = self._device.snapshots.get(op.snapshot_id, self._device.snapshots[None])
-        return await toy_sampling.sample(self._device.model, adapter, op, self._capabilities.vocab_size)
+        return await toy_sampling.sample(self._device.model, adapter, op, self.sampler_capabilities.vocab_size)
 
     patch.setattr(ToyBackend, "sample", sample)
 
 
 def more_is_sampled_than_trained_on(patch: Patch) -> None:
-    capabilities = ToyBackend.capabilities.fget  # type: ignore[attr-defined]  # a property
+    capabilities = ToyBackend.trainer_capabilities.fget  # type: ignore[attr-defined]  # a property
     patch.setattr(
-        ToyBackend, "capabilities", property(lambda self: replace(capabilities(self), max_targets_per_token=63))
+        ToyBackend, "trainer_capabilities", property(lambda self: replace(capabilities(self), max_targets_per_token=63))
     )
 
 
@@ -661,9 +661,10 @@ def beside_close_isolation(fault: Fault) -> Fault:
     """The fault, in a backend that promises no more than to be within 1e-4."""
 
     def patched(patch: Patch) -> None:
-        capabilities = ToyBackend.capabilities.fget  # type: ignore[attr-defined]  # a property
-        close = property(lambda self: replace(capabilities(self), isolation="close", isolation_error=1e-4))
-        patch.setattr(ToyBackend, "capabilities", close)
+        for name in ("trainer_capabilities", "sampler_capabilities"):
+            claimed = getattr(ToyBackend, name).fget
+            close = property(lambda self, of=claimed: replace(of(self), isolation="close", isolation_error=1e-4))
+            patch.setattr(ToyBackend, name, close)
         fault(patch)
 
     patched.__name__ = f"{fault.__name__}_beside_close_isolation"
@@ -811,13 +812,14 @@ async def run(test: str, backend: ToyBackend, directory: Path, arguments: dict[s
     driver = ModelDriver(backend)
     shapes_of = driver.create()
     shapes = {name: array.shape for name, array in driver.state(shapes_of).weights.items()}
+    vocab_size = backend.sampler_capabilities.vocab_size
     fixtures = {
         "backend": backend,
         "driver": driver,
         "sleeper": backend,
         "tmp_path": directory,
-        "eos_token": backend.capabilities.vocab_size - 1,
-        "detokenize": lambda tokens: "".join(toy_sampling.text_of(t, backend.capabilities.vocab_size) for t in tokens),
+        "eos_token": vocab_size - 1,
+        "detokenize": lambda tokens: "".join(toy_sampling.text_of(t, vocab_size) for t in tokens),
         "record_property": dict[str, object]().__setitem__,
         "adapter_shapes": shapes,
         "shapes_if_any": shapes,

@@ -82,11 +82,11 @@ class TestToySampling(SamplingBackendContract):
 
     @pytest.fixture
     def eos_token(self, toy: ToyBackend) -> int:
-        return toy.capabilities.vocab_size - 1
+        return toy.sampler_capabilities.vocab_size - 1
 
     @pytest.fixture
     def detokenize(self, toy: ToyBackend) -> Callable[[list[int]], str]:
-        return lambda tokens: "".join(text_of(token, toy.capabilities.vocab_size) for token in tokens)
+        return lambda tokens: "".join(text_of(token, toy.sampler_capabilities.vocab_size) for token in tokens)
 
 
 class TestToySampler(TestToySampling):

@@ -16,7 +16,7 @@ import tinker
 from tinker import types
 
 from tinsmith import operations as ops
-from tinsmith.backend import BackendContext, BackendSpec, Capabilities, ReplayedExperts
+from tinsmith.backend import BackendContext, BackendSpec, ReplayedExperts, SamplerCapabilities, TrainerCapabilities
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.errors import ConfigError
 from tinsmith.hookspecs import hookimpl
@@ -44,9 +44,13 @@ class RoutedToy(ToyBackend):
         self.trained: list[ops.Datum] = []
 
     @property
-    def capabilities(self) -> Capabilities:
+    def trainer_capabilities(self) -> TrainerCapabilities:
         experts = ReplayedExperts(num_layers=3, num_experts=1000, top_k=2)
-        return replace(super().capabilities, replayed_experts=experts, returns_routed_experts=True)
+        return replace(super().trainer_capabilities, replayed_experts=experts)
+
+    @property
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return replace(super().sampler_capabilities, returns_routed_experts=True)
 
     async def sample(self, op: ops.Sample) -> Any:
         output = await super().sample(op)

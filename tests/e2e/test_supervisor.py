@@ -155,7 +155,7 @@ async def test_a_killed_engine_is_replaced_and_its_models_go_on(tmp_path: Path, 
     async with supervised(settings_for(tmp_path), store):
         first = await ready(store)
         assert first.capabilities is not None
-        assert first.capabilities.sampling
+        assert first.capabilities.sampler is not None
         assert first.pid is not None
         await client.result(await client.create_model())
         await client.run(step)

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tinker import SamplingParams
 
 from tinsmith import operations as ops
-from tinsmith.backend import BackendConfig, BackendContext, Capabilities, SamplerSpec, SamplingBackend, Snapshot
+from tinsmith.backend import BackendConfig, BackendContext, SamplerCapabilities, SamplerSpec, SamplingBackend, Snapshot
 from tinsmith.builtin.toy_backend import ToyConfig
 from tinsmith.builtin.toy_sampler import ToySampler
 from tinsmith.errors import ConfigError
@@ -148,8 +148,8 @@ class Restless(SamplingBackend):
         self._toy = ToySampler(ToyConfig(), context)
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._toy.capabilities
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return self._toy.sampler_capabilities
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         await self._toy.load_snapshot(snapshot)

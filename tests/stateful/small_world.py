@@ -21,7 +21,7 @@ import pytest
 from interleaving import Choice, current, pause, pause_thread, run
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities, ModelState, SamplingBackend, Snapshot
+from tinsmith.backend import ModelState, SamplerCapabilities, SamplingBackend, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints import format as checkpoints
@@ -147,12 +147,12 @@ class _Store:
 class NumberSampler(SamplingBackend):
     """Answers with the number that the snapshot holds."""
 
-    def __init__(self, capabilities: Capabilities) -> None:
+    def __init__(self, capabilities: SamplerCapabilities) -> None:
         self._capabilities = capabilities
         self.loaded: dict[str, int] = {}
 
     @property
-    def capabilities(self) -> Capabilities:
+    def sampler_capabilities(self) -> SamplerCapabilities:
         return self._capabilities
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
@@ -204,7 +204,7 @@ class World:
         self.path = self.client.path("x", {"training": "weights"}.get(self.kind, "sampler_weights"))
         self.lease = await take_over(self.store, "toy")
         self.template = self.backend.capture_state("template")
-        self.sampler = NumberSampler(self.backend.capabilities)
+        self.sampler = NumberSampler(self.backend.sampler_capabilities)
         await self.client.open_session()
         await self._create_model()
         await self.save(self.store_of("nobody"), ttl_s=ttl_s)

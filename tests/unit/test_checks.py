@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities, ReplayedExperts
+from tinsmith.backend import ReplayedExperts, SamplerCapabilities, TrainerCapabilities
 from tinsmith.checks import check_operation
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.ranges import ranges_of
+from tinsmith.ranges import sampling_ranges, training_ranges
+from tinsmith.store import EngineCapabilities
 
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
-CAPABILITIES = Capabilities(
+TRAINER = TrainerCapabilities(
     vocab_size=10,
     max_context_tokens=8,
     max_batch_tokens=64,
@@ -23,19 +24,20 @@ CAPABILITIES = Capabilities(
     max_lora_rank=4,
     lora_targets=frozenset({"attn", "mlp"}),
     max_targets_per_token=2,
-    sampling=True,
-    prompt_logprobs=True,
-    target_prompt_logprobs=True,
-    max_topk_logprobs=3,
 )
-CAPABILITY_RANGES = ranges_of(CAPABILITIES)
+SAMPLER = SamplerCapabilities(
+    vocab_size=10, max_context_tokens=8, prompt_logprobs=True, target_prompt_logprobs=True, max_topk_logprobs=3
+)
+RANGES = {**training_ranges(TRAINER), **sampling_ranges(SAMPLER)}
 
 
-WITH_GSPO = replace(CAPABILITIES, losses=frozenset({"gspo"}))
+WITH_GSPO = replace(TRAINER, losses=frozenset({"gspo"}))
 
 
-def check(op: ops.Operation, capabilities: Capabilities = CAPABILITIES) -> None:
-    check_operation(op, capabilities, LOSSES)
+def check(
+    op: ops.Operation, trainer: TrainerCapabilities = TRAINER, sampler: SamplerCapabilities | None = SAMPLER
+) -> None:
+    check_operation(op, EngineCapabilities.of(trainer, sampler), LOSSES)
 
 
 def lora(**fields: object) -> ops.CreateModel:
@@ -69,7 +71,7 @@ def test_adapters_the_backend_cannot_train(op: ops.CreateModel, words: str) -> N
 
 def test_a_backend_without_lora_says_so() -> None:
     with pytest.raises(UnsupportedError, match="trains no LoRA"):
-        check(lora(), replace(CAPABILITIES, max_lora_rank=0))
+        check(lora(), replace(TRAINER, max_lora_rank=0))
 
 
 def passes(
@@ -154,7 +156,7 @@ def passes_with_experts(experts: object) -> ops.ForwardBackward:
 def test_experts_of_a_sample_are_let_through_where_they_are_replayed() -> None:
     experts = [[[0, 3], [1, 2]], [[2, 1], [3, 0]]]  # of two of three tokens
     for op in (passes(), passes_with_experts(experts), passes_with_experts(np.zeros((0, 0, 0)))):
-        check(op, replace(CAPABILITIES, replayed_experts=REPLAYED))
+        check(op, replace(TRAINER, replayed_experts=REPLAYED))
     with pytest.raises(UnsupportedError, match=r"data\[0\]: .* this base model's backend does not replay"):
         check(passes_with_experts(experts))
 
@@ -171,7 +173,7 @@ def test_experts_of_a_sample_are_let_through_where_they_are_replayed() -> None:
 )
 def test_experts_that_the_models_router_cannot_have_chosen(experts: object, words: str) -> None:
     with pytest.raises(ServerError, match=rf"data\[0\]: its recorded experts {words}"):
-        check(passes_with_experts(experts), replace(CAPABILITIES, replayed_experts=REPLAYED))
+        check(passes_with_experts(experts), replace(TRAINER, replayed_experts=REPLAYED))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, -5e-324, 1e39, 1.7e308])
@@ -198,19 +200,17 @@ def test_steps_whose_numbers_do_not_fit_float32(fields: dict[str, float]) -> Non
 
 
 def test_whatever_is_derived_from_allowed_hyperparameters_fits_float32() -> None:
-    largest = {
-        name: CAPABILITY_RANGES[f"adam_params: {name}"].high for name in ("learning_rate", "beta1", "weight_decay")
-    }
+    largest = {name: RANGES[f"adam_params: {name}"].high for name in ("learning_rate", "beta1", "weight_decay")}
     rate, beta, decay = largest.values()
     greatest, least = np.finfo(np.float32).max, np.finfo(np.float32).tiny
     assert np.float32(beta) < 1
     for derived in (
         rate / (1 - beta),
         rate * decay,
-        *(CAPABILITY_RANGES[f"adam_params: {n}"].high for n in ("eps", "grad_clip_norm")),
+        *(RANGES[f"adam_params: {n}"].high for n in ("eps", "grad_clip_norm")),
     ):
         assert derived < greatest
-    assert CAPABILITY_RANGES["adam_params: grad_clip_norm"].low > least
+    assert RANGES["adam_params: grad_clip_norm"].low > least
 
 
 def test_ordinary_steps_pass() -> None:
@@ -282,12 +282,12 @@ def test_samples_the_backend_cannot_draw(op: ops.Sample, words: str) -> None:
 
 
 def test_a_sampler_says_which_temperatures_it_takes() -> None:
-    narrow = replace(CAPABILITIES, min_temperature=0.01, max_temperature=2.0)
+    narrow = replace(SAMPLER, min_temperature=0.01, max_temperature=2.0)
     for allowed in (0.0, 0.01, 2.0):
-        check(sample(temperature=allowed), narrow)
+        check(sample(temperature=allowed), sampler=narrow)
     for refused in (0.005, 2.0000001, 1e5):
         with pytest.raises(UserError, match=rf"temperature is {refused}; allowed: 0 \(greedy\), or 0.01 to 2$"):
-            check(sample(temperature=refused), narrow)
+            check(sample(temperature=refused), sampler=narrow)
 
 
 def test_a_large_top_k_is_allowed() -> None:
@@ -313,26 +313,39 @@ def test_what_sampling_returns_can_be_trained_on(name: str) -> None:
     """A distillation samples K alternatives per token and sends them back as K targets."""
     for k in range(5):
         targets = np.ones((3, max(k, 1)), np.int64)
-        sampled = passed(sample(**{name: k}), CAPABILITIES)
-        trained = passed(passes(target_tokens=targets, weights=np.ones(targets.shape, np.float32)), CAPABILITIES)
+        sampled = passed(sample(**{name: k}))
+        trained = passed(passes(target_tokens=targets, weights=np.ones(targets.shape, np.float32)))
         assert sampled == trained == (k <= 2), k
     with pytest.raises(UserError, match=f"{name} is 3; allowed: 0 to 2, the targets per token .* trains on"):
         check(sample(**{name: 3}))
-    check(sample(**{name: 3}), replace(CAPABILITIES, max_lora_rank=0))  # nothing is trained here
+    check(sample(**{name: 3}), replace(TRAINER, max_lora_rank=0))  # nothing is trained here
 
 
-def passed(op: ops.Operation, capabilities: Capabilities) -> bool:
+def passed(op: ops.Operation) -> bool:
     try:
-        check(op, capabilities)
+        check(op)
     except UserError:
         return False
     return True
 
 
 def test_a_sampler_that_cannot_score_prompts_says_so() -> None:
-    poor = Capabilities(vocab_size=10, max_context_tokens=8, max_batch_tokens=64, sampling=True)
+    poor = SamplerCapabilities(vocab_size=10, max_context_tokens=8)
     for op in (sample(prompt_logprobs=True), sample(target_prompt_logprobs=np.array([[1], [1]]))):
         with pytest.raises(UnsupportedError, match="not offered"):
-            check(op, poor)
+            check(op, sampler=poor)
     with pytest.raises(UnsupportedError, match="no sampler"):
-        check(sample(), replace(poor, sampling=False))
+        check(sample(), sampler=None)
+
+
+def test_a_sequence_fits_into_trainer_and_sampler() -> None:
+    """What is sampled is trained on, and the other way round: the shorter context is that of both."""
+    long = 9
+    with pytest.raises(UserError, match=r"context window: 3 \+ 6 > 8"):
+        check(sample(max_tokens=6), sampler=replace(SAMPLER, max_context_tokens=long))
+    ones = np.ones(long, np.float32)
+    with pytest.raises(UserError, match="model_input has 9 tokens; the context holds 8"):
+        check(
+            passes([1] * long, target_tokens=ones.astype(np.int64), weights=ones),
+            replace(TRAINER, max_context_tokens=long),
+        )

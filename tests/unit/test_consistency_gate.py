@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.backend import BackendContext, Capabilities
+from tinsmith.backend import BackendContext, SamplerCapabilities
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine import consistency_gate
 from tinsmith.engine.consistency_gate import MOST_WAITING
@@ -46,8 +46,8 @@ class Sampler(FaultySampler):
         self.may_score.set()
 
     @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, prompt_logprobs=self.scores_prompts)
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return replace(super().sampler_capabilities, prompt_logprobs=self.scores_prompts)
 
     async def load_snapshot(self, snapshot: Any) -> None:
         await super().load_snapshot(snapshot)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.backend import BackendContext, Capabilities, HostSnapshot, Snapshot
+from tinsmith.backend import BackendContext, HostSnapshot, SamplerCapabilities, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.engine import checkpoint_files, snapshots
@@ -442,8 +442,8 @@ class AdapterSampler(WatchedBackend):
     """Samples only from adapters, like a sampler that holds a single base model."""
 
     @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, full_fine_tuning=False)
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return replace(super().sampler_capabilities, full_fine_tuning=False)
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         if snapshot.lora.rank == 0:
@@ -513,7 +513,7 @@ async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(
         "sampler": Keeping(max_resident=100, max_bytes=100 * size),
     }[limit]
     if limit == "sampler":
-        setup.backend._capabilities = replace(setup.backend.capabilities, max_snapshots=2)
+        setup.backend._sampler_capabilities = replace(setup.backend.sampler_capabilities, max_snapshots=2)
     async with setup.running(keeping=keeping):
         await client.create_model()
         wanted = []

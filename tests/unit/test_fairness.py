@@ -212,7 +212,7 @@ async def test_no_tenant_gets_ahead_in_sampling_by_more_than_one_operation(
     for tenant in SIZES:
         await submit(world.store, a_sample, tenant, hog_has if tenant == "hog" else others_have)
     backend = world.backend
-    places = backend.capabilities.max_sequences
+    places = backend.sampler_capabilities.max_sequences
     common = places - places // 8
     async with world.engine():
         for number in range(samples):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.backend import BackendContext, Capabilities
+from tinsmith.backend import BackendContext, TrainerCapabilities
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.server.waiting_reasons import explain
@@ -20,6 +20,7 @@ from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import (
+    EngineCapabilities,
     EngineRecord,
     EngineState,
     OperationRecord,
@@ -86,7 +87,7 @@ async def engine_on(
     )
     backend = ToyBackend(ToyConfig(max_models=PLACES), context)
     if capabilities is not None:
-        backend._capabilities = replace(backend.capabilities, **capabilities)  # type: ignore[arg-type]  # its fields
+        backend._trainer_capabilities = replace(backend.trainer_capabilities, **capabilities)  # type: ignore[arg-type]  # its fields
     engine = await make_engine(store, backend, tmp_path, sampler=backend, quotas=QuotaSettings(**quotas))
     await engine.recover("killed", lambda _what, _share: None)
     running = asyncio.create_task(engine.run())
@@ -190,8 +191,13 @@ async def test_models_that_find_no_place_fail_one_by_one(store: SqlStore, tmp_pa
 
 
 def test_the_reason_says_whose_models_are_in_the_way() -> None:
-    capabilities = Capabilities(vocab_size=64, max_context_tokens=64, max_batch_tokens=64, max_models=64)
-    engine = EngineRecord(base_model="toy", state=EngineState.READY, updated_at=NOW, capabilities=capabilities)
+    trainer = TrainerCapabilities(vocab_size=64, max_context_tokens=64, max_batch_tokens=64, max_models=64)
+    engine = EngineRecord(
+        base_model="toy",
+        state=EngineState.READY,
+        updated_at=NOW,
+        capabilities=EngineCapabilities(trainer=trainer, sampler=None),
+    )
 
     def reason(place: PlaceWait, engine: EngineRecord = engine) -> tuple[str, str]:
         found = explain(operation, Waiting(engine=engine, place=place), QuotaSettings())
@@ -220,7 +226,9 @@ def test_the_reason_says_whose_models_are_in_the_way() -> None:
     assert state == "paused_rate_limit"
     assert "your models take 56 of the 64 places" in text
     assert "the last 8 are for tenants without a model (quotas.kept_places)" in text
-    limited = replace(engine, capabilities=replace(capabilities, max_full_models=2))
+    limited = replace(
+        engine, capabilities=EngineCapabilities(trainer=replace(trainer, max_full_models=2), sampler=None)
+    )
     full = PlaceWait(taken=5, taken_by_tenant=0, num_waiting=1, taken_full=2)
     assert "2 of the 2 places for full fine-tuning (LoRA rank 0) of 'toy' are taken" in reason(full, limited)[1]
     assert "5 of the 64 places" in reason(full)[1]

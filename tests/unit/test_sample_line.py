@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities
+from tinsmith.backend import SamplerCapabilities
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.engine.claimed import Claimed
 from tinsmith.engine.context import EngineContext
@@ -44,9 +44,7 @@ def a_sample(tenant: str, number: int, *, sequences: int = 1, max_tokens: int = 
 
 
 def a_queue(places: int = 8, clock: Callable[[], float] = time.time, **weights: float) -> SampleQueue:
-    capabilities = Capabilities(
-        vocab_size=8, max_context_tokens=1000, max_batch_tokens=1000, sampling=True, max_sequences=places
-    )
+    capabilities = SamplerCapabilities(vocab_size=8, max_context_tokens=1000, max_sequences=places)
     return SampleQueue(FairScheduler(FairConfig(weights=weights)), capabilities, clock=clock)
 
 

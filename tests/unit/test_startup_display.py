@@ -9,15 +9,18 @@ from datetime import UTC, datetime
 import pytest
 from rich.console import Console
 
-from tinsmith.backend import Capabilities
+from tinsmith.backend import TrainerCapabilities
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import PluginReport
 from tinsmith.processes.display import EngineDisplay, show_banner
 from tinsmith.processes.logs import StderrHandler, console
 from tinsmith.settings import ModelSettings, Settings
-from tinsmith.store import EngineFailure, EngineRecord, EngineState
+from tinsmith.store import EngineCapabilities, EngineFailure, EngineRecord, EngineState
 
-CAPABILITIES = Capabilities(vocab_size=8, max_context_tokens=8, max_batch_tokens=8, device="NVIDIA H200")
+CAPABILITIES = EngineCapabilities(
+    trainer=TrainerCapabilities(vocab_size=8, max_context_tokens=8, max_batch_tokens=8, device="NVIDIA H200"),
+    sampler=None,
+)
 
 
 def record(state: EngineState, detail: str = "", progress: float | None = None) -> EngineRecord:

@@ -73,7 +73,7 @@ class CheckReport:
     """What came of everything. Mappings have an entry for each backend and sampler that could be made."""
 
     findings: Sequence[Finding]
-    capabilities: Mapping[Offered, Capabilities]
+    capabilities: Mapping[Offered, Mapping[str, Capabilities]]  # by role: trainer, sampler
     isolation_difference: Mapping[Offered, float]  # measured: the greatest one of a logprob, in nats
     abuse: Mapping[Offered, Sequence[Mapping[str, object]]]  # for each group of cases, counts of what came of them
 
@@ -156,7 +156,7 @@ class _Collector:
         self._tests: dict[str, tuple[Offered, str, str]] = {}  # by node: whose, its area, its name
         self._findings: dict[str, Finding] = {}
         self._num_done = 0
-        self._capabilities: dict[Offered, Capabilities] = {}
+        self._capabilities: dict[Offered, Mapping[str, Capabilities]] = {}
         self._differences: dict[Offered, float] = {}
         self._abuse: dict[Offered, list[Mapping[str, object]]] = {}
 
@@ -235,11 +235,11 @@ def as_json(report: CheckReport) -> str:
 
 
 def _offer_as_json(report: CheckReport, offer: Offered) -> dict[str, object]:
-    capabilities = report.capabilities.get(offer)
+    roles = report.capabilities.get(offer, {})
     return {
         "kind": offer.kind,
         "name": offer.name,
-        "capabilities": claims(capabilities) if capabilities is not None else None,
+        "capabilities": {role: claims(capabilities) for role, capabilities in roles.items()},
         "isolation_difference": report.isolation_difference.get(offer),
         "abuse": report.abuse.get(offer, []),
         "tests": [

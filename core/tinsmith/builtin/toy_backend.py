@@ -16,12 +16,13 @@ from tinsmith.backend import (
     BackendConfig,
     BackendContext,
     BackendSpec,
-    Capabilities,
     HostSnapshot,
     ModelState,
+    SamplerCapabilities,
     SamplingBackend,
     SleepableTrainingBackend,
     Snapshot,
+    TrainerCapabilities,
 )
 from tinsmith.builtin import toy_sampling, toy_training
 from tinsmith.builtin.toy_model import Adapter, ToyModel
@@ -69,7 +70,7 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
         model = ToyModel(vocab_size=config.vocab_size, hidden_size=config.hidden_size, seed=config.seed)
         self._awake: _Device | None = _Device(model=model, snapshots={None: Adapter(weights={}, scale=1.0)})
         self._asleep = b""  # what the device held, while the backend sleeps
-        self._capabilities = Capabilities(
+        self._trainer_capabilities = TrainerCapabilities(
             device="cpu",
             dtype="float32",  # of what it returns; inside it is more exact
             vocab_size=config.vocab_size,
@@ -83,7 +84,15 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
             max_targets_per_token=config.vocab_size,
             deterministic=True,
             isolation="bitwise",
-            sampling=True,
+        )
+        self._sampler_capabilities = SamplerCapabilities(
+            device="cpu",
+            dtype="float32",
+            vocab_size=config.vocab_size,
+            max_context_tokens=config.max_context_tokens,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            full_fine_tuning=True,
+            isolation="bitwise",
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=config.vocab_size,
@@ -92,13 +101,17 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
         )
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+    def trainer_capabilities(self) -> TrainerCapabilities:
+        return self._trainer_capabilities
+
+    @property
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return self._sampler_capabilities
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     def create_model(self, op: CreateModel) -> None:
-        limits = self._capabilities
+        limits = self._trainer_capabilities
         if not 0 <= op.lora.rank <= limits.max_lora_rank:
             msg = f"rank {op.lora.rank} is not supported; it may be 1 to {limits.max_lora_rank}, or 0: all weights"
             raise UserError(msg)
@@ -178,7 +191,7 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
         adapter = self._device.snapshots.get(op.snapshot_id)
         if adapter is None:
             return Failed(message=f"snapshot {op.snapshot_id!r} is not loaded", category="server")
-        output = await toy_sampling.sample(self._device.model, adapter, op, self._capabilities.vocab_size)
+        output = await toy_sampling.sample(self._device.model, adapter, op, self.sampler_capabilities.vocab_size)
         return unless_diverged(op, output)
 
     # Sleep ------------------------------------------------------------------------------------------------------------

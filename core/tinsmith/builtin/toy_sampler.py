@@ -1,6 +1,6 @@
 """The toy backend as a sampler of its own, for a trainer that is another object. It can sleep while that one trains."""
 
-from tinsmith.backend import BackendContext, Capabilities, SamplerSpec, SleepableSamplingBackend, Snapshot
+from tinsmith.backend import BackendContext, SamplerCapabilities, SamplerSpec, SleepableSamplingBackend, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.hookspecs import hookimpl
 from tinsmith.operations import Failed, Sample, SampleOutput
@@ -11,8 +11,8 @@ class ToySampler(SleepableSamplingBackend):
         self._toy = ToyBackend(config, context)
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._toy.capabilities
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return self._toy.sampler_capabilities
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         await self._toy.load_snapshot(snapshot)

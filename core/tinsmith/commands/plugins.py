@@ -123,15 +123,14 @@ def _print_report(console: Console, name: str, plugins: Plugins, report: CheckRe
 
 
 def _print_claims(console: Console, report: CheckReport, offer: Offered) -> None:
-    capabilities = report.capabilities.get(offer)
-    if capabilities is None:
-        return
-    shown = ", ".join(f"{key} {_shown(value)}" for key, value in claims(capabilities).items() if value)
-    console.print(f"  claims: {escape(shown)}", soft_wrap=True)
+    roles = report.capabilities.get(offer, {})
+    for role, capabilities in roles.items():
+        shown = ", ".join(f"{key} {_shown(value)}" for key, value in claims(capabilities).items() if value)
+        console.print(f"  claims as a {role}: {escape(shown)}", soft_wrap=True)
     measured = report.isolation_difference.get(offer)
     if measured is not None:
         console.print(
-            f"  isolation: {capabilities.isolation} claimed; measured logprobs alone and in company differ by at "
+            f"  isolation: {roles['trainer'].isolation} claimed; measured logprobs alone and in company differ by at "
             f"most {measured:.3g}"
         )
     for row in report.abuse.get(offer, ()):

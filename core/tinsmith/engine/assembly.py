@@ -28,6 +28,7 @@ from tinsmith.engine.windows import Windows
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Limits, Scheduler
+from tinsmith.store import EngineCapabilities
 
 _SHARE_OF_WAITING: Final = 4  # snapshots that wait to be compared take at most this part of a sampler's places
 
@@ -48,9 +49,9 @@ def assemble_engine(
     `thread` has one worker, in which the backend was created; None: a new one. `turns` are those of trainer and
     sampler, if they share devices by turns.
     """
-    trains = backend.capabilities
-    drawing = NoSampler(trains) if sampler is None else WatchedSampler(sampler, engine.watch, turns)
-    samples = drawing.capabilities
+    trainer = backend.trainer_capabilities
+    drawing = NoSampler(trainer) if sampler is None else WatchedSampler(sampler, engine.watch, turns)
+    capabilities = EngineCapabilities.of(trainer, None if sampler is None else sampler.sampler_capabilities)
 
     training_thread = TrainingThread(thread, turns, engine.watch)
     probes = Probes(backend, drawing, engine.options.consistency, call=training_thread.call)
@@ -62,21 +63,21 @@ def assemble_engine(
     points = RecoveryPoints(engine, models, gate)
     operations = ModelOperations(engine, models, windows, checkpoints, snapshots, gate, points)
 
-    claims = Claims(engine, Decoder(training=trains, sampling=samples, losses=losses))
+    claims = Claims(engine, Decoder(capabilities=capabilities, losses=losses))
     recorder = Recorder(engine, claims, on_finished)
-    waiting = TrainingQueue(scheduler, Limits(max_batch_tokens=trains.max_batch_tokens), models.why_not)
+    waiting = TrainingQueue(scheduler, Limits(max_batch_tokens=trainer.max_batch_tokens), models.why_not)
     training = Training(engine, waiting, models, windows, steps, operations, points, recorder)
-    sampling = Sampling(
-        engine, SampleQueue(scheduler, samples), drawing, snapshots, gate, recorder, on_room=claims.wake
-    )
+    samples = SampleQueue(scheduler, drawing.sampler_capabilities)
+    sampling = Sampling(engine, samples, drawing, snapshots, gate, recorder, on_room=claims.wake)
     replayer = Replayer(models, checkpoints, recovery_root=engine.data_dir.recovery_points(engine.base_model))
     recovery = Recovery(engine, models, replayer, snapshots, gate, points, steps)
-    return Engine(engine, claims, training, sampling, recovery, Places(engine, trains))
+    return Engine(engine, claims, training, sampling, recovery, Places(engine, trainer))
 
 
 def _most_waiting(engine: EngineContext, sampler: SamplingBackend, turns: DeviceTurns | None) -> int:
     """Return the most unverified snapshots in the sampler; 0 if checking one would change the turn of the devices."""
     if turns is not None:
         return 0
-    most, places = min(MOST_WAITING, engine.options.keeping.max_resident - 1), sampler.capabilities.max_snapshots
+    most = min(MOST_WAITING, engine.options.keeping.max_resident - 1)
+    places = sampler.sampler_capabilities.max_snapshots
     return most if places is None else min(most, places // _SHARE_OF_WAITING)

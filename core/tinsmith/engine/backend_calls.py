@@ -5,12 +5,11 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Final, Never, ParamSpec, TypeVar
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities, SamplingBackend, Snapshot
+from tinsmith.backend import SamplerCapabilities, SamplingBackend, Snapshot, TrainerCapabilities
 from tinsmith.engine.call_watch import ONE_CALL, CallWatch, Sizes, Watched
 from tinsmith.engine.device_turns import DeviceTurns, submit_in_turn
 from tinsmith.engine.failures import BackendFailedError, backend_failed, contained, guarded
@@ -91,8 +90,8 @@ class WatchedSampler(SamplingBackend):
         self._turns = turns
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._sampler.capabilities
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return self._sampler.sampler_capabilities
 
     @property
     def trouble(self) -> str | None:
@@ -126,7 +125,7 @@ class WatchedSampler(SamplingBackend):
 
     def _checked(self, op: Sample, result: SampleOutput | Failed) -> SampleOutput | Failed:
         try:
-            check_sample(op, result, self.capabilities.vocab_size)
+            check_sample(op, result, self.sampler_capabilities.vocab_size)
         except WrongResultError as error:
             msg = f"the sampler {type(self._sampler).__qualname__} breaks its contract: {error}"
             _log.error("%s", msg)
@@ -135,7 +134,7 @@ class WatchedSampler(SamplingBackend):
 
     def _sizes(self, op: Sample, drawn: int) -> Sizes:
         """Sequences are drawn side by side, as many as the sampler has places for."""
-        rounds = -(-op.num_samples // self.capabilities.max_sequences)
+        rounds = -(-op.num_samples // self.sampler_capabilities.max_sequences)
         return {"steps": float(rounds * drawn), "prompt": float(len(op.prompt_P))}
 
 
@@ -144,17 +143,17 @@ def _longest(output: SampleOutput) -> int:
 
 
 class NoSampler(SamplingBackend):
-    """Stands in for the sampler of a base model that can only be trained.
+    """Stands in for the sampler of a base model that can only be trained. Samples and ephemeral saves are refused."""
 
-    Its capabilities say that it does not sample, so that samples and ephemeral snapshots are refused.
-    """
-
-    def __init__(self, training: Capabilities) -> None:
-        self._capabilities = replace(training, sampling=False)
+    def __init__(self, trainer: TrainerCapabilities) -> None:
+        self._trainer = trainer
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        """Claim nothing."""
+        return SamplerCapabilities(
+            vocab_size=self._trainer.vocab_size, max_context_tokens=self._trainer.max_context_tokens
+        )
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         raise AssertionError(snapshot.snapshot_id)

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Final, NamedTuple
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities
 from tinsmith.checks import check_operation
 from tinsmith.engine.claimed import Claimed, failed
 from tinsmith.engine.context import EngineContext
@@ -16,7 +15,7 @@ from tinsmith.engine.failures import with_retries
 from tinsmith.errors import TinsmithError
 from tinsmith.losses import LossSpec
 from tinsmith.steady_clock import SteadyClock
-from tinsmith.store import ClaimRoom, Held, OperationRecord
+from tinsmith.store import ClaimRoom, EngineCapabilities, Held, OperationRecord
 from tinsmith.store.codec import decode_operation
 
 _IDLE_S: Final = 60.0
@@ -84,8 +83,7 @@ class Holdings:
 class Decoder:
     """Decodes what was claimed, and checks it against what trainer and sampler can do."""
 
-    training: Capabilities
-    sampling: Capabilities
+    capabilities: EngineCapabilities
     losses: Mapping[str, LossSpec]
 
     async def decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
@@ -103,7 +101,7 @@ class Decoder:
         operation: ops.Operation | None = None
         try:
             operation = decode_operation(record.kind, record.payload)
-            check_operation(operation, self.training if record.ordered else self.sampling, self.losses)
+            check_operation(operation, self.capabilities, self.losses)
         except TinsmithError as error:
             return Claimed(
                 record=claimed,

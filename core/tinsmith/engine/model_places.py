@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from tinsmith.backend import Capabilities
+from tinsmith.backend import TrainerCapabilities
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
 from tinsmith.steady_clock import SteadyClock
@@ -15,10 +15,10 @@ _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
 
 class Places:
-    def __init__(self, engine: EngineContext, capabilities: Capabilities) -> None:
+    def __init__(self, engine: EngineContext, trainer: TrainerCapabilities) -> None:
         self._store = engine.store
         self._lease = engine.lease
-        self._capabilities = capabilities
+        self._trainer = trainer
         self._settings = engine.options.quotas
 
     async def watch(self) -> None:
@@ -31,8 +31,8 @@ class Places:
 
     def _limits(self, now: datetime, steady_s: float) -> PlaceLimits:
         """A model cannot get a place while no engine runs, so this one waits as long before it gives any up."""
-        wait_s, max_models = self._settings.place_wait_s, self._capabilities.max_models
-        full = self._capabilities.max_full_models or None  # 0: the engine refuses such a model, which need not wait
+        wait_s, max_models = self._settings.place_wait_s, self._trainer.max_models
+        full = self._trainer.max_full_models or None  # 0: the engine refuses such a model, which need not wait
         of_them = "" if full is None else f", {full} of them with LoRA rank 0"
         settings = "max_models" if full is None else "max_models or max_full_models"
         return PlaceLimits(

@@ -63,7 +63,7 @@ class Models:
 
     def _unknown_loss(self, operation: ops.Operation | None) -> ops.Failed | None:
         """Claims are checked already. What is replayed may be of a time with other plugins."""
-        offered = self._backend.capabilities.losses
+        offered = self._backend.trainer_capabilities.losses
         if not isinstance(operation, ops.ForwardBackward) or operation.loss_fn in offered:
             return None
         return ops.Failed(

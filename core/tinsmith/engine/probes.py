@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities, SamplingBackend, TrainingBackend
+from tinsmith.backend import SamplerCapabilities, SamplingBackend, TrainerCapabilities, TrainingBackend
 from tinsmith.engine.consistency_verdict import FLOAT32, LOW_PRECISION, Bounds, Scores, ScoresN, compare, not_compared
 from tinsmith.errors import UserError
 from tinsmith.operations import Consistency
@@ -79,7 +79,7 @@ class Probes:
         self._sampler = sampler
         self._settings = settings
         self._call = call
-        training, sampling = backend.capabilities, sampler.capabilities
+        training, sampling = backend.trainer_capabilities, sampler.sampler_capabilities
         self._bounds = _bounds(training, sampling, settings)
         self._probes = probe_tokens(training, sampling, settings)
         self._impossible = _why_impossible(training, sampling)
@@ -205,7 +205,7 @@ def figures(found: Consistency) -> str:
 
 
 def probe_tokens(
-    training: Capabilities, sampling: Capabilities, settings: ConsistencySettings
+    training: TrainerCapabilities, sampling: SamplerCapabilities, settings: ConsistencySettings
 ) -> tuple[ops.TokenArray, ...]:
     """Draw the probes. The same vocabulary always gives the same probes; each has different tokens."""
     context = min(training.max_context_tokens, sampling.max_context_tokens)
@@ -215,13 +215,13 @@ def probe_tokens(
     return tuple(rng.integers(0, vocab_size, length).astype(np.int32) for _ in range(settings.probes))
 
 
-def _bounds(training: Capabilities, sampling: Capabilities, settings: ConsistencySettings) -> Bounds:
+def _bounds(training: TrainerCapabilities, sampling: SamplerCapabilities, settings: ConsistencySettings) -> Bounds:
     exact = training.dtype == sampling.dtype == "float32"
     bounds = FLOAT32 if exact else LOW_PRECISION
     return bounds if settings.max_difference is None else replace(bounds, max_difference=settings.max_difference)
 
 
-def _why_impossible(training: Capabilities, sampling: Capabilities) -> str | None:
+def _why_impossible(training: TrainerCapabilities, sampling: SamplerCapabilities) -> str | None:
     if not sampling.prompt_logprobs:
         return "this sampler cannot score prompts (its prompt_logprobs capability is off)"
     if _LOSS not in training.losses:

@@ -10,7 +10,7 @@ from typing import Final, cast
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities, SamplingBackend
+from tinsmith.backend import SamplerCapabilities, SamplingBackend
 from tinsmith.engine.claimed import Claimed, Finished, Outcome, failed
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.context import EngineContext
@@ -60,11 +60,13 @@ class SampleQueue:
     add to what a tenant gets there: one sample at a time, while nothing else of it is drawn.
     """
 
-    def __init__(self, scheduler: Scheduler, sampling: Capabilities, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, scheduler: Scheduler, sampler: SamplerCapabilities, *, clock: Callable[[], float] = time.time
+    ) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self._places = sampling.max_sequences
-        self._limits = Limits(max_batch_tokens=sampling.max_sequences * sampling.max_context_tokens)
+        self._places = sampler.max_sequences
+        self._limits = Limits(max_batch_tokens=sampler.max_sequences * sampler.max_context_tokens)
         self._memory: dict[bool, Mapping[str, float]] = {False: {}, True: {}}  # the scheduler's, by `reserved`
         self._waiting: dict[str, dict[str, _Waiting]] = {}  # by tenant and request_id, oldest first
         self._drawn: dict[str, _Place] = {}  # by request_id

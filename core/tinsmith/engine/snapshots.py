@@ -16,6 +16,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
+from tinsmith.engine.backend_calls import NoSampler
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import in_a_thread, with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
@@ -67,11 +68,10 @@ class Snapshots:
 
     def why_not(self, lora: LoraConfig) -> UserError | None:
         """Return why models of this configuration cannot be sampled from; None if they can."""
-        sampler = self._sampler.capabilities
-        if not sampler.sampling:
+        if isinstance(self._sampler, NoSampler):
             msg = "this base model cannot be sampled from: it has no sampler; save with a name instead"
             return UserError(msg)
-        if lora.rank == 0 and not sampler.full_fine_tuning:
+        if lora.rank == 0 and not self._sampler.sampler_capabilities.full_fine_tuning:
             msg = (
                 "this base model's sampler takes only LoRA adapters, but all weights of this model are trained (LoRA "
                 "rank 0); save with a name instead: the checkpoint is a Hugging Face directory, which can be served "
@@ -253,7 +253,7 @@ class Snapshots:
         """
         resident = [each for each in self._held.items() if each[1].snapshot is not None]
         number, size = len(resident), sum(held.num_bytes for _, held in resident)
-        room = self._sampler.capabilities.max_snapshots
+        room = self._sampler.sampler_capabilities.max_snapshots
         most = self._keeping.max_resident if room is None else min(room, self._keeping.max_resident)
         for name, held in resident:
             if number <= most and size <= self._keeping.max_bytes:

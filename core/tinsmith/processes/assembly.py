@@ -2,14 +2,11 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from tinsmith.backend import (
     BackendContext,
-    Capabilities,
-    Isolation,
     Placement,
     Progress,
     SamplingBackend,
@@ -26,12 +23,10 @@ from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, PluginSection, Settings
-from tinsmith.store import DeviceTurn, RequestStore, StoreContext
+from tinsmith.store import DeviceTurn, EngineCapabilities, RequestStore, StoreContext
 
 NO_SAMPLER: Final = "none"
 """The sampler of a model that is only trained."""
-
-_WEAKNESS: Final[dict[Isolation, int]] = {"bitwise": 0, "close": 1, "none": 2}
 
 
 def make_store(settings: Settings, plugins: Plugins) -> RequestStore:
@@ -64,8 +59,7 @@ def make_backends(
     """Return trainer and sampler, which may be one object. Call it in the thread that will use the trainer."""
     backend = make_trainer(model, plugins, data_dir, progress, samples=model.sampler is None)
     if model.sampler is None:
-        samples = isinstance(backend, SamplingBackend) and backend.capabilities.sampling
-        return backend, backend if samples and isinstance(backend, SamplingBackend) else None
+        return backend, backend if isinstance(backend, SamplingBackend) else None
     if model.sampler.plugin == NO_SAMPLER:
         return backend, None
     try:
@@ -175,9 +169,9 @@ def check_routing_replay(model: ModelSettings, backend: TrainingBackend, sampler
         return
     trainer = repr(model.backend.plugin) if model.backend is not None else type(backend).__name__
     sampling = trainer if model.sampler is None else repr(model.sampler.plugin)
-    returns = sampler is not None and sampler.capabilities.returns_routed_experts
+    returns = sampler is not None and sampler.sampler_capabilities.returns_routed_experts
     lacking = [
-        *([] if backend.capabilities.replayed_experts else [f"the backend {trainer} does not replay experts"]),
+        *([] if backend.trainer_capabilities.replayed_experts else [f"the backend {trainer} does not replay experts"]),
         *([] if returns else [f"the sampler {sampling} does not return those of its samples"]),
     ]
     if lacking:
@@ -196,26 +190,7 @@ def _placement(section: PluginSection | None, spec: AnySpec, *, samples: bool) -
     return Placement(devices=devices, memory_bytes=given.memory, device_bytes=known, samples=samples)
 
 
-def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -> Capabilities:
-    """Describe the pair: the sampler says how it samples, and the pair isolates as well as the weaker of the two."""
-    training = backend.capabilities
-    if sampler is None:
-        return replace(training, sampling=False)
-    sampling = sampler.capabilities
-    weaker = max(training, sampling, key=lambda each: (_WEAKNESS[each.isolation], each.isolation_error))
-    return replace(
-        training,
-        isolation=weaker.isolation,
-        isolation_error=weaker.isolation_error,
-        max_context_tokens=min(training.max_context_tokens, sampling.max_context_tokens),
-        sampling=True,
-        prompt_logprobs=sampling.prompt_logprobs,
-        target_prompt_logprobs=sampling.target_prompt_logprobs,
-        min_temperature=sampling.min_temperature,
-        max_temperature=sampling.max_temperature,
-        max_topk_logprobs=sampling.max_topk_logprobs,
-        stop_strings=sampling.stop_strings,
-        returns_routed_experts=sampling.returns_routed_experts,
-        max_sequences=sampling.max_sequences,
-        max_snapshots=sampling.max_snapshots,
+def capabilities_of(backend: TrainingBackend, sampler: SamplingBackend | None) -> EngineCapabilities:
+    return EngineCapabilities.of(
+        backend.trainer_capabilities, None if sampler is None else sampler.sampler_capabilities
     )

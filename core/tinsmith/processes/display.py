@@ -144,6 +144,6 @@ def _share(record: EngineRecord) -> str:
 def _state(record: EngineRecord) -> str:
     colour = {EngineState.READY: "green", EngineState.FAILED: "red", EngineState.RESTARTING: "yellow"}
     colour |= {EngineState.SILENT: "red"}
-    device = record.capabilities.device if record.capabilities and record.state is EngineState.READY else ""
+    device = record.capabilities.trainer.device if record.capabilities and record.state is EngineState.READY else ""
     on = f" on {escape(device)}" if device else ""
     return f"[{colour.get(record.state, 'cyan')}]{record.state}[/] {escape(record.base_model)}{on}"

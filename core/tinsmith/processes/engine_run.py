@@ -178,7 +178,7 @@ class EngineRun:
         if await unless_stopped(stopping, self._recovered(engine)) is None:
             return
         await self.reports.say(EngineState.READY)
-        capabilities = backend.capabilities
+        capabilities = backend.trainer_capabilities
         _log.info("ready: %s, on %s in %s", self.model.name, capabilities.device, capabilities.dtype or "its own type")
         stop = asyncio.create_task(_call_when_set(stopping, engine.stop))
         try:

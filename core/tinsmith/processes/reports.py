@@ -7,11 +7,18 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from tinsmith.backend import Capabilities
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.operations import Consistency
 from tinsmith.settings.secrets import cleaned
-from tinsmith.store import ConsistencyCounts, DeviceTurn, EngineRecord, EngineState, Lease, RequestStore
+from tinsmith.store import (
+    ConsistencyCounts,
+    DeviceTurn,
+    EngineCapabilities,
+    EngineRecord,
+    EngineState,
+    Lease,
+    RequestStore,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +44,9 @@ class EngineReports:
             with suppress(asyncio.CancelledError):
                 await task
 
-    async def say(self, state: EngineState, detail: str = "", *, capabilities: Capabilities | None = None) -> None:
+    async def say(
+        self, state: EngineState, detail: str = "", *, capabilities: EngineCapabilities | None = None
+    ) -> None:
         """Send a report now."""
         known = capabilities or self.record.capabilities
         self.record = replace(self.record, state=state, detail=cleaned(detail), progress=None, capabilities=known)

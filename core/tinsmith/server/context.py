@@ -14,7 +14,6 @@ from typing import Annotated, Final, cast
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from tinsmith.backend import Capabilities
 from tinsmith.hook_values import Principal
 from tinsmith.huggingface.hub_cache import HubReference, cached_model
 from tinsmith.losses import LossSpec
@@ -28,7 +27,7 @@ from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.storage_health import StorageHealth
 from tinsmith.server.unknown_field_counts import UnknownFieldCounts
 from tinsmith.settings import Settings
-from tinsmith.store import EngineRecord, EngineState, RequestStore, SamplingSessionRecord
+from tinsmith.store import EngineCapabilities, EngineRecord, EngineState, RequestStore, SamplingSessionRecord
 
 API_PREFIX = "/api/v1"
 _ALIVE: Final = frozenset(EngineState) - {EngineState.RESTARTING, EngineState.FAILED, EngineState.STOPPED}
@@ -114,7 +113,7 @@ class Engines:
                 _log.warning("the engine of %r is no longer silent: it is %s", record.base_model, record.state.value)
         self._silent &= {record.engine_id for record in self._records.values() if record.engine_id is not None}
 
-    async def capabilities(self, base_model: str) -> Capabilities | None:
+    async def capabilities(self, base_model: str) -> EngineCapabilities | None:
         """Return None until the engine has reported them."""
         record = (await self.records()).get(base_model)
         return record.capabilities if record is not None else None

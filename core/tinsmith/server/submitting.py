@@ -12,7 +12,6 @@ from typing import Final
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.backend import Capabilities
 from tinsmith.checks import check_operation
 from tinsmith.errors import UserError
 from tinsmith.failpoints import durable_boundary
@@ -21,7 +20,7 @@ from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
 from tinsmith.server.known import KnownRequest, KnownRun
 from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
-from tinsmith.store import NewOperation
+from tinsmith.store import EngineCapabilities, NewOperation
 from tinsmith.store.codec import decode_operation, decoded_bytes, encode_operation, kind_of
 from tinsmith.store.routed_experts import decode_experts, digest_of
 
@@ -114,7 +113,7 @@ def _prepared(
     run: KnownRun,
     seq_id: int,
     decode: Callable[[], ops.TrainingOperation],
-    capabilities: Capabilities | None,
+    capabilities: EngineCapabilities | None,
     problem: UserError | None,
 ) -> NewOperation:
     """The digest is the operation's in any case, so a repeat finds it even if a problem has come or gone in between."""

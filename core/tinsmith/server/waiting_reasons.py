@@ -143,14 +143,15 @@ def _waits(operation: OperationRecord, turn: DeviceTurn) -> bool:
 
 def _place_reason(engine: EngineRecord, place: PlaceWait, quotas: QuotaSettings) -> WaitingReason:
     """Name no other tenant, and none of its models."""
-    max_models = engine.capabilities.max_models if engine.capabilities is not None else place.taken
+    trainer = None if engine.capabilities is None else engine.capabilities.trainer
+    max_models = place.taken if trainer is None else trainer.max_models
     kept = quotas.kept(max_models)
     free = max_models - place.taken
     remedy = (
         f"a place becomes free when a session ends; after {quotas.place_wait_s:.0f} s the request fails "
         "(quotas.place_wait_s)"
     )
-    max_full = None if engine.capabilities is None else engine.capabilities.max_full_models
+    max_full = None if trainer is None else trainer.max_full_models
     if max_full and place.taken_full is not None and place.taken_full >= max_full:
         return _paused(
             f"{place.taken_full} of the {max_full} places for full fine-tuning (LoRA rank 0) of {engine.base_model!r} "

@@ -24,10 +24,17 @@ from sqlalchemy import (
 from sqlalchemy import Table as Table_
 from sqlmodel import Field, SQLModel, UniqueConstraint
 
-from tinsmith.backend import Capabilities
 from tinsmith.operations import LoraConfig
 from tinsmith.sql_store.columns import AsJson, AsText, Microseconds
-from tinsmith.store import ConsistencyCounts, DeviceTurn, EngineFailure, EngineState, OperationState, RunState
+from tinsmith.store import (
+    ConsistencyCounts,
+    DeviceTurn,
+    EngineCapabilities,
+    EngineFailure,
+    EngineState,
+    OperationState,
+    RunState,
+)
 
 R = TypeVar("R")
 
@@ -300,7 +307,7 @@ class EngineRow(Table, table=True):
     engine_id: str | None = None
     pid: int | None = None
     restarts: int
-    capabilities: Capabilities | None = _json(Capabilities, nullable=True)
+    capabilities: EngineCapabilities | None = _json(EngineCapabilities, nullable=True)
     consistency: ConsistencyCounts | None = _json(ConsistencyCounts, nullable=True)
     turn: DeviceTurn | None = _json(DeviceTurn, nullable=True)
     sampler_trouble: str | None = None

@@ -1,12 +1,12 @@
 """What the request store holds: a frozen record for each kind of row, and the effects that change rows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
-from tinsmith.backend import Capabilities
+from tinsmith.backend import SamplerCapabilities, TrainerCapabilities
 from tinsmith.json_values import Json
 from tinsmith.operations import Failed, LoraConfig, Result
 from tinsmith.store.metrics import Measured
@@ -232,6 +232,24 @@ class EngineFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What the trainer and the sampler of one base model can do together."""
+
+    trainer: TrainerCapabilities
+    sampler: SamplerCapabilities | None  # None: nobody samples
+
+    @classmethod
+    def of(cls, trainer: TrainerCapabilities, sampler: SamplerCapabilities | None) -> Self:
+        """Both take the sequences that fit into either: what is sampled can be trained on."""
+        if sampler is None:
+            return cls(trainer=trainer, sampler=None)
+        context = min(trainer.max_context_tokens, sampler.max_context_tokens)
+        return cls(
+            trainer=replace(trainer, max_context_tokens=context), sampler=replace(sampler, max_context_tokens=context)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
     """What the engine of one base model last reported of itself."""
 
@@ -243,7 +261,7 @@ class EngineRecord:
     engine_id: str | None = None
     pid: int | None = None
     restarts: int = 0
-    capabilities: Capabilities | None = None
+    capabilities: EngineCapabilities | None = None  # None: not known yet
     consistency: ConsistencyCounts | None = None  # None: nothing has been saved for sampling
     turn: DeviceTurn | None = None  # None: trainer and sampler take no turns
     sampler_trouble: str | None = None  # why nothing can be sampled for now; training goes on

@@ -1,7 +1,7 @@
 """The contract of abuse in sampling: no request that the checks let pass hurts others, or shows what they asked.
 
-Attackers send every number at every extreme that `check_operation` lets pass, beside neighbours whose answers must not
-change, and sample from adapters that are not numbers.
+Attackers send every number at every extreme that `check_sample_operation` lets pass, beside neighbours whose answers
+must not change, and sample from adapters that are not numbers.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from tinsmith.backend import Capabilities, SamplingBackend, Snapshot
-from tinsmith.checks import check_operation
+from tinsmith.backend import SamplerCapabilities, SamplingBackend, Snapshot
+from tinsmith.checks import check_sample_operation
 from tinsmith.errors import CapacityError, OutOfMemoryError, UserError
 from tinsmith.operations import Array, Failed, Sample, SampledSequence, SampleOutput
 from tinsmith.testing.abuse_sampling_cases import GROUPS, Case, cases_of
@@ -64,7 +64,7 @@ class SamplingAbuseContract(SamplingSuite):
         group: str,
         record_property: Callable[[str, object], None],
     ) -> None:
-        cases = list(cases_of(backend.capabilities, shapes_if_any, group, self.random_cases))
+        cases = list(cases_of(backend.sampler_capabilities, shapes_if_any, group, self.random_cases))
         tally = Tally(group=f"sampling: {group}", cases=len(cases))
         before = self.processes(backend)
         snapshot = None if shapes_if_any is None else random_snapshot(shapes_if_any, seed=72)
@@ -98,8 +98,8 @@ class SamplingAbuseContract(SamplingSuite):
 
 async def _look_for_a_secret(backend: SamplingBackend, snapshot_id: str | None) -> None:
     """Ask about a prompt, and about one that begins like it, before and after somebody else has."""
-    length = min(400, backend.capabilities.max_context_tokens - 8)
-    secret, other = (random_prompt(63 + n, length, backend.capabilities.vocab_size) for n in range(2))
+    length = min(400, backend.sampler_capabilities.max_context_tokens - 8)
+    secret, other = (random_prompt(63 + n, length, backend.sampler_capabilities.vocab_size) for n in range(2))
     guesses = (secret, with_tokens(secret[: length // 2], other[length // 2 :]))
     ask = Sample(sampling_session_id="", snapshot_id=snapshot_id, prompt_P=secret, params=params(max_tokens=2))
 
@@ -118,7 +118,7 @@ async def _look_for_a_secret(backend: SamplingBackend, snapshot_id: str | None) 
     hits = [answer.prompt_cache_hit_tokens for answer in (*before, *after)]
     assert not any(hits), f"prompt_cache_hit_tokens are {hits} for prompts that only other sessions have asked about"
     for found, expected in zip(after, before, strict=True):
-        changes = _changed_fields(backend.capabilities, found, expected)
+        changes = _changed_fields(backend.sampler_capabilities, found, expected)
         assert not changes, f"another session's prompt has changed {changes}"
 
 
@@ -130,7 +130,7 @@ class _Neighbours:
 
     def __init__(self, backend: SamplingBackend, snapshot: Snapshot | None, tally: Tally) -> None:
         self._backend, self._snapshot, self._tally = backend, snapshot, tally
-        vocab_size, scores = backend.capabilities.vocab_size, backend.capabilities.prompt_logprobs
+        vocab_size, scores = backend.sampler_capabilities.vocab_size, backend.sampler_capabilities.prompt_logprobs
         plain = Sample(
             sampling_session_id=_new_session(),
             snapshot_id=None,
@@ -162,7 +162,7 @@ class _Neighbours:
         for number, (found, expected) in enumerate(zip(answers, self._expected, strict=True)):
             if not isinstance(found, SampleOutput) or not isinstance(expected, SampleOutput):
                 self._tally.changed.append(f"neighbour {number} {what}: {found!r}, and alone: {expected!r}")
-            elif changes := _changed_fields(self._backend.capabilities, found, expected):
+            elif changes := _changed_fields(self._backend.sampler_capabilities, found, expected):
                 self._tally.changed.append(f"neighbour {number} {what}: {changes}")
 
     async def leave(self) -> None:
@@ -177,7 +177,7 @@ async def _attack(
 ) -> None:
     """Run cases at the same time, beside the neighbours."""
     for case in cases:
-        check_operation(case.op, backend.capabilities, {})
+        check_sample_operation(case.op, backend.sampler_capabilities)
     snapshots = {case.snapshot.snapshot_id: case.snapshot for case in cases if case.snapshot is not None}
     refused = {snapshot_id for snapshot_id, each in snapshots.items() if not await _loads(backend, each, tally)}
     running = [case for case in cases if case.op.snapshot_id not in refused]
@@ -185,7 +185,7 @@ async def _attack(
     asked = [] if neighbours is None else neighbours.ask()
     answers = await asyncio.gather(*(backend.sample(case.op) for case in running), return_exceptions=True)
     for case, answer in zip(running, answers, strict=True):
-        _count(case, answer, backend.capabilities, tally)
+        _count(case, answer, backend.sampler_capabilities, tally)
     if neighbours is not None:
         await neighbours.check(asked, "beside " + " and ".join(case.what for case in cases))
     for snapshot_id in snapshots:
@@ -204,7 +204,7 @@ async def _loads(backend: SamplingBackend, snapshot: Snapshot, tally: Tally) -> 
     return True
 
 
-def _count(case: Case, answer: object, capabilities: Capabilities, tally: Tally) -> None:
+def _count(case: Case, answer: object, capabilities: SamplerCapabilities, tally: Tally) -> None:
     if isinstance(answer, Failed):
         tally.refused += 1
     elif isinstance(answer, SampleOutput):
@@ -214,7 +214,7 @@ def _count(case: Case, answer: object, capabilities: Capabilities, tally: Tally)
         tally.deaths.append(f"{case.what}: {type(answer).__name__}: {answer}")
 
 
-def _fault(answer: SampleOutput, op: Sample, capabilities: Capabilities) -> str | None:
+def _fault(answer: SampleOutput, op: Sample, capabilities: SamplerCapabilities) -> str | None:
     if len(answer.sequences) != op.num_samples:
         return f"{len(answer.sequences)} sequences, not {op.num_samples}"
     for sequence in answer.sequences:
@@ -226,7 +226,7 @@ def _fault(answer: SampleOutput, op: Sample, capabilities: Capabilities) -> str 
     return None
 
 
-def _changed_fields(capabilities: Capabilities, found: SampleOutput, expected: SampleOutput) -> list[str]:
+def _changed_fields(capabilities: SamplerCapabilities, found: SampleOutput, expected: SampleOutput) -> list[str]:
     """Name the fields that differ by more than company may change, except for what was in the asker's own cache."""
     changes = []
     for name in ("prompt_logprobs", "target_prompt_logprobs"):
@@ -238,7 +238,7 @@ def _changed_fields(capabilities: Capabilities, found: SampleOutput, expected: S
     return changes
 
 
-def _changes_of(capabilities: Capabilities, found: SampledSequence, expected: SampledSequence) -> list[str]:
+def _changes_of(capabilities: SamplerCapabilities, found: SampledSequence, expected: SampledSequence) -> list[str]:
     """If isolation is not bitwise, a draw may take another turn at a near tie: what came before is compared."""
     common = min(len(found.tokens), len(expected.tokens))
     same = int(np.cumprod(found.tokens[:common] == expected.tokens[:common]).sum())
@@ -252,7 +252,7 @@ def _changes_of(capabilities: Capabilities, found: SampledSequence, expected: Sa
     return changes
 
 
-def _same(capabilities: Capabilities, found: Array, expected: Array) -> bool:
+def _same(capabilities: SamplerCapabilities, found: Array, expected: Array) -> bool:
     """Compare numbers that are NaN in the same places."""
     both = np.isnan(found) & np.isnan(expected)
     return same_numbers(capabilities, np.where(both, 0, found), np.where(both, 0, expected))

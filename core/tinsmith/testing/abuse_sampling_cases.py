@@ -1,6 +1,6 @@
 """What attackers ask of samplers: every number at its extremes, every token, adapters that are not numbers.
 
-Everything passes `check_operation`.
+Everything passes `check_sample_operation`.
 """
 
 import math
@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from tinsmith.backend import Capabilities, HostSnapshot, Snapshot
+from tinsmith.backend import HostSnapshot, SamplerCapabilities, Snapshot
 from tinsmith.operations import LoraConfig, Sample, SamplingParams
-from tinsmith.ranges import ranges_of
+from tinsmith.ranges import LORA_ALPHA, sampling_ranges
 from tinsmith.testing.abuse_values import drawn, extremes
 from tinsmith.testing.sampling_suite import SUITE_LORA, Shapes, new_snapshot_id, random_prompt, random_snapshot
 
@@ -32,7 +32,7 @@ class Case:
     snapshot: Snapshot | None = None  # loaded for this case; `op` names it
 
 
-def cases_of(capabilities: Capabilities, shapes: Shapes | None, group: str, num_random: int) -> Iterator[Case]:
+def cases_of(capabilities: SamplerCapabilities, shapes: Shapes | None, group: str, num_random: int) -> Iterator[Case]:
     """Yield the cases of a group; `shapes` of an adapter are None if none can be made."""
     match group:
         case "adapters":
@@ -43,7 +43,7 @@ def cases_of(capabilities: Capabilities, shapes: Shapes | None, group: str, num_
             return _GROUPS[group](capabilities)
 
 
-def _case(capabilities: Capabilities, params: Mapping[str, Any], **fields: Any) -> Case:
+def _case(capabilities: SamplerCapabilities, params: Mapping[str, Any], **fields: Any) -> Case:
     op = Sample(
         **{
             "sampling_session_id": ATTACKER,
@@ -57,8 +57,8 @@ def _case(capabilities: Capabilities, params: Mapping[str, Any], **fields: Any) 
     return Case(what=f"{dict(params)} {asked}", op=op)
 
 
-def _parameters(capabilities: Capabilities) -> Iterator[Case]:
-    ranges = {name: ranges_of(capabilities)[f"sampling_params: {name}"] for name in _PARAMS}
+def _parameters(capabilities: SamplerCapabilities) -> Iterator[Case]:
+    ranges = {name: sampling_ranges(capabilities)[f"sampling_params: {name}"] for name in _PARAMS}
     for name, allowed in ranges.items():
         for value in extremes(allowed):
             yield _case(capabilities, {name: value})
@@ -67,9 +67,9 @@ def _parameters(capabilities: Capabilities) -> Iterator[Case]:
         yield _case(capabilities, {"temperature": temperature, "top_k": top_k, "top_p": top_p})
 
 
-def _questions(capabilities: Capabilities) -> Iterator[Case]:
+def _questions(capabilities: SamplerCapabilities) -> Iterator[Case]:
     """How many samples, tokens, alternatives and scores."""
-    ranges, context = ranges_of(capabilities), capabilities.max_context_tokens
+    ranges, context = sampling_ranges(capabilities), capabilities.max_context_tokens
     for value in extremes(ranges["num_samples"]):
         yield _case(capabilities, {"max_tokens": 1}, num_samples=value)
     for length in (1, 2, context - 1, context):
@@ -85,8 +85,8 @@ def _questions(capabilities: Capabilities) -> Iterator[Case]:
             yield _case(capabilities, {}, prompt_logprobs=True, prompt_logprobs_last_n=last_n)
 
 
-def _tokens(capabilities: Capabilities) -> Iterator[Case]:
-    ids = [int(value) for value in extremes(ranges_of(capabilities)["token id"])]
+def _tokens(capabilities: SamplerCapabilities) -> Iterator[Case]:
+    ids = [int(value) for value in extremes(sampling_ranges(capabilities)["token id"])]
     for token in ids:
         prompt = np.full(_LENGTH, token, np.int32)
         yield _case(capabilities, {"stop_tokens": (token,)}, prompt_P=prompt)
@@ -96,11 +96,11 @@ def _tokens(capabilities: Capabilities) -> Iterator[Case]:
     yield _case(capabilities, {"stop_tokens": every, "max_tokens": 20})
     yield _case(capabilities, {"stop_tokens": every[1:] * 2, "stop_at_eos": False, "max_tokens": 20})
     if capabilities.target_prompt_logprobs:
-        for width in {1, max(1, min(capabilities.max_targets_per_token, 64))}:
+        for width in (1, 64):
             yield _case(capabilities, {}, target_prompt_logprobs=np.full((_LENGTH - 1, width), -1))
 
 
-def _adapters(capabilities: Capabilities, shapes: Shapes) -> Iterator[Case]:
+def _adapters(capabilities: SamplerCapabilities, shapes: Shapes) -> Iterator[Case]:
     """Adapters of which some or all numbers are ruined: by divergence, or on purpose in a checkpoint."""
     healthy = random_snapshot(shapes, seed=60).adapter_weights()
     for value, every in product(_RUINS, (1, 97)):
@@ -108,23 +108,23 @@ def _adapters(capabilities: Capabilities, shapes: Shapes) -> Iterator[Case]:
         for array in ruined.values():
             array.reshape(-1)[::every] = value
         yield from _with(capabilities, HostSnapshot(new_snapshot_id(), SUITE_LORA, ruined), f"weights of {value}")
-    for alpha in extremes(ranges_of(capabilities)["lora_config: alpha"]):
+    for alpha in extremes(LORA_ALPHA):
         lora = LoraConfig(rank=SUITE_LORA.rank, seed=0, alpha=alpha)
         yield from _with(capabilities, HostSnapshot(new_snapshot_id(), lora, healthy), f"alpha {alpha}")
 
 
-def _with(capabilities: Capabilities, snapshot: Snapshot, what: str) -> Iterator[Case]:
+def _with(capabilities: SamplerCapabilities, snapshot: Snapshot, what: str) -> Iterator[Case]:
     """One sample that draws, and one that asks for everything."""
     scores: dict[str, Any] = {"prompt_logprobs": True} if capabilities.prompt_logprobs else {}
-    if ranges_of(capabilities)["topk_sample_logprobs"].high >= 1:
+    if sampling_ranges(capabilities)["topk_sample_logprobs"].high >= 1:
         scores["topk_sample_logprobs"] = 1
     for params, fields in (({"top_k": 5, "top_p": 0.9}, {}), ({"temperature": 0.0}, scores)):
         case = _case(capabilities, params, snapshot_id=snapshot.snapshot_id, **fields)
         yield replace(case, what=f"{what}, {case.what}", snapshot=snapshot)
 
 
-def _random(capabilities: Capabilities, seed: int) -> Case:
-    rng, ranges = np.random.default_rng([seed, 34]), ranges_of(capabilities)
+def _random(capabilities: SamplerCapabilities, seed: int) -> Case:
+    rng, ranges = np.random.default_rng([seed, 34]), sampling_ranges(capabilities)
     length = int(rng.integers(1, min(64, capabilities.max_context_tokens // 2) + 1))
     params = {name: drawn(rng, ranges[f"sampling_params: {name}"]) for name in _PARAMS if rng.random() < 0.7}
     params["max_tokens"] = int(rng.integers(1, min(20, capabilities.max_context_tokens - length) + 1))
@@ -138,7 +138,7 @@ def _random(capabilities: Capabilities, seed: int) -> Case:
     return _case(capabilities, params, **fields)
 
 
-_GROUPS: Final[Mapping[str, Callable[[Capabilities], Iterator[Case]]]] = {
+_GROUPS: Final[Mapping[str, Callable[[SamplerCapabilities], Iterator[Case]]]] = {
     "parameters": _parameters,
     "questions": _questions,
     "tokens": _tokens,

@@ -23,6 +23,7 @@ from tinsmith.operations import (
     OptimStep,
     OptimStepOutput,
 )
+from tinsmith.store import EngineCapabilities
 from tinsmith.testing.abuse_tally import Tally
 from tinsmith.testing.abuse_training_cases import GROUPS, LOSSES, Case, Step, cases_of
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, random_datum
@@ -105,9 +106,10 @@ class _Attack:
     def _call(self, cases: Sequence[Case], models: Sequence[str]) -> None:
         """Make the calls of all cases, the first of each together, then the second, and so on."""
         scripts = [list(case.calls(model_id)) for case, model_id in zip(cases, models, strict=True)]
+        capabilities = EngineCapabilities(trainer=self._driver.capabilities, sampler=None)
         for script in scripts:
             for op in script:
-                check_operation(op, self._driver.capabilities, LOSSES)
+                check_operation(op, capabilities, LOSSES)
         for number in range(max(map(len, scripts))):
             current = [
                 (case, script[number]) for case, script in zip(cases, scripts, strict=True) if number < len(script)

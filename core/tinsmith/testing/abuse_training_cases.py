@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from tinsmith.backend import Capabilities, ModelState
+from tinsmith.backend import ModelState, TrainerCapabilities
 from tinsmith.losses import BUILTIN_LOSSES, LossSpec
 from tinsmith.operations import AdamParams, Array, Datum, Forward, ForwardBackward, LoraConfig, OptimStep
-from tinsmith.ranges import ranges_of
+from tinsmith.ranges import training_ranges
 from tinsmith.testing.abuse_values import drawn, extremes
 from tinsmith.testing.model_driver import random_datum
 from tinsmith.testing.reference import NEEDED_CONFIG
@@ -53,7 +53,7 @@ def _ruin(array: Array, value: float) -> Array:
     return changed
 
 
-def cases_of(capabilities: Capabilities, group: str, num_random: int, *, long_form: bool) -> Iterator[Case]:
+def cases_of(capabilities: TrainerCapabilities, group: str, num_random: int, *, long_form: bool) -> Iterator[Case]:
     match group:
         case "random":
             return (_random(capabilities, seed) for seed in range(num_random))
@@ -65,13 +65,13 @@ def cases_of(capabilities: Capabilities, group: str, num_random: int, *, long_fo
             return _GROUPS[group](capabilities)
 
 
-def _values(capabilities: Capabilities, name: str, *, long_form: bool) -> list[float]:
-    allowed = ranges_of(capabilities)[name]
+def _values(capabilities: TrainerCapabilities, name: str, *, long_form: bool) -> list[float]:
+    allowed = training_ranges(capabilities)[name]
     return extremes(allowed) if long_form else [allowed.low, -1e-45, 0.0, 1e-45, 1e30, allowed.high]
 
 
-def _steps(capabilities: Capabilities) -> Iterator[Case]:
-    ranges = ranges_of(capabilities)
+def _steps(capabilities: TrainerCapabilities) -> Iterator[Case]:
+    ranges = training_ranges(capabilities)
     for name in _ADAM:
         for value in extremes(ranges[f"adam_params: {name}"]):
             yield _step_case(capabilities, AdamParams(**{name: value}))
@@ -81,7 +81,7 @@ def _steps(capabilities: Capabilities) -> Iterator[Case]:
             yield _step_case(capabilities, AdamParams(**dict(zip(_ADAM, values, strict=True))))
 
 
-def _step_case(capabilities: Capabilities, adam: AdamParams) -> Case:
+def _step_case(capabilities: TrainerCapabilities, adam: AdamParams) -> Case:
     """A step with a gradient, and one without."""
     data = (random_datum(1, _LENGTH, capabilities.vocab_size),)
 
@@ -92,7 +92,7 @@ def _step_case(capabilities: Capabilities, adam: AdamParams) -> Case:
     return Case(what=str(adam), calls=calls)
 
 
-def _loss_inputs(capabilities: Capabilities, values: Sequence[float]) -> Iterator[Case]:
+def _loss_inputs(capabilities: TrainerCapabilities, values: Sequence[float]) -> Iterator[Case]:
     for spec in _offered(capabilities):
         for name, value in product(spec.inputs, values):
             yield _pass_case(capabilities, spec, {name: value})
@@ -100,7 +100,7 @@ def _loss_inputs(capabilities: Capabilities, values: Sequence[float]) -> Iterato
             yield _pass_case(capabilities, spec, dict(zip(spec.inputs, pair, strict=True)))
 
 
-def _loss_settings(capabilities: Capabilities, values: Sequence[float]) -> Iterator[Case]:
+def _loss_settings(capabilities: TrainerCapabilities, values: Sequence[float]) -> Iterator[Case]:
     for spec in _offered(capabilities):
         for name, value in product(spec.settings, values):
             yield _pass_case(capabilities, spec, {}, _in_order(spec, {name: value}))
@@ -114,12 +114,15 @@ def _in_order(spec: LossSpec, config: Mapping[str, float]) -> Mapping[str, float
     return {**config, **dict(zip(_THRESHOLDS, both, strict=True))}
 
 
-def _offered(capabilities: Capabilities) -> list[LossSpec]:
+def _offered(capabilities: TrainerCapabilities) -> list[LossSpec]:
     return [spec for name, spec in LOSSES.items() if name in capabilities.losses]
 
 
 def _pass_case(
-    capabilities: Capabilities, spec: LossSpec, inputs: Mapping[str, float], config: Mapping[str, float] | None = None
+    capabilities: TrainerCapabilities,
+    spec: LossSpec,
+    inputs: Mapping[str, float],
+    config: Mapping[str, float] | None = None,
 ) -> Case:
     """A pass with every other number of some inputs replaced, and a step with what it gave."""
     datum = random_datum(2, _LENGTH, capabilities.vocab_size)
@@ -143,8 +146,8 @@ def _every_other(value: float, length: int) -> Array:
     return values
 
 
-def _tokens(capabilities: Capabilities) -> Iterator[Case]:
-    ids = [int(value) for value in extremes(ranges_of(capabilities)["token id"])]
+def _tokens(capabilities: TrainerCapabilities) -> Iterator[Case]:
+    ids = [int(value) for value in extremes(training_ranges(capabilities)["token id"])]
     longest = min(capabilities.max_context_tokens, capabilities.max_batch_tokens)
     for token, target in product(ids, repeat=2):
         yield _token_case(np.full(_LENGTH, token, np.int32), np.full(_LENGTH, target))
@@ -168,8 +171,8 @@ def _token_case(tokens: Array, targets: Array) -> Case:
     )
 
 
-def _adapters(capabilities: Capabilities) -> Iterator[Case]:
-    ranges = ranges_of(capabilities)
+def _adapters(capabilities: TrainerCapabilities) -> Iterator[Case]:
+    ranges = training_ranges(capabilities)
     plain = _step_case(capabilities, AdamParams(learning_rate=1e-2))
     for name in ("rank", "seed", "alpha"):
         for value in extremes(ranges[f"lora_config: {name}"]):
@@ -180,11 +183,11 @@ def _adapters(capabilities: Capabilities) -> Iterator[Case]:
             yield replace(plain, what=str(lora), lora=lora)
 
 
-def _flags(capabilities: Capabilities) -> dict[str, bool]:
+def _flags(capabilities: TrainerCapabilities) -> dict[str, bool]:
     return {f"train_{target}": target in capabilities.lora_targets for target in ("attn", "mlp", "unembed")}
 
 
-def _ruined_weights(capabilities: Capabilities) -> Iterator[Case]:
+def _ruined_weights(capabilities: TrainerCapabilities) -> Iterator[Case]:
     """A checkpoint may hold them, and a model that diverges has them."""
     plain = _step_case(capabilities, AdamParams())
     clipped = _step_case(capabilities, AdamParams(learning_rate=1.0, weight_decay=1.0, grad_clip_norm=1e-3))
@@ -192,8 +195,8 @@ def _ruined_weights(capabilities: Capabilities) -> Iterator[Case]:
         yield replace(case, what=f"weights of {value}", weights=value)
 
 
-def _random(capabilities: Capabilities, seed: int) -> Case:
-    rng, ranges = np.random.default_rng([seed, 33]), ranges_of(capabilities)
+def _random(capabilities: TrainerCapabilities, seed: int) -> Case:
+    rng, ranges = np.random.default_rng([seed, 33]), training_ranges(capabilities)
     adam = AdamParams(**{name: drawn(rng, ranges[f"adam_params: {name}"]) for name in _ADAM})
     offered = _offered(capabilities)
     spec = offered[rng.integers(len(offered))]
@@ -215,7 +218,7 @@ def _random(capabilities: Capabilities, seed: int) -> Case:
     return Case(what=f"random {seed}: {spec.name} {config} {adam}", calls=calls, weights=ruined)
 
 
-_GROUPS: Final[Mapping[str, Callable[[Capabilities], Iterator[Case]]]] = {
+_GROUPS: Final[Mapping[str, Callable[[TrainerCapabilities], Iterator[Case]]]] = {
     "steps": _steps,
     "tokens": _tokens,
     "adapters": _adapters,

@@ -64,7 +64,7 @@ class ConsistencyContract(TrainingSuite):
 
     @pytest.fixture
     def pair(self, driver: ModelDriver, sampler: SamplingBackend) -> _Pair:
-        need(sampler.capabilities.prompt_logprobs, "prompt_logprobs")
+        need(sampler.sampler_capabilities.prompt_logprobs, "prompt_logprobs")
         return _Pair(driver, sampler)
 
     @in_one_loop

@@ -40,7 +40,7 @@ class FullDriver(ModelDriver):
 class FullSuite(TrainingSuite):
     @pytest.fixture
     def driver(self, backend: TrainingBackend) -> Iterator[ModelDriver]:
-        need(backend.capabilities.full_fine_tuning, "full fine-tuning")
+        need(backend.trainer_capabilities.full_fine_tuning, "full fine-tuning")
         driver = FullDriver(backend)
         yield driver
         driver.unload_all()
@@ -48,7 +48,7 @@ class FullSuite(TrainingSuite):
     @pytest.fixture
     def adapters(self, backend: TrainingBackend) -> Iterator[ModelDriver]:
         """A driver of LoRA models on the same backend."""
-        need(backend.capabilities.max_lora_rank, "LoRA")
+        need(backend.trainer_capabilities.max_lora_rank, "LoRA")
         driver = ModelDriver(backend)
         yield driver
         driver.unload_all()

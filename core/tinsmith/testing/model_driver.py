@@ -41,7 +41,7 @@ class ModelDriver:
 
     def __init__(self, backend: TrainingBackend) -> None:
         self.backend = backend
-        self.capabilities = backend.capabilities
+        self.capabilities = backend.trainer_capabilities
         self._loaded: set[str] = set()
 
     def create(self, *, rank: int = 4, seed: int = 0, flags: Mapping[str, bool] | None = None) -> str:

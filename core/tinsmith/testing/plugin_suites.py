@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 from tokenizers import Tokenizer
 
-from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, SamplingBackend, TrainingBackend
+from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, Capabilities, SamplingBackend, TrainingBackend
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
@@ -34,7 +34,7 @@ _SHAPE: Final = TinyShape(  # heads of 32: vLLM's attention on CPUs takes no sma
 )
 
 CAPABILITIES: Final = "capabilities"
-"""The test property that holds the capabilities of the backend under test."""
+"""The test property that holds the capabilities of the backend under test, by its roles."""
 
 Suites = dict[str, Any]
 Options = Mapping[str, object]
@@ -251,8 +251,13 @@ def _made(
 
 def _asked(request: pytest.FixtureRequest, name: str, kind: type[Any]) -> Any:
     backend = request.getfixturevalue(name)
-    request.node.user_properties.append((CAPABILITIES, backend.capabilities))
     assert isinstance(backend, kind), f"create returned a {type(backend).__name__}, which is no {kind.__name__}"
+    roles: dict[str, Capabilities] = {}
+    if isinstance(backend, TrainingBackend):
+        roles["trainer"] = backend.trainer_capabilities
+    if isinstance(backend, SamplingBackend):
+        roles["sampler"] = backend.sampler_capabilities
+    request.node.user_properties.append((CAPABILITIES, roles))
     return backend
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinsmith.backend import Capabilities, HostSnapshot, SamplingBackend, Snapshot
+from tinsmith.backend import HostSnapshot, SamplerCapabilities, SamplingBackend, Snapshot
 from tinsmith.operations import Failed, Sample, SampleOutput
 from tinsmith.testing.contract import need
 from tinsmith.testing.sampling_suite import (
@@ -33,7 +33,7 @@ class DivergenceContract(SamplingSuite):
         """Whatever is asked of it; one number that is not finite is enough."""
         snapshot = diverged_snapshot(adapter_shapes, number)
         await backend.load_snapshot(snapshot)
-        for op in _questions(backend.capabilities, snapshot.snapshot_id):
+        for op in _questions(backend.sampler_capabilities, snapshot.snapshot_id):
             result = await backend.sample(op)
             assert isinstance(result, Failed), op
             assert result.category == "user", result
@@ -47,7 +47,7 @@ class DivergenceContract(SamplingSuite):
         """They are finite themselves. A backend that computes with them in float64 may answer."""
         snapshot = overflowing_snapshot(adapter_shapes)
         await backend.load_snapshot(snapshot)
-        for op in _questions(backend.capabilities, snapshot.snapshot_id):
+        for op in _questions(backend.sampler_capabilities, snapshot.snapshot_id):
             result = await backend.sample(op)
             if isinstance(result, Failed):
                 assert result.category == "user", result
@@ -62,7 +62,7 @@ class DivergenceContract(SamplingSuite):
         self, backend: SamplingBackend, adapter_shapes: Shapes, kind: str
     ) -> None:
         """Beside it, and afterwards, where it was computed and where its prompts were kept."""
-        need(backend.capabilities.isolation != "none", "isolation")
+        need(backend.sampler_capabilities.isolation != "none", "isolation")
         healthy = random_snapshot(adapter_shapes, seed=21)
         broken = (
             overflowing_snapshot(adapter_shapes) if kind == "overflow" else diverged_snapshot(adapter_shapes, np.nan)
@@ -70,7 +70,7 @@ class DivergenceContract(SamplingSuite):
         for snapshot in (healthy, broken):
             await backend.load_snapshot(snapshot)
         alone = await _neighbours(backend, healthy.snapshot_id)
-        questions = _questions(backend.capabilities, broken.snapshot_id)
+        questions = _questions(backend.sampler_capabilities, broken.snapshot_id)
         hostile = [asyncio.create_task(backend.sample(op)) for op in questions]
         beside = await _neighbours(backend, healthy.snapshot_id)
         await asyncio.gather(*hostile)
@@ -99,7 +99,7 @@ def overflowing_snapshot(shapes: Shapes) -> Snapshot:
     return HostSnapshot(like.snapshot_id, like.lora, weights)
 
 
-def _questions(capabilities: Capabilities, snapshot_id: str) -> list[Sample]:
+def _questions(capabilities: SamplerCapabilities, snapshot_id: str) -> list[Sample]:
     prompt = random_prompt(60, 40, capabilities.vocab_size)
     asked: list[dict[str, Any]] = [
         {"params": params(), "num_samples": 2},
@@ -122,7 +122,7 @@ async def _neighbours(backend: SamplingBackend, snapshot_id: str) -> list[Sample
     ops = [
         _sample(
             chosen,
-            random_prompt(70 + number, (5, 40)[number % 2], backend.capabilities.vocab_size),
+            random_prompt(70 + number, (5, 40)[number % 2], backend.sampler_capabilities.vocab_size),
             session=session,
             params=params(max_tokens=12, seed=number, temperature=float(number % 2)),
         )

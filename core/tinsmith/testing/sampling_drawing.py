@@ -30,20 +30,20 @@ _A_MODEL = 1e-4  # allowed float32 difference after a pass through a model
 class DrawingContract(SamplingSuite):
     @in_one_loop
     async def test_sequences_are_whole(self, backend: SamplingBackend) -> None:
-        prompt = random_prompt(0, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(0, 5, backend.sampler_capabilities.vocab_size)
         for max_tokens in (1, 8):
             for sequence in (await ask(backend, prompt, params(max_tokens=max_tokens), num_samples=3)).sequences:
                 assert sequence.tokens.dtype == np.int32
                 assert sequence.logprobs.dtype == np.float32
                 assert sequence.tokens.shape == sequence.logprobs.shape == (max_tokens,)
-                assert ((sequence.tokens >= 0) & (sequence.tokens < backend.capabilities.vocab_size)).all()
+                assert ((sequence.tokens >= 0) & (sequence.tokens < backend.sampler_capabilities.vocab_size)).all()
                 assert (np.isfinite(sequence.logprobs) & (sequence.logprobs <= 0)).all()
                 assert sequence.stop_reason == "length"
                 assert sequence.top_logprobs is None
 
     @in_one_loop
     async def test_seed_decides(self, backend: SamplingBackend) -> None:
-        prompt = random_prompt(1, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(1, 5, backend.sampler_capabilities.vocab_size)
         hot = {"max_tokens": 16, "temperature": 2.0}
         first, again, other, huge = [
             await ask(backend, prompt, params(seed=seed, **hot), num_samples=2) for seed in (3, 3, 4, 2**63 - 1)
@@ -55,7 +55,7 @@ class DrawingContract(SamplingSuite):
 
     @in_one_loop
     async def test_greedy_takes_the_best(self, backend: SamplingBackend) -> None:
-        prompt = random_prompt(2, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(2, 5, backend.sampler_capabilities.vocab_size)
         sequence = await ask_one(backend, prompt, params(temperature=0.0, seed=1))
         assert_same_sequence(await ask_one(backend, prompt, params(temperature=0.0, seed=2)), sequence, "another seed")
         logp = (await all_logprobs(backend, with_tokens(prompt, sequence.tokens)))[len(prompt) - 1 :]
@@ -67,7 +67,7 @@ class DrawingContract(SamplingSuite):
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
     async def test_logprobs_are_of_the_scaled_distribution(self, backend: SamplingBackend, temperature: float) -> None:
         """Logprobs are those of the whole distribution, even if top_k and top_p truncate it."""
-        prompt = random_prompt(3, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(3, 5, backend.sampler_capabilities.vocab_size)
         wanted = params(temperature=temperature, top_k=20, top_p=0.9)
         sequence = await ask_one(backend, prompt, wanted)
         logp = (await all_logprobs(backend, with_tokens(prompt, sequence.tokens)))[len(prompt) - 1 :]
@@ -77,7 +77,7 @@ class DrawingContract(SamplingSuite):
     @in_one_loop
     @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 5, "top_p": 1e-6}])
     async def test_cut_to_one_token_is_greedy(self, backend: SamplingBackend, cut: dict[str, float]) -> None:
-        prompt = random_prompt(4, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(4, 5, backend.sampler_capabilities.vocab_size)
         greedy = await ask_one(backend, prompt, params(temperature=0.0))
         sequence = await ask_one(backend, prompt, params(temperature=1.5, **cut))
         assert sequence.tokens.tolist() == greedy.tokens.tolist()
@@ -85,7 +85,7 @@ class DrawingContract(SamplingSuite):
     @in_one_loop
     async def test_top_k_and_top_p_cut(self, backend: SamplingBackend) -> None:
         """All of many draws at a high temperature are among the k best, or within the mass p, and cover them."""
-        prompt = random_prompt(5, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(5, 5, backend.sampler_capabilities.vocab_size)
         temperature = 2.0
         scaled = _log_softmax((await all_logprobs(backend, with_tokens(prompt, [0])))[-1] / temperature)
         better_mass = {token: np.exp(scaled)[scaled > scaled[token]].sum() for token in range(len(scaled))}
@@ -100,7 +100,7 @@ class DrawingContract(SamplingSuite):
 
     @in_one_loop
     async def test_frequencies_are_the_probabilities(self, backend: SamplingBackend) -> None:
-        prompt = random_prompt(6, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(6, 5, backend.sampler_capabilities.vocab_size)
         probabilities = np.exp((await all_logprobs(backend, with_tokens(prompt, [0])))[-1])
         drawn = np.array(await self._first_tokens(backend, prompt))
         counts = np.bincount(drawn, minlength=len(probabilities))
@@ -112,7 +112,7 @@ class DrawingContract(SamplingSuite):
 
     @in_one_loop
     async def test_stop_token_ends_and_stays(self, backend: SamplingBackend) -> None:
-        prompt = random_prompt(7, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(7, 5, backend.sampler_capabilities.vocab_size)
         free = await ask_one(backend, prompt, params(temperature=0.0, max_tokens=12))
         stop = int(free.tokens[5])
         end = free.tokens.tolist().index(stop) + 1
@@ -123,7 +123,7 @@ class DrawingContract(SamplingSuite):
 
     @in_one_loop
     async def test_stop_at_the_last_token_is_a_stop(self, backend: SamplingBackend) -> None:
-        prompt = random_prompt(8, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(8, 5, backend.sampler_capabilities.vocab_size)
         free = await ask_one(backend, prompt, params(temperature=0.0, max_tokens=1))
         stop = (int(free.tokens[0]),)
         stopped = await ask_one(backend, prompt, params(temperature=0.0, max_tokens=1, stop_tokens=stop))
@@ -131,10 +131,10 @@ class DrawingContract(SamplingSuite):
 
     @in_one_loop
     async def test_stop_string_ends_and_stays(self, backend: SamplingBackend, detokenize: Detokenize | None) -> None:
-        need(backend.capabilities.stop_strings, "stop strings")
+        need(backend.sampler_capabilities.stop_strings, "stop strings")
         if detokenize is None:
             pytest.skip("override the fixture 'detokenize' to have stop strings tested")
-        prompt = random_prompt(9, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(9, 5, backend.sampler_capabilities.vocab_size)
         free = await ask_one(backend, prompt, params(temperature=2.0, max_tokens=24))
         tokens = free.tokens.tolist()
         stop = _spanning_text(tokens, detokenize)
@@ -149,7 +149,7 @@ class DrawingContract(SamplingSuite):
         """A model taught to end after a prompt does, the token stays, and an empty stop list runs over it."""
         if eos_token is None:
             pytest.skip("override the fixture 'eos_token' to have the end of sequence tested")
-        prompt = random_prompt(10, 5, backend.capabilities.vocab_size)
+        prompt = random_prompt(10, 5, backend.sampler_capabilities.vocab_size)
         snapshot_id = await _taught_to_answer(backend, driver, prompt, eos_token)
         ended = await ask_one(backend, prompt, params(temperature=0.0, stop_at_eos=True), snapshot_id=snapshot_id)
         assert (ended.tokens.tolist(), ended.stop_reason) == ([eos_token], "stop")

@@ -26,8 +26,8 @@ class LogprobsContract(SamplingSuite):
     @pytest.mark.parametrize("length", [1, 2, 20])
     async def test_prompt_logprobs(self, backend: SamplingBackend, length: int) -> None:
         """One logprob per prompt token. The first has no context and is NaN."""
-        need(backend.capabilities.prompt_logprobs, "prompt logprobs")
-        prompt = random_prompt(20, length, backend.capabilities.vocab_size)
+        need(backend.sampler_capabilities.prompt_logprobs, "prompt logprobs")
+        prompt = random_prompt(20, length, backend.sampler_capabilities.vocab_size)
         output = await ask(backend, prompt, params(max_tokens=1), prompt_logprobs=True)
         assert output.prompt_logprobs is not None
         assert output.prompt_logprobs.dtype == np.float32
@@ -39,7 +39,7 @@ class LogprobsContract(SamplingSuite):
     @in_one_loop
     async def test_a_prompt_that_fills_the_context_is_scored(self, backend: SamplingBackend) -> None:
         """A trainer takes a sequence as long as the context, so a teacher must score it: `compute_logprobs`."""
-        limits = backend.capabilities
+        limits = backend.sampler_capabilities
         need(limits.prompt_logprobs, "prompt logprobs")
         prompt = random_prompt(28, limits.max_context_tokens, limits.vocab_size)
         whole, shorter = [
@@ -53,16 +53,16 @@ class LogprobsContract(SamplingSuite):
 
     @in_one_loop
     async def test_nothing_is_answered_that_was_not_asked(self, backend: SamplingBackend) -> None:
-        output = await ask(backend, random_prompt(21, 6, backend.capabilities.vocab_size), params())
+        output = await ask(backend, random_prompt(21, 6, backend.sampler_capabilities.vocab_size), params())
         assert output.prompt_logprobs is None
         assert output.top_prompt_logprobs is None
         assert output.target_prompt_logprobs is None
 
     @in_one_loop
     async def test_last_n_leaves_the_rest_unscored(self, backend: SamplingBackend) -> None:
-        need(backend.capabilities.prompt_logprobs, "prompt logprobs")
-        k = min(2, backend.capabilities.max_topk_logprobs)
-        prompt = random_prompt(22, 12, backend.capabilities.vocab_size)
+        need(backend.sampler_capabilities.prompt_logprobs, "prompt logprobs")
+        k = min(2, backend.sampler_capabilities.max_topk_logprobs)
+        prompt = random_prompt(22, 12, backend.sampler_capabilities.vocab_size)
         whole = await ask(backend, prompt, params(max_tokens=1), prompt_logprobs=True, topk_prompt_logprobs=k)
         assert whole.prompt_logprobs is not None
         for last_n, first in ((4, 8), (12, 1), (50, 1)):
@@ -85,10 +85,10 @@ class LogprobsContract(SamplingSuite):
 
     @in_one_loop
     async def test_top_prompt_logprobs(self, backend: SamplingBackend) -> None:
-        k = min(5, backend.capabilities.max_topk_logprobs)
+        k = min(5, backend.sampler_capabilities.max_topk_logprobs)
         need(k, "top-k logprobs")
-        need(backend.capabilities.prompt_logprobs, "prompt logprobs")
-        prompt = random_prompt(23, 12, backend.capabilities.vocab_size)
+        need(backend.sampler_capabilities.prompt_logprobs, "prompt logprobs")
+        prompt = random_prompt(23, 12, backend.sampler_capabilities.vocab_size)
         output = await ask(backend, prompt, params(max_tokens=1), prompt_logprobs=True, topk_prompt_logprobs=k)
         assert output.prompt_logprobs is not None
         assert output.top_prompt_logprobs is not None
@@ -103,9 +103,9 @@ class LogprobsContract(SamplingSuite):
     @in_one_loop
     async def test_top_sample_logprobs(self, backend: SamplingBackend) -> None:
         """They are of the same distribution as `logprobs`: a token drawn from the k best has the same value in both."""
-        k = min(5, backend.capabilities.max_topk_logprobs)
+        k = min(5, backend.sampler_capabilities.max_topk_logprobs)
         need(k, "top-k logprobs")
-        prompt = random_prompt(24, 6, backend.capabilities.vocab_size)
+        prompt = random_prompt(24, 6, backend.sampler_capabilities.vocab_size)
         output = await ask(backend, prompt, params(temperature=0.7, top_k=k), num_samples=4, topk_sample_logprobs=k)
         for sequence in output.sequences:
             best = sequence.top_logprobs
@@ -117,8 +117,8 @@ class LogprobsContract(SamplingSuite):
 
     @in_one_loop
     async def test_target_prompt_logprobs(self, backend: SamplingBackend) -> None:
-        need(backend.capabilities.target_prompt_logprobs, "target_prompt_logprobs")
-        vocab_size = backend.capabilities.vocab_size
+        need(backend.sampler_capabilities.target_prompt_logprobs, "target_prompt_logprobs")
+        vocab_size = backend.sampler_capabilities.vocab_size
         prompt = random_prompt(25, 12, vocab_size)
         targets = np.stack([prompt[1:], random_prompt(26, 11, vocab_size), np.full(11, -1)], axis=-1).astype(np.int64)
         targets[3, 1] = -1
@@ -132,9 +132,9 @@ class LogprobsContract(SamplingSuite):
         assert (answer[targets >= 0] < 0).all()
         np.testing.assert_allclose(answer[:, 0], output.prompt_logprobs[1:], rtol=0, atol=_ONE_OP)
 
-    def test_what_is_sampled_can_be_trained_on(self, driver: ModelDriver) -> None:
+    def test_what_is_sampled_can_be_trained_on(self, backend: SamplingBackend, driver: ModelDriver) -> None:
         """A distillation trains on the alternatives that it has sampled, so it needs as many targets per token."""
-        sampled, trained = driver.capabilities.max_topk_logprobs, driver.capabilities.max_targets_per_token
+        sampled, trained = backend.sampler_capabilities.max_topk_logprobs, driver.capabilities.max_targets_per_token
         assert trained >= sampled, (
             f"max_topk_logprobs is {sampled} and max_targets_per_token {trained}; raise the latter or lower the former"
         )
@@ -145,7 +145,7 @@ class LogprobsContract(SamplingSuite):
         model_id = driver.create_trained(rank=4, seed=11)
         snapshot = driver.backend.publish(model_id, new_snapshot_id())
         await backend.load_snapshot(snapshot)
-        prompt = random_prompt(27, 21, backend.capabilities.vocab_size)
+        prompt = random_prompt(27, 21, backend.sampler_capabilities.vocab_size)
         drawn = await ask(backend, prompt, params(max_tokens=20), snapshot_id=snapshot.snapshot_id, num_samples=2)
         for sequence in drawn.sequences:
             tokens = with_tokens(prompt, sequence.tokens)
@@ -154,7 +154,7 @@ class LogprobsContract(SamplingSuite):
             datum = Datum(tokens_T=tokens[:-1], loss_inputs=inputs)
             (trained,) = logprobs_of(driver.forward(model_id, [datum]))
             np.testing.assert_allclose(sequence.logprobs, trained[len(prompt) - 1 :], rtol=0, atol=_A_MODEL)
-            if backend.capabilities.prompt_logprobs:
+            if backend.sampler_capabilities.prompt_logprobs:
                 again = await ask(
                     backend, tokens, params(max_tokens=1), snapshot_id=snapshot.snapshot_id, prompt_logprobs=True
                 )

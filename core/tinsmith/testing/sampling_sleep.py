@@ -32,7 +32,7 @@ class SamplerSleepContract(SamplingSuite):
     @in_one_loop
     async def test_sleep_changes_no_sample(self, sleeper: SleepableSamplingBackend, adapter_shapes: Shapes) -> None:
         """Of the base model and of a snapshot; with one sleep, and with two sleeps and two wakes in a row."""
-        prompt = random_prompt(1, 12, sleeper.capabilities.vocab_size)
+        prompt = random_prompt(1, 12, sleeper.sampler_capabilities.vocab_size)
         snapshot = random_snapshot(adapter_shapes, seed=1)
         await sleeper.load_snapshot(snapshot)
         wanted = params(max_tokens=8)
@@ -51,7 +51,7 @@ class SamplerSleepContract(SamplingSuite):
     async def test_nothing_else_can_be_asked_of_a_sleeper(
         self, sleeper: SleepableSamplingBackend, adapter_shapes: Shapes
     ) -> None:
-        prompt = random_prompt(2, 12, sleeper.capabilities.vocab_size)
+        prompt = random_prompt(2, 12, sleeper.sampler_capabilities.vocab_size)
         snapshot = random_snapshot(adapter_shapes, seed=2)
         await sleeper.sleep()
         with pytest.raises(RuntimeError):
@@ -65,7 +65,7 @@ class SamplerSleepContract(SamplingSuite):
 
     @in_one_loop
     async def test_sleeps_after_a_cancelled_sample(self, sleeper: SleepableSamplingBackend) -> None:
-        prompt = random_prompt(3, 12, sleeper.capabilities.vocab_size)
+        prompt = random_prompt(3, 12, sleeper.sampler_capabilities.vocab_size)
         expected = await ask_one(sleeper, prompt, params())
         cancelled = asyncio.create_task(ask(sleeper, prompt, params(max_tokens=40)))
         await asyncio.sleep(0)

@@ -31,9 +31,9 @@ class SnapshotsContract(SamplingSuite):
     async def test_snapshots_differ_from_the_base_and_each_other(
         self, backend: SamplingBackend, adapter_shapes: Shapes
     ) -> None:
-        need(backend.capabilities.prompt_logprobs, "prompt logprobs")
+        need(backend.sampler_capabilities.prompt_logprobs, "prompt logprobs")
         snapshots = [random_snapshot(adapter_shapes, seed=seed) for seed in (1, 2)]
-        prompt = random_prompt(40, 20, backend.capabilities.vocab_size)
+        prompt = random_prompt(40, 20, backend.sampler_capabilities.vocab_size)
         for snapshot in snapshots:
             await backend.load_snapshot(snapshot)
             await backend.load_snapshot(snapshot)  # twice is once
@@ -58,7 +58,7 @@ class SnapshotsContract(SamplingSuite):
         model_id = driver.create_trained(seed=12)
         snapshot = driver.backend.publish(model_id, new_snapshot_id())
         await backend.load_snapshot(snapshot)
-        prompt = random_prompt(41, 9, backend.capabilities.vocab_size)
+        prompt = random_prompt(41, 9, backend.sampler_capabilities.vocab_size)
         early = await ask_one(backend, prompt, params(), snapshot_id=snapshot.snapshot_id)
         driver.forward_backward(model_id, ragged_data(90, driver.capabilities.vocab_size))
         driver.optim_step(model_id)
@@ -78,7 +78,7 @@ class SnapshotsContract(SamplingSuite):
         """A snapshot read from a checkpoint samples like the one saved."""
         published = driver.backend.publish(driver.create_trained(seed=13), new_snapshot_id())
         read = HostSnapshot(new_snapshot_id(), published.lora, published.adapter_weights())
-        prompt = random_prompt(42, 9, backend.capabilities.vocab_size)
+        prompt = random_prompt(42, 9, backend.sampler_capabilities.vocab_size)
         answers = []
         for snapshot in (published, read):
             await backend.load_snapshot(snapshot)
@@ -92,7 +92,7 @@ class SnapshotsContract(SamplingSuite):
         op = Sample(
             sampling_session_id="contract:sample:0",
             snapshot_id="never-loaded",
-            prompt_P=random_prompt(43, 5, backend.capabilities.vocab_size),
+            prompt_P=random_prompt(43, 5, backend.sampler_capabilities.vocab_size),
             params=params(),
         )
         result = await backend.sample(op)
@@ -103,7 +103,7 @@ class SnapshotsContract(SamplingSuite):
     async def test_dropping_lets_running_samples_end(self, backend: SamplingBackend, adapter_shapes: Shapes) -> None:
         snapshot = random_snapshot(adapter_shapes, seed=3)
         await backend.load_snapshot(snapshot)
-        prompt = random_prompt(44, 9, backend.capabilities.vocab_size)
+        prompt = random_prompt(44, 9, backend.sampler_capabilities.vocab_size)
         wanted = params(max_tokens=24)
         expected = await ask_one(backend, prompt, wanted, snapshot_id=snapshot.snapshot_id)
         running = asyncio.create_task(ask_one(backend, prompt, wanted, snapshot_id=snapshot.snapshot_id))
@@ -116,7 +116,7 @@ class CompanyContract(SamplingSuite):
     @in_one_loop
     async def test_company_makes_no_difference(self, backend: SamplingBackend, adapter_shapes: Shapes) -> None:
         """Six requests of different shapes, parameters and snapshots, one by one and all at once."""
-        need(backend.capabilities.isolation != "none", "isolation")
+        need(backend.sampler_capabilities.isolation != "none", "isolation")
         snapshots = [random_snapshot(adapter_shapes, seed=seed) for seed in (4, 5)]
         for snapshot in snapshots:
             await backend.load_snapshot(snapshot)
@@ -131,7 +131,7 @@ class CompanyContract(SamplingSuite):
         ]
 
         def run(length: int, snapshot_id: str | None, wanted: SamplingParams) -> asyncio.Task[SampleOutput]:
-            prompt = random_prompt(45, length, backend.capabilities.vocab_size)
+            prompt = random_prompt(45, length, backend.sampler_capabilities.vocab_size)
             return asyncio.create_task(ask(backend, prompt, wanted, snapshot_id=snapshot_id, num_samples=2))
 
         alone = [await run(*request) for request in requests]
@@ -148,15 +148,15 @@ class CompanyContract(SamplingSuite):
         self, backend: SamplingBackend, adapter_shapes: Shapes, neighbours: int
     ) -> None:
         """Scores of a prompt and twenty steps of drawing, alone and beside others that stay longer."""
-        need(backend.capabilities.isolation != "none", "isolation")
+        need(backend.sampler_capabilities.isolation != "none", "isolation")
         snapshots = [random_snapshot(adapter_shapes, seed=seed) for seed in (6, 7)]
         for snapshot in snapshots:
             await backend.load_snapshot(snapshot)
         chosen = [None, *(snapshot.snapshot_id for snapshot in snapshots)]
-        scores = backend.capabilities.prompt_logprobs
+        scores = backend.sampler_capabilities.prompt_logprobs
 
         def run(number: int, max_tokens: int) -> asyncio.Task[SampleOutput]:
-            prompt = random_prompt(number, (2, 9, 30)[number % 3], backend.capabilities.vocab_size)
+            prompt = random_prompt(number, (2, 9, 30)[number % 3], backend.sampler_capabilities.vocab_size)
             wanted = params(max_tokens=max_tokens, seed=number, temperature=float(number % 2))
             snapshot_id = chosen[number % len(chosen)]
             return asyncio.create_task(ask(backend, prompt, wanted, snapshot_id=snapshot_id, prompt_logprobs=scores))
@@ -171,13 +171,13 @@ class CompanyContract(SamplingSuite):
             assert_same_draw(backend, together.sequences[0], alone.sequences[0], what)
             if alone.prompt_logprobs is not None:
                 assert together.prompt_logprobs is not None
-                assert_same_numbers(backend.capabilities, together.prompt_logprobs, alone.prompt_logprobs, what)
+                assert_same_numbers(backend.sampler_capabilities, together.prompt_logprobs, alone.prompt_logprobs, what)
         for snapshot in snapshots:
             await backend.drop_snapshot(snapshot.snapshot_id)
 
     @in_one_loop
     async def test_cancelled_sample_leaves_others_alone(self, backend: SamplingBackend) -> None:
-        prompt = random_prompt(46, 9, backend.capabilities.vocab_size)
+        prompt = random_prompt(46, 9, backend.sampler_capabilities.vocab_size)
         expected = await ask_one(backend, prompt, params(max_tokens=24))
         doomed = [asyncio.create_task(ask_one(backend, prompt, params(max_tokens=40, seed=n))) for n in range(3)]
         staying = asyncio.create_task(ask_one(backend, prompt, params(max_tokens=24)))
@@ -193,7 +193,7 @@ class CompanyContract(SamplingSuite):
     @in_one_loop
     async def test_more_requests_than_places(self, backend: SamplingBackend) -> None:
         """All of 60 concurrent requests with two samples each are served."""
-        vocab_size = backend.capabilities.vocab_size
+        vocab_size = backend.sampler_capabilities.vocab_size
         outputs = await asyncio.gather(
             *(
                 ask(backend, random_prompt(n, 1 + n % 7, vocab_size), params(max_tokens=1 + n % 5), num_samples=2)
@@ -205,7 +205,9 @@ class CompanyContract(SamplingSuite):
 
     @in_one_loop
     async def test_context_can_be_filled(self, backend: SamplingBackend) -> None:
-        prompt = random_prompt(47, backend.capabilities.max_context_tokens - 4, backend.capabilities.vocab_size)
+        prompt = random_prompt(
+            47, backend.sampler_capabilities.max_context_tokens - 4, backend.sampler_capabilities.vocab_size
+        )
         sequence = await ask_one(backend, prompt, params(max_tokens=4))
         assert len(sequence.tokens) == 4
         assert np.isfinite(sequence.logprobs).all()

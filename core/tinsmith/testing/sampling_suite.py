@@ -24,6 +24,8 @@ SUITE_LORA = LoraConfig(rank=4, seed=0)
 
 in_one_loop = pytest.mark.asyncio(loop_scope="session")  # a sampler belongs to one event loop
 
+_TARGETS = 1024  # per position of a prompt, in one request
+
 _snapshot_ids = count()  # a backend may be shared by many tests: no snapshot id occurs twice
 
 
@@ -58,7 +60,7 @@ class SamplingSuite(Contract):
     def driver(self, backend: SamplingBackend) -> Iterator[ModelDriver]:
         if not isinstance(backend, TrainingBackend):
             pytest.skip("the backend does not train")
-        need(backend.capabilities.max_lora_rank, "LoRA")
+        need(backend.trainer_capabilities.max_lora_rank, "LoRA")
         driver = ModelDriver(backend)
         yield driver
         driver.unload_all()
@@ -97,7 +99,7 @@ async def ask(
         sampling_session_id="contract:sample:0", snapshot_id=snapshot_id, prompt_P=prompt_P, params=wanted, **options
     )
     output = await backend.sample(op)
-    check_sample(op, output, backend.capabilities.vocab_size)
+    check_sample(op, output, backend.sampler_capabilities.vocab_size)
     assert isinstance(output, SampleOutput), output
     return output
 
@@ -113,9 +115,9 @@ async def all_logprobs(
     backend: SamplingBackend, tokens_P: TokenArray, snapshot_id: str | None = None
 ) -> npt.NDArray[np.float64]:
     """Return [P - 1, V]: at temperature 1, what every token of the vocabulary would get at positions 1 and on."""
-    need(backend.capabilities.target_prompt_logprobs, "target_prompt_logprobs")
-    vocab_size = backend.capabilities.vocab_size
-    width = max(1, min(backend.capabilities.max_targets_per_token, vocab_size))
+    need(backend.sampler_capabilities.target_prompt_logprobs, "target_prompt_logprobs")
+    vocab_size = backend.sampler_capabilities.vocab_size
+    width = min(_TARGETS, vocab_size)
     columns = []
     for start in range(0, vocab_size, width):
         targets = np.full((len(tokens_P) - 1, width), -1)  # one width for all calls: nothing to compile twice
@@ -142,8 +144,8 @@ def assert_same_sequence(actual: SampledSequence, expected: SampledSequence, wha
 
 def assert_same_draw(backend: SamplingBackend, actual: SampledSequence, expected: SampledSequence, what: str) -> None:
     """Compare as strictly as `isolation` promises; if that is not bitwise, draws may diverge at a near tie."""
-    if backend.capabilities.isolation == "bitwise":
+    if backend.sampler_capabilities.isolation == "bitwise":
         assert_same_sequence(actual, expected, what)
         return
     common = int(np.cumprod(actual.tokens == expected.tokens).sum())
-    assert_same_numbers(backend.capabilities, actual.logprobs[:common], expected.logprobs[:common], what)
+    assert_same_numbers(backend.sampler_capabilities, actual.logprobs[:common], expected.logprobs[:common], what)

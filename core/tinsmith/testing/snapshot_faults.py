@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tinsmith.backend import Capabilities, HostSnapshot, SamplingBackend, Snapshot
+from tinsmith.backend import HostSnapshot, SamplerCapabilities, SamplingBackend, Snapshot
 from tinsmith.operations import Failed, Sample, SampleOutput
 
 Fault = Callable[[Snapshot, Mapping[str, Snapshot]], Snapshot]
@@ -21,8 +21,8 @@ class FaultySampler(SamplingBackend):
         self._seen: dict[str, Snapshot] = {}
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._sampler.capabilities
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return self._sampler.sampler_capabilities
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         loaded = snapshot if self.fault is None else self.fault(snapshot, self._seen)

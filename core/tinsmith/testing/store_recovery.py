@@ -6,12 +6,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tinsmith.backend import Capabilities, ReplayedExperts
+from tinsmith.backend import ReplayedExperts, SamplerCapabilities, TrainerCapabilities
 from tinsmith.errors import NotFoundError, ServerError
 from tinsmith.operations import (
     Failed,
 )
 from tinsmith.store import (
+    EngineCapabilities,
     EngineRecord,
     EngineState,
     OperationState,
@@ -319,7 +320,7 @@ class RecoveryContract(StoreSuite):
     # engines
 
     async def test_engines_are_reported(self, store: RequestStore, other: RequestStore) -> None:
-        capabilities = Capabilities(
+        trainer = TrainerCapabilities(
             vocab_size=9,
             max_context_tokens=8,
             max_batch_tokens=7,
@@ -329,6 +330,7 @@ class RecoveryContract(StoreSuite):
             isolation_error=1e-6,
             replayed_experts=ReplayedExperts(num_layers=2, num_experts=4, top_k=2),
         )
+        sampler = SamplerCapabilities(vocab_size=9, max_context_tokens=8, prompt_logprobs=True, max_snapshots=3)
         record = EngineRecord(
             base_model=BASE,
             state=EngineState.READY,
@@ -338,11 +340,12 @@ class RecoveryContract(StoreSuite):
             engine_id="e",
             pid=1,
             restarts=2,
-            capabilities=capabilities,
+            capabilities=EngineCapabilities(trainer=trainer, sampler=sampler),
         )
         await store.report_engine(replace(record, state=EngineState.STARTING, capabilities=None))
-        await store.report_engine(record)
-        assert await other.list_engines() == [record]
+        for each in (replace(record, capabilities=EngineCapabilities(trainer=trainer, sampler=None)), record):
+            await store.report_engine(each)
+            assert await other.list_engines() == [each]
 
     async def test_an_engine_that_is_given_up_fails_all_but_its_models(self, store: RequestStore) -> None:
         await a_model(store)

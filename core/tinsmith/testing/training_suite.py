@@ -18,7 +18,7 @@ class TrainingSuite(Contract):
 
     @pytest.fixture
     def driver(self, backend: TrainingBackend) -> Iterator[ModelDriver]:
-        need(backend.capabilities.max_lora_rank, "LoRA")
+        need(backend.trainer_capabilities.max_lora_rank, "LoRA")
         driver = ModelDriver(backend)
         yield driver
         driver.unload_all()

@@ -7,10 +7,10 @@ from typing import Any, Final, Generic, TypeVar
 
 from tinsmith.backend import (
     BackendContext,
-    Capabilities,
     ModelState,
     SleepableTrainingBackend,
     Snapshot,
+    TrainerCapabilities,
     TrainingBackend,
 )
 from tinsmith.divergence import step_result
@@ -91,10 +91,10 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
     def max_full_models(self) -> int:
         return self._config.max_full_models
 
-    def describe(self, device: WorkerDevice) -> Capabilities:
+    def describe(self, device: WorkerDevice) -> TrainerCapabilities:
         on_cpu, setup, budget = device.type == "cpu", self._setup, self._budget
         exact = on_cpu and setup.strict and setup.dtype == "float32"
-        return Capabilities(
+        return TrainerCapabilities(
             device=f"{len(self.ranks)} x {device.name}",
             dtype=setup.dtype,
             vocab_size=budget.shape.vocab_size,
@@ -113,7 +113,7 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         )
 
     @property
-    def capabilities(self) -> Capabilities:
+    def trainer_capabilities(self) -> TrainerCapabilities:
         return self._capabilities
 
     @abstractmethod

@@ -103,8 +103,8 @@ def small(fsdp_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.slow
 def test_a_model_that_does_not_fit_beside_the_others_is_refused_with_figures(small: FsdpBackend) -> None:
     driver = ModelDriver(small)
-    assert small.capabilities.max_models == 3  # the others wait for a place
-    assert small.capabilities.max_batch_tokens < 2 * 2048
+    assert small.trainer_capabilities.max_models == 3  # the others wait for a place
+    assert small.trainer_capabilities.max_batch_tokens < 2 * 2048
     models = [driver.create(rank=RANK) for _ in range(3)]
     told = r"no memory left for a model of LoRA rank 16: on the fullest rank it takes 0\.\d+ GiB .*; end a session"
     with pytest.raises(OutOfMemoryError, match=told):

@@ -219,7 +219,7 @@ def test_on_gpus_no_bits_are_claimed(
     monkeypatch.setattr("tinsmith.workers.starting.WorkerGroup", RanksOnCards)
     placement = Placement(devices=("0", "1"), memory_bytes=40 << 30, device_bytes=80 << 30)
     backend = make_backend(fsdp_models["qwen3"], tmp_path, placement=placement, device="cuda")
-    found, setup = backend.capabilities, backend._setup
+    found, setup = backend.trainer_capabilities, backend._setup
     assert (found.device, found.dtype, found.deterministic, found.isolation) == ("2 x H100", "bfloat16", False, "close")
     assert (setup.strict, setup.checkpointing, setup.compile) == (False, True, True)
     assert setup.memory_share is not None

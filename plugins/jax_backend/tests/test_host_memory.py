@@ -85,7 +85,12 @@ async def test_pages_and_adapters_take_memory_with_use_and_give_it_back(
     watched = Watched(device, monkeypatch)
     rules = StopRules.of_model(tmp_path)
     sampler = Sampler(
-        device, backend.model_config, capabilities=backend.capabilities, rules=rules, prefill_tokens=64, idle_s=0.0
+        device,
+        backend.model_config,
+        capabilities=backend.sampler_capabilities,
+        rules=rules,
+        prefill_tokens=64,
+        idle_s=0.0,
     )
     add_model(backend, "a", LoraConfig(rank=128, seed=1), random_B=True)
     await sampler.load_snapshot(backend.publish("a", "a"))

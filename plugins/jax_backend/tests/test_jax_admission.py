@@ -164,7 +164,7 @@ def small(contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
 
 
 def test_a_model_that_does_not_fit_beside_the_others_is_refused_with_figures(small: JaxBackend) -> None:
-    assert small.capabilities.max_models == 2  # the others wait for a place
+    assert small.trainer_capabilities.max_models == 2  # the others wait for a place
     for name in ("a", "b"):
         add_model(small, name, LoraConfig(rank=RANK, seed=1))
     told = r"no memory left for a model of LoRA rank 8: on each device it takes 0\.\d+ GiB .*; end a session that has a"
@@ -192,7 +192,7 @@ def test_the_workers_of_a_mesh_divide_their_memory(contract_model: Path, jax_cac
     placement = Placement(memory_bytes=room_for(contract_model, jax_cache, 3, **mesh))
     backend = make_backend(contract_model, jax_cache, placement=placement, **FEW_PROGRAMS, **mesh)
     try:
-        assert backend.capabilities.max_models == 3
+        assert backend.trainer_capabilities.max_models == 3
     finally:
         backend.close()
     placement = Placement(memory_bytes=room_for(contract_model, jax_cache, 0, **mesh))

@@ -146,7 +146,7 @@ def test_forward_leaves_gradients_alone(backend: JaxBackend) -> None:
 @pytest.mark.parametrize("rank", [8, pytest.param(16, marks=pytest.mark.thorough)])
 def test_two_calls_equal_one_with_both_data(backend: JaxBackend, rank: int) -> None:
     """However the data are cut into operations, calls and micro-batches."""
-    longest = backend.capabilities.max_context_tokens or 0
+    longest = backend.trainer_capabilities.max_context_tokens or 0
     op = make_op("m", 0, (30, 90, 64, longest - 56, 1, longest, 65))
 
     def part(start: int, end: int) -> ForwardBackward:

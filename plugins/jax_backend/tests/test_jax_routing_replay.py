@@ -90,7 +90,7 @@ def backend(tiny_models: Mapping[str, Path], jax_cache: Path) -> Iterator[JaxBac
 class TestJaxRoutingReplay(RoutingReplayContract):
     @pytest.fixture
     def backend(self, backend: JaxBackend) -> JaxBackend:
-        assert backend.capabilities.replayed_experts == REPLAYED  # or the suite would be skipped
+        assert backend.trainer_capabilities.replayed_experts == REPLAYED  # or the suite would be skipped
         return backend  # of this file
 
 
@@ -285,7 +285,7 @@ def test_a_sampler_returns_experts_if_it_is_asked_and_there_are_any(
     model: str, asked: bool, tiny_models: Mapping[str, Path], jax_cache: Path
 ) -> None:
     sampler = sampler_of(tiny_models[model], jax_cache, routing_replay=asked)
-    assert sampler.capabilities.returns_routed_experts == (asked and model == "qwen3_moe")
+    assert sampler.sampler_capabilities.returns_routed_experts == (asked and model == "qwen3_moe")
     sampler.close()
 
 

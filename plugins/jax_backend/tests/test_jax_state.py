@@ -192,12 +192,12 @@ def test_model_methods_raise_user_errors(tiny_models: Mapping[str, Path], jax_ca
 
 
 def test_capabilities(backend: JaxBackend) -> None:
-    capabilities = backend.capabilities
+    capabilities = backend.trainer_capabilities
     assert capabilities.vocab_size == 160
     assert (capabilities.max_context_tokens, capabilities.max_batch_tokens) == (320, 512)
     assert capabilities.losses == frozenset(LOSSES)
     assert (capabilities.isolation, capabilities.deterministic) == ("bitwise", True)
-    assert capabilities.max_targets_per_token == capabilities.max_topk_logprobs == 128
+    assert capabilities.max_targets_per_token == backend.sampler_capabilities.max_topk_logprobs == 128
 
 
 @pytest.mark.thorough
@@ -205,7 +205,7 @@ def test_capabilities(backend: JaxBackend) -> None:
 def test_bfloat16_keeps_float32_where_it_matters(tiny_models: Mapping[str, Path], jax_cache: Path) -> None:
     exact = make_backend(tiny_models["llama3"], jax_cache)
     rough = make_backend(tiny_models["llama3"], jax_cache, dtype="bfloat16")
-    assert rough.capabilities.isolation == ("bitwise" if rough.limits.native else "close")
+    assert rough.trainer_capabilities.isolation == ("bitwise" if rough.limits.native else "close")
     outputs = []
     for backend in (exact, rough):
         add_model(backend, "m", LORA, random_B=True)

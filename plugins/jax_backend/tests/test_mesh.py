@@ -420,7 +420,7 @@ def top_ids(sequence: SampledSequence) -> list[list[int]] | None:
 
 
 def num_devices(backend: JaxBackend) -> int:
-    found = backend.capabilities.device.split(" x ")
+    found = backend.trainer_capabilities.device.split(" x ")
     return int(found[0]) if len(found) == 2 else 1
 
 

@@ -151,7 +151,7 @@ async def test_bfloat16_is_near_float32(models: dict[str, Path], jax_cache: Path
     """
     exact, rounding = (make_backend(models[kind], jax_cache, **LIMITS, dtype=d) for d in ("float32", "bfloat16"))
     assert rounding.limits.kernels.native
-    assert rounding.capabilities.isolation == "bitwise"
+    assert rounding.trainer_capabilities.isolation == "bitwise"
     for backend in (exact, rounding):
         for name, lora in LORAS.items():
             add_model(backend, name, lora, random_B=True)
@@ -280,7 +280,7 @@ async def test_twice_as_many_sequences_while_they_are_short(
     backend = make_backend(tiny_models["qwen3"], jax_cache, **limits)
     sampler, device = backend._sampler, local(backend).sampling
     assert device is not None
-    assert backend.capabilities.max_sequences == 32
+    assert backend.sampler_capabilities.max_sequences == 32
     assert device.shape.pages_per_shard == 1 + 16 * 3
     for n in range(20):
         add_model(backend, str(n), LoraConfig(rank=4, seed=n), random_B=True)

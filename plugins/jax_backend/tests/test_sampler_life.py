@@ -90,7 +90,7 @@ async def test_a_stop_string_cuts_after_the_token_that_completes_it(backend: Jax
 
 async def test_stop_strings_without_a_tokenizer_are_refused(tiny_models: dict[str, Path], jax_cache: Path) -> None:
     backend = make_backend(tiny_models["qwen3"], jax_cache)
-    assert not backend.capabilities.stop_strings
+    assert not backend.sampler_capabilities.stop_strings
     result = await backend.sample(make_sample(prompt(3), stop_strings=("x",)))
     assert isinstance(result, Failed)
     assert result.category == "user"
@@ -99,7 +99,7 @@ async def test_stop_strings_without_a_tokenizer_are_refused(tiny_models: dict[st
 
 
 async def test_prompt_and_sample_fill_the_context_and_no_more(backend: JaxBackend) -> None:
-    context = backend.capabilities.max_context_tokens
+    context = backend.sampler_capabilities.max_context_tokens
     full = await sample(backend, make_sample(prompt(context - 10), max_tokens=10, num_samples=2))
     assert [len(sequence.tokens) for sequence in full.sequences] == [10, 10]
     refused = await backend.sample(make_sample(prompt(context - 10), max_tokens=11))

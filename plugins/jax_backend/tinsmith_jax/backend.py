@@ -2,14 +2,15 @@
 
 from tinsmith import (
     BackendContext,
-    Capabilities,
     Failed,
     ReplayedExperts,
     Sample,
     SampleOutput,
+    SamplerCapabilities,
     SamplingBackend,
     ServerError,
     Snapshot,
+    TrainerCapabilities,
 )
 from tinsmith.huggingface import StopRules
 from tinsmith.workers import MakeLauncher
@@ -20,6 +21,7 @@ from tinsmith_jax.model_config import ModelConfig, read_config
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampler import Sampler
+from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.trainer import Trainer
 
 
@@ -58,22 +60,22 @@ class JaxBackend(Trainer, SamplingBackend):
             side_by_side=_half_busy(facts.limits, config, self.model_config),
         )
         rules = StopRules.of_model(context.model_directory)
-        self._capabilities = self._describe(config, losses, rules)
+        self._trainer_capabilities = self._as_trainer(config, losses)
         self._own_sampler: Sampler | None = None
         if self.devices.sampling is not None:
             self._own_sampler = Sampler(
                 self.devices.sampling,
                 self.model_config,
-                capabilities=self._capabilities,
+                capabilities=self._as_sampler(config, self.devices.sampling.shape, rules),
                 rules=rules,
                 prefill_tokens=config.prefill_tokens,
             )
         if config.warm_up:
             self.devices.start_warm_up()
 
-    def _describe(self, config: JaxConfig, losses: LossTables, rules: StopRules) -> Capabilities:
-        facts, sampling = self.devices.facts, self.devices.sampling
-        return Capabilities(
+    def _as_trainer(self, config: JaxConfig, losses: LossTables) -> TrainerCapabilities:
+        facts = self.devices.facts
+        return TrainerCapabilities(
             device=facts.name,
             dtype=self.limits.dtype,
             vocab_size=self.model_config.vocab_size,
@@ -88,19 +90,33 @@ class JaxBackend(Trainer, SamplingBackend):
             deterministic=self.limits.platform == "cpu",
             # not measured on other devices: no claim of bitwise isolation, and no isolation_error to report
             isolation="bitwise" if self.limits.exact else "close",
-            sampling=sampling is not None,
+        )
+
+    def _as_sampler(self, config: JaxConfig, shape: SamplingShape, rules: StopRules) -> SamplerCapabilities:
+        facts = self.devices.facts
+        return SamplerCapabilities(
+            device=facts.name,
+            dtype=self.limits.dtype,
+            vocab_size=self.model_config.vocab_size,
+            max_context_tokens=self.limits.max_context_tokens,
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
+            isolation="bitwise" if self.limits.exact else "close",
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
             stop_strings=rules.tokenizer is not None,
-            returns_routed_experts=sampling is not None and sampling.shape.returns_experts,
-            max_sequences=1 if sampling is None else sampling.shape.num_slots,
+            returns_routed_experts=shape.returns_experts,
+            max_sequences=shape.num_slots,
             max_snapshots=facts.budget.max_snapshots,
         )
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+    def trainer_capabilities(self) -> TrainerCapabilities:
+        return self._trainer_capabilities
+
+    @property
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return self._sampler.sampler_capabilities
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         await self._sampler.load_snapshot(snapshot)

@@ -8,7 +8,16 @@ import asyncio
 import threading
 from dataclasses import dataclass, field
 
-from tinsmith import Capabilities, Failed, Sample, SampleOutput, SamplingBackend, Snapshot, UnsupportedError, UserError
+from tinsmith import (
+    Failed,
+    Sample,
+    SampleOutput,
+    SamplerCapabilities,
+    SamplingBackend,
+    Snapshot,
+    UnsupportedError,
+    UserError,
+)
 from tinsmith.huggingface import StopRules
 from tinsmith_jax.adapters import Adapter, DeviceSnapshot, from_canonical
 from tinsmith_jax.inbox import Inbox
@@ -37,7 +46,7 @@ class Sampler(SamplingBackend):
         device: SamplerDevice,
         config: ModelConfig,
         *,
-        capabilities: Capabilities,
+        capabilities: SamplerCapabilities,
         rules: StopRules,
         prefill_tokens: int | None,
         idle_s: float = 60.0,
@@ -52,7 +61,7 @@ class Sampler(SamplingBackend):
         self._rounds = Rounds(device, config, rules, self._inbox, tiles_per_round=max(1, tokens // TILE), idle_s=idle_s)
 
     @property
-    def capabilities(self) -> Capabilities:
+    def sampler_capabilities(self) -> SamplerCapabilities:
         return self._capabilities
 
     @property

@@ -1,6 +1,6 @@
 """The sampling half of the jax backend on its own, for models that another backend trains."""
 
-from tinsmith import BackendContext, Capabilities, Turns
+from tinsmith import BackendContext, SamplerCapabilities, Turns
 from tinsmith.huggingface import StopRules
 from tinsmith_jax import native, runtime
 from tinsmith_jax.compilation import Programs
@@ -39,16 +39,13 @@ class JaxSampler(Sampler):
             programs=self._programs, turns=Turns(), routing_replay=context.routing_replay,
         )  # fmt: skip
         rules = StopRules.of_model(context.model_directory)
-        capabilities = Capabilities(
+        capabilities = SamplerCapabilities(
             device=device_name(layout),
             dtype=limits.dtype,
             vocab_size=model.vocab_size,
             max_context_tokens=limits.max_context_tokens,
-            max_batch_tokens=limits.max_batch_tokens,
-            max_lora_rank=config.max_lora_rank,
-            deterministic=limits.platform == "cpu",
+            lora_targets=frozenset({"attn", "mlp", "unembed"}),
             isolation="bitwise" if limits.exact else "close",
-            sampling=True,
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, model.vocab_size),

@@ -86,7 +86,7 @@ def test_a_model_that_does_not_fit_beside_the_others_is_refused_with_figures(
     backend = fork_backend(megatron_models["qwen3"], tmp_path, placement=placement, max_batch_tokens=2048)
     try:
         driver = ModelDriver(backend)
-        assert backend.capabilities.max_models == 3
+        assert backend.trainer_capabilities.max_models == 3
         models = [driver.create(rank=16) for _ in range(3)]
         with pytest.raises(OutOfMemoryError, match=r"no memory left for a model of LoRA rank 16: .*; end a session"):
             driver.create(rank=16)

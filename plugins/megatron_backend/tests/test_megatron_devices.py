@@ -107,5 +107,5 @@ def test_on_gpus_no_bits_are_claimed(
 ) -> None:
     monkeypatch.setattr("tinsmith.workers.starting.WorkerGroup", RankOnACard)
     placement = Placement(devices=("0",), memory_bytes=40 << 30, device_bytes=80 << 30)
-    found = make_backend(megatron_models["qwen3"], tmp_path, placement=placement, device="cuda").capabilities
+    found = make_backend(megatron_models["qwen3"], tmp_path, placement=placement, device="cuda").trainer_capabilities
     assert (found.device, found.dtype, found.deterministic, found.isolation) == ("1 x H100", "bfloat16", False, "close")

@@ -29,7 +29,7 @@ class TestMegatronRoutingReplay(RoutingReplayContract):
     @pytest.fixture
     def backend(self, two_expert_ranks: MegatronBackend) -> MegatronBackend:
         allowed = ReplayedExperts(num_layers=2, num_experts=4, top_k=2)
-        assert two_expert_ranks.capabilities.replayed_experts == allowed  # or the suite would be skipped
+        assert two_expert_ranks.trainer_capabilities.replayed_experts == allowed  # or the suite would be skipped
         return two_expert_ranks
 
 

@@ -6,11 +6,11 @@ from itertools import chain
 
 from tinsmith import (
     BackendContext,
-    Capabilities,
     CreateModel,
     ForwardBackward,
     ForwardBackwardOutput,
     ReplayedExperts,
+    TrainerCapabilities,
 )
 from tinsmith.huggingface import DecoderShape
 from tinsmith.workers import (
@@ -73,7 +73,7 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
             memory_share=device.allocator_share(context.placement, budget.runtime),
         )
 
-    def describe(self, device: WorkerDevice) -> Capabilities:
+    def describe(self, device: WorkerDevice) -> TrainerCapabilities:
         return replace(super().describe(device), replayed_experts=_replayed_experts(self.architecture.shape))
 
     # life of a model

@@ -66,7 +66,7 @@ async def test_what_a_dying_or_paused_process_drew_is_drawn_again(
         for output, alone in zip(found, expected, strict=True):
             for sequence, right in zip(output.sequences, alone.sequences, strict=True):
                 np.testing.assert_array_equal(sequence.tokens, right.tokens)
-                bound = sampler.capabilities.isolation_error
+                bound = sampler.sampler_capabilities.isolation_error
                 assert 0 < bound <= 2e-5, "the claim itself"
                 np.testing.assert_allclose(sequence.logprobs, right.logprobs, rtol=0, atol=bound)
     finally:

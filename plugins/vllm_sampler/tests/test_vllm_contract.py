@@ -117,13 +117,6 @@ async def test_no_file_is_on_the_way_of_an_adapter(pair: Pair, qwen3: VllmSample
     pair.trainer.unload_model("handed over")
 
 
-def test_the_isolation_of_a_pair_is_that_of_the_weaker(pair: Pair) -> None:
-    assert pair.trainer.capabilities.isolation == "bitwise"
-    found = pair.capabilities
-    assert (found.isolation, found.isolation_error) == ("close", pair.sampler.capabilities.isolation_error)
-    assert found.isolation_error > 0
-
-
 class TestVllmSampling(SamplingBackendContract):
     def processes(self, backend: SamplingBackend) -> object:
         """A vLLM that died would be replaced."""

@@ -85,7 +85,7 @@ async def test_the_experts_are_those_of_transformers(sampler: VllmSampler, trans
 
     With a stop string, tokens come one by one, and their experts with them.
     """
-    assert sampler.capabilities.returns_routed_experts
+    assert sampler.sampler_capabilities.returns_routed_experts
     starts = [prompt(0, 70), prompt(0, 70)[:40], prompt(1, 5), prompt(2, 90), prompt(3, 1)]
     stops = [(), ("never said",), ("never said",), (), ()]
     asked = [

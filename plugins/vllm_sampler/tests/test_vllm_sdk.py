@@ -29,10 +29,10 @@ from vllm_harness import CONTEXT, TRAINERS, VOCAB, plain_vllm, prompt, settings
 
 from tinsmith import (
     BackendConfig,
-    Capabilities,
     Failed,
     Sample,
     SampleOutput,
+    SamplerCapabilities,
     SamplerSpec,
     SamplingBackend,
     Snapshot,
@@ -119,8 +119,8 @@ class BorrowedSampler(SamplingBackend):
         self._loaded: set[str] = set()
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self._sampler.capabilities
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return self._sampler.sampler_capabilities
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         self._loaded.add(snapshot.snapshot_id)

@@ -19,7 +19,6 @@ from tinsmith import (
     AdamParams,
     Array,
     BackendContext,
-    Capabilities,
     CreateModel,
     Datum,
     Failed,
@@ -34,13 +33,14 @@ from tinsmith import (
     Placement,
     Sample,
     SampleOutput,
+    SamplerCapabilities,
     SamplingBackend,
     SamplingParams,
     Snapshot,
+    TrainerCapabilities,
     TrainingBackend,
 )
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import capabilities_of
 from tinsmith.testing import TinyShape
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.sampler import VllmSampler
@@ -278,8 +278,12 @@ class Pair(TrainingBackend, SamplingBackend):
         self.trainer, self.sampler = trainer, sampler
 
     @property
-    def capabilities(self) -> Capabilities:
-        return capabilities_of(self.trainer, self.sampler)
+    def trainer_capabilities(self) -> TrainerCapabilities:
+        return self.trainer.trainer_capabilities
+
+    @property
+    def sampler_capabilities(self) -> SamplerCapabilities:
+        return self.sampler.sampler_capabilities
 
     def create_model(self, op: CreateModel) -> None:
         self.trainer.create_model(op)

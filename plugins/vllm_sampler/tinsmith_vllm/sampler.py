@@ -14,11 +14,11 @@ import msgspec
 
 from tinsmith import (
     BackendContext,
-    Capabilities,
     ConfigError,
     Failed,
     Sample,
     SampleOutput,
+    SamplerCapabilities,
     SamplingBackend,
     ServerError,
     Snapshot,
@@ -41,7 +41,6 @@ from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, R
 from tinsmith_vllm.replica import Answer, Replica, ReplicaDiedError, ReplicaGoneError
 from tinsmith_vllm.routing import WORTH, Prefixes
 
-_MAX_TARGETS: Final = 1024  # per prompt position
 _ISOLATION_ERROR: Final = 2e-5  # at temperature 1, on CPU in float32
 
 _log = logging.getLogger(__name__)
@@ -125,25 +124,21 @@ class VllmSampler(SamplingBackend):
             how = "adapters are merged, each replica has the weights of one snapshot at a time"
         return f"{how}; fully trained models: {len(self._full_replicas) or 'no'} replicas"
 
-    def _describe(self, ready: Ready) -> Capabilities:
+    def _describe(self, ready: Ready) -> SamplerCapabilities:
         experts = has_experts(known_shape(read_model_config(self._model_path)))
         bounded = ready.device == "cpu" and ready.dtype == "float32" and not experts
-        return Capabilities(
+        return SamplerCapabilities(
             device=ready.device,
             dtype=ready.dtype,
             vocab_size=ready.vocab_size,
             max_context_tokens=ready.max_model_len,
-            max_batch_tokens=ready.max_model_len,
-            max_lora_rank=self._config.max_lora_rank,
             lora_targets=frozenset(ready.targets),
             full_fine_tuning=bool(self._full_replicas),
-            max_targets_per_token=_MAX_TARGETS,
             # Kernels round differently depending on the number of rows in a batch: benchmarks/sampler_isolation.py
             # measured up to 6e-6 on CPU in float32. Other devices are not measured, so nothing is claimed for them. Nor
             # is it for experts: rounding may turn a near tie of the router, and then no bound holds.
             isolation="close" if bounded else "none",
             isolation_error=_ISOLATION_ERROR if bounded else 0.0,
-            sampling=True,
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             min_temperature=MIN_TEMPERATURE,
@@ -155,7 +150,7 @@ class VllmSampler(SamplingBackend):
         )
 
     @property
-    def capabilities(self) -> Capabilities:
+    def sampler_capabilities(self) -> SamplerCapabilities:
         return self._capabilities
 
     @property

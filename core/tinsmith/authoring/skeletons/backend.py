@@ -28,9 +28,9 @@ class SkeletonBackend(tinsmith.TrainingBackend):
         self._states: dict[str, ModelState] = {}  # by model; arrays are replaced, never written into
 
     @property
-    def capabilities(self) -> tinsmith.Capabilities:
+    def trainer_capabilities(self) -> tinsmith.TrainerCapabilities:
         vocab_size, hidden_size = self._head_VH.shape
-        return tinsmith.Capabilities(
+        return tinsmith.TrainerCapabilities(
             device="cpu",
             dtype="float32",
             vocab_size=vocab_size,

@@ -31,20 +31,14 @@ class SkeletonSampler(tinsmith.SamplingBackend):
         self._heads_VH: dict[str | None, Float64Array] = {None: head_VH}  # by snapshot; None is the base model
 
     @property
-    def capabilities(self) -> tinsmith.Capabilities:
-        vocab_size, hidden_size = self._embedding_VH.shape
-        return tinsmith.Capabilities(
+    def sampler_capabilities(self) -> tinsmith.SamplerCapabilities:
+        return tinsmith.SamplerCapabilities(
             device="cpu",
             dtype="float32",
-            vocab_size=vocab_size,
+            vocab_size=len(self._embedding_VH),
             max_context_tokens=512,
-            max_batch_tokens=16384,
-            max_lora_rank=hidden_size,
             lora_targets=frozenset({"unembed"}),
-            max_targets_per_token=vocab_size,
-            deterministic=True,
             isolation="bitwise",
-            sampling=True,
             prompt_logprobs=True,
             target_prompt_logprobs=True,
         )

@@ -5,7 +5,6 @@ from functools import partial
 
 from fastapi import APIRouter, Request
 
-from tinsmith.backend import Capabilities
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.checks import check_operation
 from tinsmith.errors import CapacityError, NotFoundError, UnsupportedError, UserError
@@ -18,7 +17,7 @@ from tinsmith.server.limits.body_budget import hold_decoded
 from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_sample
-from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, NewOperation, SamplingSessionRecord
+from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, EngineCapabilities, NewOperation, SamplingSessionRecord
 from tinsmith.store.refusals import taken
 
 router = APIRouter(prefix=API_PREFIX, tags=["sampling"], route_class=JsonRoute)
@@ -144,13 +143,13 @@ def _new_sample(
     caller: Principal,
     sampler: SamplingSessionRecord,
     body: wire.SampleRequest,
-    capabilities: Capabilities | None,
+    capabilities: EngineCapabilities | None,
 ) -> NewOperation:
     operation = translate.sample(
         body,
         sampling_session=sampler.sampling_session_id,
         snapshot_id=sampler.snapshot_id,
-        max_context_tokens=None if capabilities is None else capabilities.max_context_tokens,
+        max_context_tokens=None if capabilities is None else capabilities.trainer.max_context_tokens,
     )
     if capabilities is not None:
         check_operation(operation, capabilities, context.losses)

@@ -78,9 +78,9 @@ def _supported(name: str, record: EngineRecord | None) -> wire.SupportedModel:
         return wire.SupportedModel(model_name=name)
     return wire.SupportedModel(
         model_name=name,
-        max_context_length=capabilities.max_context_tokens,
-        trainable=capabilities.max_lora_rank > 0 or capabilities.full_fine_tuning,
-        sampleable=capabilities.sampling,
+        max_context_length=capabilities.trainer.max_context_tokens,
+        trainable=capabilities.trainer.trains,
+        sampleable=capabilities.sampler is not None,
     )
 
 

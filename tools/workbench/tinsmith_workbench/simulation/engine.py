@@ -6,7 +6,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from tinsmith.backend import Capabilities
+from tinsmith.backend import SamplerCapabilities
 from tinsmith.engine.claimed import Claimed
 from tinsmith.engine.claims import Holdings
 from tinsmith.engine.recorder import MAX_TOGETHER
@@ -29,10 +29,9 @@ _SORTS: Final = (True, False)  # operations of models, samples
 class Engine:
     def __init__(self, clock: Clock, times: ServiceTimes, store: Store, scheduler: Scheduler, saw: Saw) -> None:
         backend = times.backend
-        capabilities = Capabilities(
+        capabilities = SamplerCapabilities(
             vocab_size=1,
             max_context_tokens=backend.max_context_tokens,
-            max_batch_tokens=backend.max_batch_tokens,
             max_sequences=backend.max_sequences,
         )
         self.device = Device(clock, times.sampling, beside=backend.beside)
