@@ -56,6 +56,16 @@ class DecoderShape:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def vector_weights(self) -> int:
+        """The weights of a layer's norms and biases, as Qwen2, Qwen3, Qwen3-MoE, Llama and Mistral have them."""
+        own = 0
+        if self.class_name.startswith("Qwen3"):
+            own = 2 * self.head_dim
+        elif self.class_name.startswith("Qwen2"):
+            own = self.q_size + 2 * self.kv_size
+        return 2 * self.hidden_size + own
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return (in, out) of each linear module of a layer, keyed by its path within the layer, and of the head.
 

@@ -38,7 +38,7 @@ class WeightCounts:
 
 
 def weight_counts(shape: DecoderShape) -> WeightCounts:
-    """Count the weights of a Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral model."""
+    """Count the weights of a decoder."""
     linear = shape.linear_shapes()
     experts = _expert_weights(shape)
     shared = [linear[path] for path in (ATTENTION if experts else (*ATTENTION, *MLP))]
@@ -46,7 +46,7 @@ def weight_counts(shape: DecoderShape) -> WeightCounts:
     router = 0 if shape.experts is None else shape.hidden_size * shape.experts.num_experts
     return WeightCounts(
         embedding=shape.vocab_size * shape.hidden_size,
-        layer=matrices + _beside_the_matrices(shape) + router,
+        layer=matrices + shape.vector_weights + router,
         matrices=matrices,
         scales=_scales(shape, shared),
         experts=experts,
@@ -72,16 +72,6 @@ def _scales(shape: DecoderShape, shared: Sequence[tuple[int, int]]) -> int:
         each = 2 * inner * shape.int8.num_scales(hidden) + hidden * shape.int8.num_scales(inner)
         found += shape.experts.num_experts * each
     return found
-
-
-def _beside_the_matrices(shape: DecoderShape) -> int:
-    """Count the two norms of a layer, those of queries and keys (Qwen3), and the biases of attention (Qwen2)."""
-    own = 0
-    if shape.class_name.startswith("Qwen3"):
-        own = 2 * shape.head_dim
-    elif shape.class_name.startswith("Qwen2"):
-        own = shape.q_size + 2 * shape.kv_size
-    return 2 * shape.hidden_size + own
 
 
 def adapter_weights(shape: DecoderShape, rank: int) -> int:

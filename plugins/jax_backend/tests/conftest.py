@@ -43,6 +43,7 @@ _WITH_PROGRAMS_OF_THEIR_OWN = (
     "test_tokens_without_experts_are_the_routers",
     "test_replay_does_not_reach_others",
 )
+_OF_FAMILIES = "test_logprobs"
 _QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -88,11 +89,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave tests of the shipped suites to `make test-all` that need programs of their own.
 
     In `make test`, test_jax_parity.py compares several targets per token with torch, and test_jax_routing_replay.py
-    replayed sequences beside others.
+    replayed sequences beside others. test_families.py compares logprobs.
     """
     for item in items:
         here = item.path.parent == Path(__file__).parent and isinstance(item, pytest.Function)
         if here and item.cls is not None and item.originalname in _WITH_PROGRAMS_OF_THEIR_OWN:
+            item.add_marker(pytest.mark.thorough)
+        if here and item.path.name == "test_families.py" and item.cls is not None and item.originalname != _OF_FAMILIES:
             item.add_marker(pytest.mark.thorough)
 
 

@@ -12,9 +12,9 @@ from tinsmith_jax import runtime
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.config import JaxConfig, MeshConfig
 from tinsmith_jax.costs import Computing, Costs
+from tinsmith_jax.families import config_of
 from tinsmith_jax.loss_table import LossTables
 from tinsmith_jax.mesh import make_layout
-from tinsmith_jax.model_config import config_of
 from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.sampling_programs import SamplingPrograms
 from tinsmith_jax.tiles import MAX_ADAPTERS

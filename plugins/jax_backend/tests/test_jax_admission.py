@@ -9,12 +9,12 @@ from few_programs import FEW_PROGRAMS
 from jax_harness import add_model, make_backend, make_op, train
 
 from tinsmith import AdamParams, ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
-from tinsmith.huggingface import decoder_shape, known_config
+from tinsmith.huggingface import known_config
 from tinsmith_jax import native, runtime
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes, require_enough
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
-from tinsmith_jax.model_config import ARCHITECTURES, read_config
+from tinsmith_jax.families import config_of, read_config
 from tinsmith_jax.placing import sampler_demand, trainer_demand
 
 GIB = 1 << 30
@@ -36,7 +36,7 @@ def taken(demand: Demand) -> int:
 def budget(memory: int | None, *, on_cpu: bool, samples: bool = True, **settings: object) -> Budget:
     config, model = JaxConfig.model_validate(settings), known_config("Qwen3-8B")
     assert model is not None
-    shape = decoder_shape(model, Path("config.json"), supported=ARCHITECTURES)
+    shape = config_of(model, Path("config.json"))
     return budget_of(config, shape, computing_of(config, on_cpu=on_cpu), memory, samples=samples)
 
 
@@ -98,7 +98,7 @@ def test_a_pass_on_a_cpu_keeps_at_most_half_as_much_as_the_weights_take(name: st
     """A pass over 1,024 tokens kept twice the weights."""
     model = known_config(name)
     assert model is not None
-    shape, config = decoder_shape(model, Path("config.json"), supported=ARCHITECTURES), JaxConfig()
+    shape, config = config_of(model, Path("config.json")), JaxConfig()
     found = budget_of(config, shape, replace(computing_of(config, on_cpu=True), stored="bfloat16"), None)
     assert found.together_tokens == tokens
     assert found.micro_tokens == 2048, "of one long sequence"

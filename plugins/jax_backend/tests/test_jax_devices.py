@@ -13,8 +13,9 @@ from tinsmith_jax import head, plugin, runtime, sampling_only
 from tinsmith_jax.compilation import compile_program
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.devices import Facts
+from tinsmith_jax.families import read_config
 from tinsmith_jax.loss_table import LossTables
-from tinsmith_jax.model_config import ModelConfig, read_config
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.train_step import TrainPrograms
 

@@ -22,7 +22,7 @@ from tinsmith.testing.int8_model import write_int8_model
 from tinsmith_jax import plugin, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
-from tinsmith_jax.model_config import read_config
+from tinsmith_jax.families import read_config
 from tinsmith_jax.placing import sampler_demand, trainer_demand
 from tinsmith_jax.weights import load_base
 
@@ -120,7 +120,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path], None], str]] = {
     "bad config": (_break_json, "cannot be read as JSON"),
     "architecture": (lambda path: edit(path, architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel' is not supported"),
     "rope": (lambda path: edit(path, rope_parameters={"rope_type": "longrope"}), "'longrope' is not supported"),
-    "bias": (lambda path: edit(path, attention_bias=True), "attention_bias = True"),
+    "window": (lambda path: edit(path, use_sliding_window=True), "use_sliding_window = True"),
     "shape": (lambda path: edit(path, vocab_size=161), r"has shape \(160, 64\), config.json says \(161, 64\)"),
     "missing key": (lambda path: edit(path, rope_parameters={"rope_type": "linear"}), "'linear' needs 'factor'"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "neither model.safetensors nor"),

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from jax_harness import add_model, make_backend, make_op, near_policy
-from torch_reference import TorchModel
 
 from tinsmith import AdamParams, Array, Forward, ForwardBackward, LoraConfig, ModelState, OptimStep
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.testing.torch_reference import TorchModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from jax_harness import add_model, assert_same_bits, make_backend, make_op, sampling_of
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
-from torch_reference import TorchModel
 
 from tinsmith import (
     Array,
@@ -33,6 +32,7 @@ from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxSamplerConfig
 from tinsmith_jax.sampling_only import JaxSampler
 from tinsmith_jax.sampling_values import PromptTile
+from tinsmith_jax.testing.torch_reference import TorchModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -46,8 +46,8 @@ from tinsmith.workers import StateFiles, WorkerDiedError
 from tinsmith.workers.channel import Channel, Encoded, encode
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, MeshConfig
+from tinsmith_jax.families import read_config
 from tinsmith_jax.mesh import check_shape
-from tinsmith_jax.model_config import read_config
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.sampling_only import JaxSampler
 from tinsmith_jax.sampling_values import Drawn, SlotInput

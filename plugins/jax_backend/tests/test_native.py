@@ -28,7 +28,7 @@ from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax import head, native, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.model_config import read_config
+from tinsmith_jax.families import read_config
 from tinsmith_jax.native import library, loading
 from tinsmith_jax.sampling_values import Drawn, SlotInput
 

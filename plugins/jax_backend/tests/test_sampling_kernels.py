@@ -12,8 +12,8 @@ from jax_harness import TRITON, lowered_for_cuda
 
 from tinsmith_jax import runtime, sampling_programs
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.families import read_config
 from tinsmith_jax.kernels import paged, row_products
-from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.sampling_values import PAGE
 from tinsmith_workbench.compile_check.case import base_shapes

@@ -1,0 +1,17 @@
+"""The JAX backend. A family of models is described with what this module exports."""
+
+from tinsmith_jax.families import Family, config_of, family
+from tinsmith_jax.model_config import Activation, Attention, LayerKind, ModelConfig, Norms, decoder, refuse
+
+__all__ = [
+    "Activation",
+    "Attention",
+    "Family",
+    "LayerKind",
+    "ModelConfig",
+    "Norms",
+    "config_of",
+    "decoder",
+    "family",
+    "refuse",
+]

@@ -30,14 +30,21 @@ _FLASH_SIZES: Final = (16, 32, 64, 128, 256)
 """Head sizes of the kernel for GPUs: what Triton multiplies in one piece."""
 
 
-def packed_attention(q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, kernels: Kernels) -> Jax:
-    """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d]."""
-    if kernels.attention == "splash":
+def packed_attention(
+    q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, kernels: Kernels, window: Jax | int | None = None
+) -> Jax:
+    """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d].
+
+    With a `window`, a token sees only so many tokens, itself included; no kernel for accelerators can do that.
+    """
+    if window is not None:
+        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, jnp.asarray(window, jnp.int32))
+    elif kernels.attention == "splash":
         out_THd = _in_blocks(kernels, q_THd, k_TNd, v_TNd, first_n)
     elif kernels.attention == "flash" and q_THd.shape[-1] in _FLASH_SIZES:
         out_THd = _by_head(partial(flash.attend, interpret=kernels.interpret), q_THd, k_TNd, v_TNd, first_n)
     else:
-        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n)
+        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, None)
     return out_THd.reshape(q_THd.shape[0], -1).astype(q_THd.dtype)
 
 
@@ -48,14 +55,14 @@ def _by_head(attend: Callable[..., Jax], q_THd: Jax, k_TNd: Jax, v_TNd: Jax, fir
     return attend(q, k, v, first_n).transpose(1, 0, 2)
 
 
-def _in_tiles(kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax) -> Jax:
+def _in_tiles(kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, window: Jax | None) -> Jax:
     T, num_heads, d = q_THd.shape
     num_kv = k_TNd.shape[1]
     n, group = T // TILE, num_heads // num_kv
     q = q_THd.reshape(n, TILE, num_kv, group, d).transpose(0, 2, 3, 1, 4).reshape(n, num_kv, group * TILE, d)
     k, v = (x.reshape(n, TILE, num_kv, d).transpose(0, 2, 1, 3) for x in (k_TNd, v_TNd))
     attend = _attend_by_tile if kernels.attention == "tile_by_tile" else _attend
-    out = attend(q, k, v, first_n)
+    out = attend(q, k, v, first_n, window)
     return out.reshape(n, num_kv, group, TILE, d).transpose(0, 3, 1, 2, 4)
 
 
@@ -111,11 +118,11 @@ def _marked(x: Jax, broken_n: Jax) -> Jax:
 
 
 @jax.custom_vjp
-def _attend(q: Jax, k: Jax, v: Jax, first_n: Jax) -> Jax:
-    return _attend_forward(q, k, v, first_n)[0]
+def _attend(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -> Jax:
+    return _attend_forward(q, k, v, first_n, window)[0]
 
 
-def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax) -> tuple[Jax, Jax]:
+def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -> tuple[Jax, Jax]:
     """Map q [n, N, g * c, d] and k, v [n, N, c, d] to float32 [n, N, g * c, d]."""
     n, _, rows, d = q.shape
     k_padded, v_padded = _pad_front(k), _pad_front(v)
@@ -124,7 +131,7 @@ def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax) -> tuple[Jax, Jax]:
         high, total, out = carry
         same = _same_sequence(first_n, j)
         k_j, v_j = (jnp.where(same, _shifted(x, j, n), 0) for x in (k_padded, v_padded))
-        scores = _scores(q, k_j, same, j, rows)
+        scores = _scores(q, k_j, same, j, rows, window)
         new_high = jnp.maximum(high, scores.max(axis=-1))
         shrink = jnp.exp(high - new_high)
         p = jnp.exp(scores - new_high[..., None])
@@ -136,13 +143,13 @@ def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax) -> tuple[Jax, Jax]:
     # A finite floor instead of -inf: exp(floor - floor) is 1 and exp(-inf - floor) is 0, never NaN.
     floor = jnp.full(shape, -1e30, jnp.float32)
     start = (floor, jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, d), jnp.float32))
-    high, total, out = jax.lax.fori_loop(0, _num_steps(first_n), step, start)
+    high, total, out = jax.lax.fori_loop(0, _in_window(_num_steps(first_n), window), step, start)
     out = out / total[..., None]
-    return out, (q, k, v, first_n, out, high + jnp.log(total))
+    return out, (q, k, v, first_n, window, out, high + jnp.log(total))
 
 
-def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
-    q, k, v, first_n, out, lse = saved
+def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None]:
+    q, k, v, first_n, window, out, lse = saved
     n, _, rows, d = q.shape
     dtype = q.dtype
     k_padded, v_padded = _pad_front(k), _pad_front(v)
@@ -153,7 +160,7 @@ def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
         d_q, d_k, d_v = carry
         same = _same_sequence(first_n, j)
         k_j, v_j = (jnp.where(same, _shifted(x, j, n), 0) for x in (k_padded, v_padded))
-        p = jnp.exp(_scores(q, k_j, same, j, rows) - lse[..., None])
+        p = jnp.exp(_scores(q, k_j, same, j, rows, window) - lse[..., None])
         d_p = _dot("nhqd,nhkd->nhqk", d_out, v_j)
         d_s = (p * (d_p - delta[..., None]) * d**-0.5).astype(dtype)
         d_q = d_q + _dot("nhqk,nhkd->nhqd", d_s, k_j)
@@ -163,8 +170,8 @@ def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
 
     zeros = jnp.zeros(k_padded.shape, jnp.float32)
     start = (jnp.zeros(q.shape, jnp.float32), zeros, zeros)
-    d_q, d_k, d_v = jax.lax.fori_loop(0, _num_steps(first_n), step, start)
-    return d_q.astype(dtype), d_k[n:].astype(dtype), d_v[n:].astype(dtype), None
+    d_q, d_k, d_v = jax.lax.fori_loop(0, _in_window(_num_steps(first_n), window), step, start)
+    return d_q.astype(dtype), d_k[n:].astype(dtype), d_v[n:].astype(dtype), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -179,11 +186,21 @@ def _same_sequence(first_n: Jax, j: Jax) -> Jax:
     return (tiles - j >= first_n)[:, None, None, None]
 
 
-def _scores(q: Jax, k_j: Jax, same: Jax, j: Jax, rows: int) -> Jax:
-    query = np.arange(rows)[:, None] % TILE
-    causal = jnp.asarray(query >= np.arange(TILE)[None, :])
+def _scores(q: Jax, k_j: Jax, same: Jax, j: Jax, rows: int, window: Jax | None) -> Jax:
     scores = _dot("nhqd,nhkd->nhqk", q, k_j) * q.shape[-1] ** -0.5
-    return jnp.where(same & (causal | (j > 0)), scores, -jnp.inf)
+    return jnp.where(same & _seen(rows, j, window), scores, -jnp.inf)
+
+
+def _seen(rows: int, j: Jax, window: Jax | None) -> Jax:
+    """Return which keys [c], j tiles before its own, each row of a query tile sees."""
+    query, key = np.arange(rows)[:, None] % TILE, np.arange(TILE)[None, :]
+    seen = jnp.asarray(query >= key) | (j > 0)
+    return seen if window is None else seen & (jnp.asarray(query - key) + j * TILE < window)
+
+
+def _in_window(num_tiles: Jax, window: Jax | None) -> Jax:
+    """Return how many of the tiles up to its own a query tile has to look at."""
+    return num_tiles if window is None else jnp.minimum(num_tiles, (window + TILE - 2) // TILE + 1)
 
 
 def _pad_front(x: Jax) -> Jax:
@@ -206,7 +223,7 @@ def _dot(form: str, a: Jax, b: Jax) -> Jax:
 
 
 @jax.custom_vjp
-def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax) -> Jax:
+def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -> Jax:
     """Do as `_attend`, in shapes that do not depend on the length of the stream.
 
     XLA:CPU compiles a reduction over a batch differently once the batch exceeds some size, and then rounds differently,
@@ -214,16 +231,16 @@ def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax) -> Jax:
     and visits only the key tiles that a query tile can see. It has at least two rounds, because the smallest stream has
     two tiles; XLA would unroll a loop of one.
     """
-    return _by_tile_forward(q, k, v, first_n)[0]
+    return _by_tile_forward(q, k, v, first_n, window)[0]
 
 
-def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax) -> tuple[Jax, Jax]:
+def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -> tuple[Jax, Jax]:
     def one_tile(query: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         q_i, i, first = query
 
         def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
             high, total, out = carry
-            scores = _tile_scores(q_i, k[i - j], j)
+            scores = _tile_scores(q_i, k[i - j], j, window)
             new_high = jnp.maximum(high, scores.max(axis=-1))
             shrink = jnp.exp(high - new_high)
             p = jnp.exp(scores - new_high[..., None])
@@ -233,16 +250,16 @@ def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax) -> tuple[Jax, Jax]:
 
         floor = jnp.full(q_i.shape[:2], -1e30, jnp.float32)
         start = (floor, jnp.zeros(q_i.shape[:2], jnp.float32), jnp.zeros(q_i.shape, jnp.float32))
-        high, total, out = jax.lax.fori_loop(0, i - first + 1, step, start)
+        high, total, out = jax.lax.fori_loop(0, _in_window(i - first + 1, window), step, start)
         return out / total[..., None], high + jnp.log(total)
 
     tiles = jnp.arange(q.shape[0], dtype=jnp.int32)
     out, lse = kept(jax.lax.map(one_tile, (q, tiles, first_n)))
-    return out, (q, k, v, first_n, out, lse)
+    return out, (q, k, v, first_n, window, out, lse)
 
 
-def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
-    q, k, v, first_n, out, lse = saved
+def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None]:
+    q, k, v, first_n, window, out, lse = saved
     dtype, scale = q.dtype, q.shape[-1] ** -0.5
 
     def one_tile(sums: tuple[Jax, Jax], query: tuple[Jax, ...]) -> tuple[tuple[Jax, Jax], Jax]:
@@ -252,7 +269,7 @@ def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
 
         def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
             d_q, d_k, d_v = carry
-            p = jnp.exp(_tile_scores(q_i, k[i - j], j) - lse_i[..., None])
+            p = jnp.exp(_tile_scores(q_i, k[i - j], j, window) - lse_i[..., None])
             d_p = _dot("hqd,hkd->hqk", d_out_i, v[i - j])
             d_s = (p * (d_p - delta[..., None]) * scale).astype(dtype)
             d_q = d_q + _dot("hqk,hkd->hqd", d_s, k[i - j])
@@ -260,22 +277,23 @@ def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None]:
             d_v = _add_to(d_v, i - j, _dot("hqk,hqd->hkd", p.astype(dtype), d_out_i))
             return d_q, d_k, d_v
 
-        d_q, d_k, d_v = jax.lax.fori_loop(0, i - first + 1, step, (jnp.zeros(q_i.shape, jnp.float32), *sums))
+        d_q, d_k, d_v = jax.lax.fori_loop(
+            0, _in_window(i - first + 1, window), step, (jnp.zeros(q_i.shape, jnp.float32), *sums)
+        )
         return (d_k, d_v), d_q
 
     tiles = jnp.arange(q.shape[0], dtype=jnp.int32)
     zeros = jnp.zeros(k.shape, jnp.float32)
     (d_k, d_v), d_q = jax.lax.scan(one_tile, (zeros, zeros), (q, out, lse, d_out, tiles, first_n))
-    return d_q.astype(dtype), d_k.astype(dtype), d_v.astype(dtype), None
+    return d_q.astype(dtype), d_k.astype(dtype), d_v.astype(dtype), None, None
 
 
 _attend_by_tile.defvjp(_by_tile_forward, _by_tile_backward)
 
 
-def _tile_scores(q_i: Jax, k_j: Jax, j: Jax) -> Jax:
-    causal = jnp.asarray(np.arange(q_i.shape[1])[:, None] % TILE >= np.arange(TILE)[None, :])
+def _tile_scores(q_i: Jax, k_j: Jax, j: Jax, window: Jax | None) -> Jax:
     scores = _dot("hqd,hkd->hqk", q_i, k_j) * q_i.shape[-1] ** -0.5
-    return jnp.where(causal | (j > 0), scores, -jnp.inf)
+    return jnp.where(_seen(q_i.shape[1], j, window), scores, -jnp.inf)
 
 
 def _add_to(sums: Jax, i: Jax, value: Jax) -> Jax:

@@ -16,8 +16,9 @@ from tinsmith.huggingface import StopRules
 from tinsmith.workers import MakeLauncher
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Devices, Setup
+from tinsmith_jax.families import read_config
 from tinsmith_jax.loss_table import LossTables
-from tinsmith_jax.model_config import ModelConfig, read_config
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampler import Sampler

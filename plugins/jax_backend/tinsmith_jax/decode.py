@@ -33,7 +33,7 @@ from tinsmith_jax import adapters, expert_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged, row_products
-from tinsmith_jax.layers import rms_norm, rope, rope_angles
+from tinsmith_jax.layers import Places, activated, by_scale, plus_bias, rms_norm, rope, scaled, with_kinds
 from tinsmith_jax.mesh import Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_adapters import AdapterRows
@@ -56,6 +56,9 @@ from tinsmith_jax.trunk import embed, qk_norm, split_qkv
 
 _MATRICES = {"qkv": 0, "o": 1, "gate_up": 0, "down": 1}
 """The matrices of a layer, with the axis along which `fsdp` divides each."""
+
+_FLOOR = -1e30
+"""Of scores. exp(floor - floor) is 1 and exp(-inf - floor) is 0, never NaN."""
 
 DrawNext = Callable[[Cache, SlotState], tuple[Cache, tuple[jax.Array, ...], jax.Array | None]]
 """Returns the cache; the tokens, their logprobs, the alternatives and theirs; and which experts have computed them."""
@@ -281,15 +284,15 @@ def _layers(
     Returns the cache, the normed hidden states [N, T, H], and the chosen experts [N T, L, C] or None.
     """
     axes = how.axes
-    x_NTH = embed(base["embed"], tiles.tokens_NT, axes)
+    x_NTH = by_scale(embed(base["embed"], tiles.tokens_NT, axes), how.config.embedding_scale)
     config = how.config.divided(axes.tensor)
     T = tiles.tokens_NT.shape[1]
-    cos_sin = rope_angles(tiles.start_N[:, None] + jnp.arange(T), config.rope.inv_freq, config.rope.factor)
+    places = Places.of(tiles.start_N[:, None] + jnp.arange(T), config)
     layers, experts = take_apart(base["layers"], axes)
     # A scan copies what it takes apart, which XLA multiplies. For a few rows, that would take most of the time.
     in_place = _MATRICES if axes.kernels.triton and T == 1 and axes.fsdp == 1 else {}
     stacked = {name: layers[name] for name in in_place if name in layers and row_products.even(layers[name])}
-    layers = {name: each for name, each in layers.items() if name not in stacked}
+    layers = with_kinds({name: each for name, each in layers.items() if name not in stacked}, config)
 
     def by_tile(compute: Callable[[jax.Array], jax.Array], x_N: jax.Array) -> jax.Array:
         """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few."""
@@ -312,29 +315,35 @@ def _layers(
         def deltas(x_NTi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
             return lora.deltas(x_NTi, [lora.resident["layers"][name] for name in names], index)
 
-        h_NTH = norm(x_NTH, weights["input_norm"])
-        qkv_NTo = dense(h_NTH, "qkv")
+        def normed(x_NTH: jax.Array, name: str) -> jax.Array:
+            return norm(x_NTH, weights[name]) if name in weights else x_NTH
+
+        add = partial(_add, weights=weights, norm=norm, config=config, axes=axes)
+        cos_sin, window = places.for_kind(weights.get("kind"))
+        h_NTH = normed(x_NTH, "input_norm")
+        qkv_NTo = plus_bias(dense(h_NTH, "qkv"), weights, "qkv_bias")
         q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
         q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
-        q_NThD, k_NTJD = rope(q_NThD, *cos_sin), rope(k_NTJD, *cos_sin)
+        q_NThD, k_NTJD = scaled(rope(q_NThD, *cos_sin), config), rope(k_NTJD, *cos_sin)
         cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD, axes)
-        out_NTo = _attend(q_NThD, cache, index, tiles, count, axes)
-        x_NTH = _add(x_NTH, dense(out_NTo, "o"), deltas(out_NTo, "o")[0], axes)
-        h_NTH = norm(x_NTH, weights["post_norm"])
+        out_NTo = _attend(q_NThD, cache, index, tiles, count, window, axes)
+        x_NTH = add(x_NTH, dense(out_NTo, "o"), deltas(out_NTo, "o")[0], "attention_out_norm", "o_bias")
+        h_NTH = normed(x_NTH, "post_norm")
         if experts is not None:
             mlp_NTH, chosen = _expert_mlp(h_NTH, index, weights, experts, config, lora, axes)
             returned = chosen.astype(expert_dtype(config)) if how.shape.returns_experts else None
-            return (x_NTH + mlp_NTH, cache), returned
+            return (x_NTH + by_scale(normed(mlp_NTH, "mlp_out_norm"), config.residual_scale), cache), returned
         gate_NTo, up_NTo = jnp.split(dense(h_NTH, "gate_up"), 2, axis=-1)
         d_gate_NTo, d_up_NTo = deltas(h_NTH, "gate", "up")
         gate_NTo, up_NTo = gate_NTo + d_gate_NTo, up_NTo + d_up_NTo
-        inner_NTo = jax.nn.silu(gate_NTo) * up_NTo
-        x_NTH = _add(x_NTH, dense(inner_NTo, "down"), deltas(inner_NTo, "down")[0], axes)
+        inner_NTo = activated(gate_NTo, up_NTo, config)
+        x_NTH = add(x_NTH, dense(inner_NTo, "down"), deltas(inner_NTo, "down")[0], "mlp_out_norm")
         return (x_NTH, cache), None
 
     scanned = (jnp.arange(config.num_layers), layers)
     (x_NTH, cache), chosen = lax.scan(layer, (x_NTH, cache), scanned)
-    return cache, norm(x_NTH, base["final_norm"]), None if chosen is None else jnp.swapaxes(chosen, 0, 1)
+    out_NTH = by_scale(norm(x_NTH, base["final_norm"]), config.logits_scale)
+    return cache, out_NTH, None if chosen is None else jnp.swapaxes(chosen, 0, 1)
 
 
 def _expert_mlp(
@@ -367,12 +376,26 @@ def _dense(x_NTi: jax.Array, weight_io: jax.Array) -> jax.Array:
     return (x_NTi.reshape(N * T, width) @ weight_io).reshape(N, T, -1)
 
 
-def _add(x_NTH: jax.Array, product_NTH: jax.Array, delta_NTH: jax.Array, axes: Axes) -> jax.Array:
-    """Add the product of divided inputs and its LoRA part, which is divided likewise: one sum over shards for both."""
-    if axes.tensor == 1:
+def _add(  # noqa: PLR0913 - bound to a layer
+    x_NTH: jax.Array,
+    product_NTH: jax.Array,
+    delta_NTH: jax.Array,
+    after: str,
+    bias: str = "",
+    *,
+    weights: Jax,
+    norm: Callable[[jax.Array, jax.Array], jax.Array],
+    config: ModelConfig,
+    axes: Axes,
+) -> jax.Array:
+    """Add the product of divided inputs and its LoRA part, which is divided likewise: one sum over shards for both.
+
+    `after` and `bias` name what the model may do to the sum.
+    """
+    if axes.tensor == 1 and config.residual_scale == 1 and not {after, bias} & weights.keys():
         return x_NTH + product_NTH + delta_NTH
-    total: jax.Array = axes.total(product_NTH + delta_NTH)
-    return x_NTH + total
+    total: jax.Array = plus_bias(axes.total(product_NTH + delta_NTH), weights, bias)
+    return x_NTH + by_scale(norm(total, weights[after]) if after in weights else total, config.residual_scale)
 
 
 def _logits(head_VH: jax.Array, lora: AdapterRows, hidden_NTH: jax.Array, axes: Axes) -> jax.Array:
@@ -447,29 +470,40 @@ def _each(function: Callable[..., Jax], count: jax.Array, rows: tuple[Jax, ...],
 
 
 def _attend(
-    q_NThD: jax.Array, cache: Cache, layer: jax.Array, tiles: TokenTiles, count: jax.Array, axes: Axes
+    q_NThD: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
+    tiles: TokenTiles,
+    count: jax.Array,
+    window: jax.Array | None,
+    axes: Axes,
 ) -> jax.Array:
-    """Attend from each tile to its sequence: [N, T, heads * D]."""
-    if axes.kernels.triton:
+    """Attend from each tile to its sequence: [N, T, heads * D]. The kernel for GPUs knows no windows."""
+    if axes.kernels.triton and window is None:
         with jax.named_scope("attend"):
             pages = (*cache, layer, tiles.start_N, tiles.table_NG)
             attended: jax.Array = paged.attend(q_NThD, *pages, interpret=axes.kernels.interpret)
             return attended
 
     def some(q_NThD: jax.Array, start_N: jax.Array, table_NG: jax.Array) -> jax.Array:
-        return _attend_batch(q_NThD, cache, layer, start_N, table_NG)
+        return _attend_batch(q_NThD, cache, layer, start_N, table_NG, window)
 
     out: jax.Array = _each(some, count, (q_NThD, tiles.start_N, tiles.table_NG), axes)
     return out
 
 
 def _attend_batch(
-    q_NThD: jax.Array, cache: Cache, layer: jax.Array, start_N: jax.Array, table_NG: jax.Array
+    q_NThD: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
+    start_N: jax.Array,
+    table_NG: jax.Array,
+    window: jax.Array | None,
 ) -> jax.Array:
     """Causal attention of tiles to their sequences, a page of keys at a time (online softmax).
 
-    Every query has a key in the first page, so the running maximum is finite from there on, and a fully masked page
-    leaves all three running values unchanged. Masked values are replaced by zeros, because an earlier tenant may have
+    The running maximum is finite from the start, so a fully masked page leaves all three running values unchanged.
+    Masked values are replaced by zeros, because an earlier tenant may have
     left NaN there and 0 * NaN is NaN.
     """
     N, T, heads, D = q_NThD.shape
@@ -487,6 +521,8 @@ def _attend_batch(
         v_NJCD = jnp.where((key_C <= end_N[:, None])[:, None, :, None], v_NJCD, 0)
         score_NJQC = jnp.einsum("njqd,njdc->njqc", q_NJQD, k_NJDC, preferred_element_type=jnp.float32) * D**-0.5
         seen_NQC = key_C <= limit_NQ[:, :, None]
+        if window is not None:
+            seen_NQC &= key_C > limit_NQ[:, :, None] - window
         score_NJQC = jnp.where(seen_NQC[:, None], score_NJQC, -jnp.inf)
         new_max_NJQ = jnp.maximum(max_NJQ, jnp.max(score_NJQC, axis=-1))
         shrink_NJQ = jnp.exp(max_NJQ - new_max_NJQ)
@@ -501,12 +537,13 @@ def _attend_batch(
         )
 
     begin = (
-        jnp.full((N, J, T * group), -jnp.inf, jnp.float32),
+        jnp.full((N, J, T * group), _FLOOR, jnp.float32),
         jnp.zeros((N, J, T * group), jnp.float32),
         jnp.zeros((N, J, T * group, D), jnp.float32),
     )
+    first = 0 if window is None else jnp.maximum(jnp.min(start_N) - window + 1, 0) // PAGE
     with jax.named_scope("attend"):
-        _, sum_NJQ, acc_NJQD = lax.fori_loop(0, jnp.max(end_N) // PAGE + 1, page, begin)
+        _, sum_NJQ, acc_NJQD = lax.fori_loop(first, jnp.max(end_N) // PAGE + 1, page, begin)
     out_NJQD = (acc_NJQD / sum_NJQ[..., None]).astype(q_NThD.dtype)
     out_NTo: jax.Array = out_NJQD.reshape(N, J, T, group, D).transpose(0, 2, 1, 3, 4).reshape(N, T, heads * D)
     return out_NTo

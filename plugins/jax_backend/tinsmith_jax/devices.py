@@ -14,11 +14,11 @@ from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import Buckets
 from tinsmith_jax.compilation import Program, Programs
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.families import read_config
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.loss_table import LossTables
 from tinsmith_jax.memory import usable_bytes
 from tinsmith_jax.mesh import device_name, make_layout
-from tinsmith_jax.model_config import read_config
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_device import SamplingDevice, sampling_device
 from tinsmith_jax.train_step import TrainPrograms

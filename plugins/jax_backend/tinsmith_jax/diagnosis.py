@@ -7,7 +7,7 @@ import jax
 from tinsmith import Device, find_compiler
 from tinsmith_jax import runtime
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
-from tinsmith_jax.model_config import read_config
+from tinsmith_jax.families import read_config
 
 
 def find_devices(config: JaxConfig | JaxSamplerConfig, model_path: Path | None) -> list[Device]:

@@ -7,7 +7,7 @@ The LoRA of the k adapters in a call is a pair (A [k, in, r], B [k, r, out]); `T
 tenant's numbers do not depend on the other tenants in the call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Final, Literal, NamedTuple
@@ -16,14 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from tinsmith.huggingface import Rope
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.mesh import ONE, Axes
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
 
 _KEPT: Final = "kept"
+_EVERYTHING: Final = 1 << 30  # a window that holds every sequence
 
 Divided = Literal["outputs", "inputs"]
 """The dimension of a module that the mesh's axis `tensor` divides."""
@@ -69,18 +72,89 @@ def rope_angles(positions: Jax, inv_freq: tuple[float, ...], factor: float) -> t
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def places_in_stream(positions_T: Jax, inv_freq: tuple[float, ...], factor: float) -> tuple[tuple[Jax, Jax], Jax]:
-    """Return the angles of a packed stream's tokens, and the first tile of each tile's sequence."""
+def angles_of_kinds(positions: Jax, config: ModelConfig) -> tuple[tuple[Jax, Jax], ...]:
+    """Return the angles for each kind of layer. A kind that encodes no positions does not rotate."""
+    sizes = [len(kind.rope.inv_freq) for kind in config.kinds if kind.rope is not None]
+    still = Rope((0.0,) * max(sizes, default=config.head_dim // 2))
+    ropes = [kind.rope or still for kind in config.kinds]
+    return tuple(rope_angles(positions, each.inv_freq, each.factor) for each in ropes)
+
+
+class Places(NamedTuple):
+    """The angles of tokens, and how far they see, for each kind of layer."""
+
+    angles: tuple[tuple[Jax, Jax], ...]
+    windows: tuple[int, ...]  # empty if no layer has one
+
+    @classmethod
+    def of(cls, positions: Jax, config: ModelConfig) -> "Places":
+        windows = [kind.window for kind in config.kinds]
+        found = () if windows == [None] * len(windows) else tuple(each or _EVERYTHING for each in windows)
+        return cls(angles_of_kinds(positions, config), found)
+
+    def for_kind(self, kind: Jax) -> tuple[tuple[Jax, Jax], Jax]:
+        """Return the angles and the window, or None, of a kind of layer, which is known when the program runs.
+
+        `kind` is None if there is only one.
+        """
+        if kind is None:
+            return self.angles[0], self.windows[0] if self.windows else None
+        cos, sin = (jnp.stack(each)[kind] for each in zip(*self.angles, strict=True))
+        return (cos, sin), jnp.array(self.windows, jnp.int32)[kind] if self.windows else None
+
+
+def with_kinds(layers: Mapping[str, Jax], config: ModelConfig) -> Mapping[str, Jax]:
+    """Add the kind of each layer to what a scan over the layers takes apart, if there are several."""
+    return layers if len(config.kinds) == 1 else {**layers, "kind": jnp.array(config.pattern, jnp.int32)}
+
+
+def places_in_stream(positions_T: Jax, config: ModelConfig) -> tuple[Places, Jax]:
+    """Return the places of a packed stream's tokens, and the first tile of each tile's sequence."""
     n = positions_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
-    return rope_angles(positions_T, inv_freq, factor), first_n
+    return Places.of(positions_T, config), first_n
 
 
 def rope(x: Jax, cos: Jax, sin: Jax) -> Jax:
-    """Rotate [..., heads, head_dim] by angles [..., head_dim / 2] (halves, as Hugging Face stores them)."""
+    """Rotate [..., heads, head_dim] by angles [..., head_dim / 2] (halves, as Hugging Face stores them).
+
+    With fewer angles, the last dimensions of each head stay as they are.
+    """
+    if 2 * cos.shape[-1] < x.shape[-1]:
+        rotated, rest = jnp.split(x, (2 * cos.shape[-1],), axis=-1)
+        return jnp.concatenate([rope(rotated, cos, sin), rest], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def scaled(q: Jax, config: ModelConfig) -> Jax:
+    """Scale queries so that the scores of attention, which divides by sqrt(head_dim), are scaled as the model wants."""
+    if config.attention.scale is None:
+        return q
+    return (q.astype(jnp.float32) * (config.attention.scale * config.head_dim**0.5)).astype(q.dtype)
+
+
+def activated(gate: Jax, up: Jax, config: ModelConfig) -> Jax:
+    """Return what an MLP projects down."""
+    if config.activation == "silu":
+        return jax.nn.silu(gate) * up
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def plus_bias(x: Jax, weights: Mapping[str, Jax], name: str) -> Jax:
+    """Add a bias, if the model has it."""
+    return x + weights[name] if name in weights else x
+
+
+def normed(x: Jax, weights: Mapping[str, Jax], name: str, config: ModelConfig) -> Jax:
+    """Normalise, if the model does so here."""
+    return rms_norm(x, weights[name], config.rms_norm_eps) if name in weights else x
+
+
+def by_scale(x: Jax, scale: float) -> jax.Array:
+    scaled: jax.Array = x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+    return scaled
 
 
 def products_of(kernels: Kernels) -> ModuleType | GroupedProducts:

@@ -255,6 +255,7 @@ _BASE: Final[Mapping[str, Spec]] = {
     "gate_up": Spec(None, FSDP, TENSOR),
     "o": Spec(None, TENSOR, FSDP),
     "down": Spec(None, TENSOR, FSDP),
+    "qkv_bias": Spec(None, TENSOR),
     "expert_gate_up": Spec(None, TENSOR, FSDP),
     "expert_down": Spec(None, TENSOR, None, FSDP),
 }
@@ -339,6 +340,9 @@ def _replicated(devices: Mesh) -> Jax:
 def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
     """Return the axes of a mesh that divides the model evenly. Raise ConfigError if it does not."""
     axes = Axes(config.data, config.fsdp, config.tensor)
+    if axes.tensor > 1 and model.attention.qk_norm == "whole":
+        msg = f"mesh {_text(axes)}: {model.class_name} normalises all heads together, so {TENSOR} must be 1; use {FSDP}"
+        raise ConfigError(msg)
     inner = {"intermediate_size": model.intermediate_size}
     if model.experts is not None:
         inner = {"num_experts": model.experts.num_experts}

@@ -1,26 +1,95 @@
-"""The architecture of a base model, read from the config.json of a Hugging Face directory. No jax."""
+"""The description of a decoder: what its layers compute, as a frozen value. The families make it. No jax.
+
+Programs are compiled from it, and nothing else knows which family a model is of.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, Final, Literal
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, Json, Rope, decoder_shape, read_model_config, read_rope
+from tinsmith.huggingface import DecoderShape, Json, Rope, decoder_shape, read_rope
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""What the gate of an MLP passes through, as transformers names it."""
+
+_ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """Where layers of one model differ. Their weights have the same shapes."""
+
+    rope: Rope | None  # of the first 2 * len(inv_freq) dimensions of each head; None: positions are not encoded
+    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """What attention has besides its four matrices."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: Literal["head", "whole"] | None = None  # of each head of queries and keys, or of all heads together
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """The norms of a layer, by the names of their modules. None: there is no such norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    offset: float = 0.0  # added to every stored weight, those of queries and keys and the last norm's included
+
+    def modules(self) -> dict[str, str]:
+        """Return the modules that are there by the names of their weights in weights.py."""
+        found = {
+            "input_norm": self.before_attention,
+            "attention_out_norm": self.after_attention,
+            "post_norm": self.before_mlp,
+            "mlp_out_norm": self.after_mlp,
+        }
+        return {name: module for name, module in found.items() if module is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
-    """Static facts of a decoder; hashable, so that compiled functions may close over it."""
+    """A decoder. Hashable, so that compiled functions may close over it."""
 
     rms_norm_eps: float
-    rope: Rope
     dtype: str | None  # of the weights, as config.json has it
+    kinds: tuple[LayerKind, ...]
+    pattern: tuple[int, ...]  # which kind each layer is
+    attention: Attention = Attention()
+    norms: Norms = Norms()
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0  # of embedded tokens
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logits_scale: float = 1.0
 
     @property
-    def qk_norm(self) -> bool:
-        return self.class_name != "LlamaForCausalLM"
+    def vector_weights(self) -> int:
+        return sum(size for _, size in self.vectors().values())
+
+    def vectors(self) -> dict[str, tuple[tuple[str, ...], int]]:
+        """Return the vectors of a layer by name: the tensors that are joined, and the size of the whole."""
+        found: dict[str, tuple[tuple[str, ...], int]] = {}
+        for name, module in self.norms.modules().items():
+            found[name] = (f"{module}.weight",), self.hidden_size
+        if self.attention.qk_norm is not None:
+            heads = self.attention.qk_norm == "head"
+            found["q_norm"] = ("self_attn.q_norm.weight",), self.head_dim if heads else self.q_size
+            found["k_norm"] = ("self_attn.k_norm.weight",), self.head_dim if heads else self.kv_size
+        if self.attention.qkv_bias:
+            biases = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
+            found["qkv_bias"] = biases, self.q_size + 2 * self.kv_size
+        if self.attention.o_bias:
+            found["o_bias"] = ("self_attn.o_proj.bias",), self.hidden_size
+        return found
 
     def divided(self, parts: int) -> "ModelConfig":
         """Return what one of `parts` shards of each layer's matrices sees: fewer heads."""
@@ -31,28 +100,50 @@ class ModelConfig(DecoderShape):
         )
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """Read `directory`/config.json. Raise ConfigError if it is missing, broken or of an unsupported kind."""
-    return config_of(read_model_config(directory), directory / "config.json")
+def decoder(
+    config: Mapping[str, Json],
+    path: Path,
+    *,
+    kinds: Mapping[str, LayerKind] | None = None,
+    layer_types: tuple[str, ...] = (),
+    activation: str | None = None,
+    **differences: Any,  # any field of ModelConfig
+) -> ModelConfig:
+    """Describe a decoder that differs from Llama as told. `path` names config.json in errors.
 
-
-def config_of(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    """Read what config.json holds. `path` names it in errors."""
-    shape = decoder_shape(config, path, supported=ARCHITECTURES)
-    _refuse_unsupported(config, path)
+    `layer_types` names the kind of each layer. By default, all see every token before them, and encode positions as
+    config.json says. Raise ConfigError for what is missing or not supported.
+    """
+    shape = decoder_shape(config, path, supported=[next(iter(config["architectures"]))])
+    if kinds is None:
+        kinds, layer_types = {"": LayerKind(rope=read_rope(config, shape.head_dim, str(path)))}, ("",)
+        layer_types *= shape.num_layers
+    if len(layer_types) != shape.num_layers or not set(layer_types) <= set(kinds):
+        msg = f"{path}: layer_types must name one of {', '.join(kinds)} for each of the {shape.num_layers} layers"
+        raise ConfigError(msg)
+    used = [name for name in kinds if name in layer_types]
     return ModelConfig(
         **{each.name: getattr(shape, each.name) for each in fields(shape)},
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(config, shape.head_dim, str(path)),
         dtype=config.get("dtype") or config.get("torch_dtype"),
+        kinds=tuple(kinds[name] for name in used),
+        pattern=tuple(used.index(name) for name in layer_types),
+        activation=_activation(activation or config.get("hidden_act", "silu"), path),
+        **differences,
     )
 
 
-def _refuse_unsupported(config: Mapping[str, Json], path: Path) -> None:
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+def refuse(config: Mapping[str, Json], path: Path, *keys: str) -> None:
+    """Raise ConfigError if one of these settings is on."""
+    for key in keys:
         if config.get(key):
             msg = f"{path}: {key} = {config[key]!r} is not supported by the jax backend"
             raise ConfigError(msg)
-    if config.get("hidden_act", "silu") != "silu":
-        msg = f"{path}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'"
-        raise ConfigError(msg)
+
+
+def _activation(name: str, path: Path) -> Activation:
+    for known in _ACTIVATIONS:
+        if known == name:
+            return known
+    msg = f"{path}: activation {name!r} is not supported, only {', '.join(_ACTIVATIONS)}"
+    raise ConfigError(msg)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith import Demand, Placement, find_compiler
-from tinsmith.huggingface import DecoderShape, Json, decoder_shape
+from tinsmith.huggingface import Json
 from tinsmith_jax import native
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer
 from tinsmith_jax.costs import Computing
-from tinsmith_jax.model_config import ARCHITECTURES
+from tinsmith_jax.families import config_of
+from tinsmith_jax.model_config import ModelConfig
 
 _ELSEWHERE: Final = ("scheduler", "ray")  # launchers that choose the devices themselves
 
@@ -86,15 +87,15 @@ def _budget(
     samples: bool,
 ) -> tuple[int, Budget]:
     """Return the least memory that is enough, and what becomes of that which there is."""
-    shape = decoder_shape(model, Path("config.json"), supported=ARCHITECTURES)
+    shape = config_of(model, Path("config.json"))
     if computing.on_cpu and _suits_kernels(config, shape):
-        stored = None if shape.int8 is not None else model.get("dtype") or model.get("torch_dtype")
+        stored = None if shape.int8 is not None else shape.dtype
         computing = replace(computing, native=True, stored="bfloat16" if stored == "bfloat16" else None)
     least = least_bytes(config, shape, computing, trains=trains, samples=samples)
     return least, budget_of(config, shape, computing, placement.memory_bytes, trains=trains, samples=samples)
 
 
-def _suits_kernels(config: JaxConfig, shape: DecoderShape) -> bool:
+def _suits_kernels(config: JaxConfig, shape: ModelConfig) -> bool:
     """Return whether the kernels in C++ can be compiled, and compute this model."""
     return native.suits(config, shape) and not config.recompute and find_compiler() is not None
 

@@ -15,7 +15,7 @@ from tinsmith import (
 )
 from tinsmith_jax import native
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer
-from tinsmith_jax.model_config import read_config
+from tinsmith_jax.families import read_config
 from tinsmith_jax.placing import sampler_demand, tell_jax, trainer_demand
 
 

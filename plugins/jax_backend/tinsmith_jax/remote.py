@@ -28,9 +28,10 @@ from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter, DeviceSnapshot
 from tinsmith_jax.buckets import Bucket, Pass
 from tinsmith_jax.devices import Devices, Facts, Setup
+from tinsmith_jax.families import read_config
 from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.mesh_worker import SIMULATED, HeldAdapters, MeshWorker, Refused, owner_of
-from tinsmith_jax.model_config import ModelConfig, read_config
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.packing import Scored, TrainingPass
 from tinsmith_jax.sampling_device import SamplingDevice
 from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput

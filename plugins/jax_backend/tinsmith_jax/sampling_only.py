@@ -5,9 +5,9 @@ from tinsmith.huggingface import StopRules
 from tinsmith_jax import native, runtime
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxSamplerConfig, as_trainer
+from tinsmith_jax.families import read_config
 from tinsmith_jax.memory import usable_bytes
 from tinsmith_jax.mesh import device_name, make_layout
-from tinsmith_jax.model_config import read_config
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.sampling_device import sampling_device
 from tinsmith_jax.weights import load_base

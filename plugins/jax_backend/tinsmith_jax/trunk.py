@@ -18,7 +18,23 @@ from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.layers import Lora, by_tile, kept, lora_delta, only_kept, places_in_stream, rms_norm, rope
+from tinsmith_jax.layers import (
+    Lora,
+    Places,
+    activated,
+    by_scale,
+    by_tile,
+    kept,
+    lora_delta,
+    normed,
+    only_kept,
+    places_in_stream,
+    plus_bias,
+    rms_norm,
+    rope,
+    scaled,
+    with_kinds,
+)
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import Tiles
@@ -53,15 +69,16 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     forward pass. Without it, what takes little time to compute again is not kept either: on a CPU, writing it to memory
     and reading it takes longer.
     """
-    angles, first_n = places_in_stream(positions_T, config.rope.inv_freq, config.rope.factor)
+    where = places_in_stream(positions_T, config)
     config = config.divided(axes.tensor)
     layers, experts = take_apart(base["layers"], axes)
+    layers = with_kinds(layers, config)
     if replayed_LTC is not None:
         layers = {**layers, "replayed": replayed_LTC}
 
     def layer(x_TH: Jax, per_layer: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         weights, adapter, layer_sums = per_layer
-        x_TH = kept(_attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, (angles, first_n)))
+        x_TH = kept(_attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, where))
         if experts is not None:
             assert config.experts is not None
             x_TH, chosen_TC = _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes)
@@ -75,8 +92,10 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
         body = jax.checkpoint(layer, prevent_cse=False, policy=only_kept)
     elif axes.fsdp > 1:
         body = jax.checkpoint(layer, prevent_cse=False, policy=is_kept)
-    x_TH, load_LnE = jax.lax.scan(body, embed(base["embed"], tokens_T, axes), (layers, adapters["layers"], sums))
-    return rms_norm(x_TH, base["final_norm"], config.rms_norm_eps), load_LnE
+    start_TH = by_scale(embed(base["embed"], tokens_T, axes), config.embedding_scale)
+    x_TH, load_LnE = jax.lax.scan(body, start_TH, (layers, adapters["layers"], sums))
+    out_TH = rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
+    return by_scale(out_TH, config.logits_scale), load_LnE
 
 
 def embed(table_VH: Jax, tokens: Jax, axes: Axes) -> Jax:
@@ -118,8 +137,14 @@ def split_qkv(qkv: Jax, deltas: tuple[Jax, ...], config: ModelConfig) -> tuple[J
 def qk_norm(
     q: Jax, k: Jax, weights: Jax, config: ModelConfig, *, apply: Callable[..., Jax] = lambda compute, x: compute(x)
 ) -> tuple[Jax, Jax]:
-    """Normalise each head's queries and keys, if the model does so (Qwen3)."""
-    if not config.qk_norm:
+    """Normalise queries and keys, if the model does so: those of each head, or of all together."""
+    if config.attention.qk_norm is None:
+        return q, k
+    if config.attention.qk_norm == "whole":
+        q, k = (
+            normed(x.reshape(*x.shape[:-2], -1), weights, name, config).reshape(x.shape)
+            for x, name in ((q, "q_norm"), (k, "k_norm"))
+        )
         return q, k
     norms = (partial(rms_norm, weight=weights[name], eps=config.rms_norm_eps) for name in ("q_norm", "k_norm"))
     q, k = (apply(norm, x) for norm, x in zip(norms, (q, k), strict=True))
@@ -134,28 +159,39 @@ def _attention_block(
     sums: Jax,
     tiles: Tiles,
     axes: Axes,
-    where: tuple[Jax, Jax],
+    where: tuple[Places, Jax],
 ) -> Jax:
-    (cos, sin), first_n = where
-    h_TH = axes.enter_tensor(rms_norm(x_TH, weights["input_norm"], config.rms_norm_eps))
+    places, first_n = where
+    (cos, sin), window = places.for_kind(weights.get("kind"))
+    h_TH = axes.enter_tensor(normed(x_TH, weights, "input_norm", config))
     deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles, axes, "outputs")
-    q, k, v = split_qkv(h_TH @ axes.whole(weights["qkv"], 0), deltas, config)
+    q, k, v = split_qkv(plus_bias(h_TH @ axes.whole(weights["qkv"], 0), weights, "qkv_bias"), deltas, config)
     q, k, v = kept((q, k, v))
     q, k = qk_norm(q, k, weights, config, apply=partial(by_tile, kernels=axes.kernels))
-    q, k = rope(q, cos, sin), rope(k, cos, sin)
-    attended = packed_attention(q, k, v, first_n, axes.kernels)
+    q, k = scaled(rope(q, cos, sin), config), rope(k, cos, sin)
+    attended = packed_attention(q, k, v, first_n, axes.kernels, window)
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles, axes, "inputs")
-    return x_TH + axes.leave_tensor(attended @ axes.whole(weights["o"], 1)) + delta
+    product = plus_bias(axes.leave_tensor(attended @ axes.whole(weights["o"], 1)), weights, "o_bias")
+    return _add(x_TH, (product, delta), weights, "attention_out_norm", config)
+
+
+def _add(x_TH: Jax, parts: tuple[Jax, ...], weights: Jax, norm: str, config: ModelConfig) -> Jax:
+    """Add to the hidden states the sum of the parts, normed and scaled if the model does so."""
+    if norm not in weights and config.residual_scale == 1:
+        return sum(parts, start=x_TH)
+    return x_TH + by_scale(normed(sum(parts[1:], start=parts[0]), weights, norm, config), config.residual_scale)
 
 
 def _mlp_block(x_TH: Jax, weights: Jax, config: ModelConfig, adapter: Jax, sums: Jax, tiles: Tiles, axes: Axes) -> Jax:
-    h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
+    h_TH = axes.enter_tensor(normed(x_TH, weights, "post_norm", config))
     gate, up = jnp.split(h_TH @ axes.whole(weights["gate_up"], 0), 2, axis=-1)
     d_gate, d_up = lora_delta(h_TH, lora_of(("gate", "up"), adapter, sums), tiles, axes, "outputs")
     gate, up = kept((gate + d_gate, up + d_up))
-    inner = jax.nn.silu(gate) * up
+    inner = activated(gate, up, config)
     (delta,) = lora_delta(inner, lora_of(("down",), adapter, sums), tiles, axes, "inputs")
-    return x_TH + axes.leave_tensor(inner @ axes.whole(weights["down"], 1)) + delta
+    return _add(
+        x_TH, (axes.leave_tensor(inner @ axes.whole(weights["down"], 1)), delta), weights, "mlp_out_norm", config
+    )
 
 
 def _expert_block(
@@ -169,14 +205,14 @@ def _expert_block(
     axes: Axes,
 ) -> tuple[Jax, Jax]:
     """Return the hidden states, and the experts that compute each token, whichever shards have them."""
-    h_TH = axes.enter_tensor(rms_norm(x_TH, weights["post_norm"], config.rms_norm_eps))
+    h_TH = axes.enter_tensor(normed(x_TH, weights, "post_norm", config))
     assert config.experts is not None
     routing = route(h_TH, weights["router"], config, weights.get("replayed"))
     own = routing.of_shard(config.experts.num_experts // axes.tensor, h_TH.dtype, axes)
     lora = _expert_lora(adapter)
     totals = None if sums is None else _expert_lora(sums)
     out_TH = expert_mlp(h_TH, own, of_layer(weights, experts, axes), lora, tiles, totals, axes)
-    return x_TH + out_TH, routing.chosen_TC
+    return _add(x_TH, (out_TH,), weights, "mlp_out_norm", config), routing.chosen_TC
 
 
 def _expert_lora(modules: Jax) -> ExpertLora:

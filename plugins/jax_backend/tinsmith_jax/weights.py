@@ -5,8 +5,10 @@ as gate|up. Legend: L = layers, H = hidden, I = intermediate, V = vocabulary, d 
 * d.
 
     {"embed": [V, H], "head": [V, H] (the same buffer as embed if tied), "final_norm": [H],
-     "layers": {"input_norm": [L, H], "qkv": [L, H, q + 2 kv], "q_norm", "k_norm": [L, d] (Qwen3 only),
+     "layers": {"input_norm": [L, H], "qkv": [L, H, q + 2 kv], "q_norm", "k_norm": [L, d],
                 "o": [L, q, H], "post_norm": [L, H], "gate_up": [L, H, 2 I], "down": [L, I, H]}}
+
+Which norms and biases there are, `ModelConfig.vectors` says. Norms whose weights have an offset are float32.
 
 Matrices are of the type that is asked for; or all of bfloat16 beside norms of float32, if the files have them so and
 the kernels widen them where they multiply.
@@ -46,8 +48,6 @@ _DENSE: Mapping[str, Sequence[str]] = {
 }
 _ROUTED: Mapping[str, Sequence[str]] = {**_ATTENTION, "router": ("mlp.gate",)}
 _EXPERTS: Mapping[str, Sequence[str]] = {"expert_gate_up": ("gate_proj", "up_proj"), "expert_down": ("down_proj",)}
-_NORMS: Mapping[str, str] = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
-_QK_NORMS: Mapping[str, str] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
 def load_base(
@@ -94,10 +94,8 @@ class _Loader:
 
     def load(self, progress: Progress) -> Base:
         config = self._config
-        norms = {name: (path, config.hidden_size) for name, path in _NORMS.items()}
-        if config.qk_norm:
-            norms |= {name: (path, config.head_dim) for name, path in _QK_NORMS.items()}
-        specs = base_specs([*self._matrices, *self._experts])["layers"]
+        vectors = config.vectors()
+        specs = base_specs([*self._matrices, *self._experts, *vectors])["layers"]
         done, total = 0, len(self._matrices) + len(self._experts) + 1
         layers: dict[str, Jax] = {}
         for name, modules in self._matrices.items():
@@ -108,13 +106,15 @@ class _Loader:
             progress("loading weights", done / total)
             layers[name] = self._of_experts(modules, specs[name])
             done += 1
-        for name, (path, size) in norms.items():
-            layers[name] = self._norms(path, size)
+        for name, (parts, size) in vectors.items():
+            layers[name] = self._vectors(parts, size, specs[name])
         progress("loading weights", done / total)
         embed = self._vocabulary("model.embed_tokens.weight")
         head = embed if config.tied else self._vocabulary("lm_head.weight")
         final_norm = self._put(
-            (config.hidden_size,), Spec(), lambda index: self._read("model.norm.weight", (config.hidden_size,), index)
+            (config.hidden_size,),
+            Spec(),
+            lambda index: self._norm(self._read("model.norm.weight", (config.hidden_size,), index)),
         )
         base = {"embed": embed, "head": head, "final_norm": final_norm, "layers": layers}
         for leaf in jax.tree.leaves(base):
@@ -131,12 +131,30 @@ class _Loader:
         shape = (self._config.vocab_size, self._config.hidden_size)
         return self._put(shape, VOCABULARY, lambda index: np.ascontiguousarray(self._read(name, shape, index)))
 
-    def _norms(self, path: str, size: int) -> Jax:
-        def part(index: Index) -> Array:
-            names = [f"model.layers.{i}.{path}.weight" for i in range(index[0].start, index[0].stop)]
-            return np.stack([self._read(name, (size,), index[1:]) for name in names])
+    def _vectors(self, parts: Sequence[str], size: int, spec: Spec) -> Jax:
+        """Load norms, or biases, which are joined as the matrices are."""
+        linear = self._shapes
+        sizes = [linear[part.removesuffix(".bias")][1] if part.endswith(".bias") else size for part in parts]
 
-        return self._put((self._config.num_layers, size), Spec(), part)
+        def part(index: Index) -> Array:
+            layers, columns = index
+            own = [_share(columns, each, size) for each in sizes]
+            found = [
+                np.concatenate(
+                    [
+                        self._read(f"model.layers.{i}.{name}", (whole,), (cut,))
+                        for name, whole, cut in zip(parts, sizes, own, strict=True)
+                    ]
+                )
+                for i in range(layers.start, layers.stop)
+            ]
+            return np.stack(found) if parts[0].endswith(".bias") else self._norm(np.stack(found))
+
+        return self._put((self._config.num_layers, size), spec, part)
+
+    def _norm(self, weights: Array) -> Array:
+        offset = self._config.norms.offset
+        return weights.astype(np.float32) + np.float32(offset) if offset else weights
 
     def _matrix(self, modules: Sequence[str], spec: Spec) -> Jax:
         d_in = self._shapes[modules[0]][0]

@@ -14,7 +14,7 @@ import jax
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.json_values import Json
 from tinsmith_jax.config import MeshConfig
-from tinsmith_jax.model_config import read_config
+from tinsmith_jax.families import read_config
 from tinsmith_jax.weights import load_base
 from tinsmith_workbench.compile_check.case import Case, base_shapes, make_case
 from tinsmith_workbench.compile_check.figures import analysed

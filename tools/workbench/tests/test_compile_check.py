@@ -15,8 +15,8 @@ from jax_harness import QUICK
 
 from tinsmith import ConfigError
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_jax.families import read_config
 from tinsmith_jax.mesh import Axes, arranged
-from tinsmith_jax.model_config import read_config
 from tinsmith_workbench.compile_check import compiling
 from tinsmith_workbench.compile_check.case import make_case
 from tinsmith_workbench.compile_check.chips import read_slice

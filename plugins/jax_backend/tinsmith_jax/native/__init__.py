@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tinsmith import find_compiler
-from tinsmith.huggingface import DecoderShape
 from tinsmith_jax.config import JaxConfig
-from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.model_config import Attention, ModelConfig, Norms
 from tinsmith_jax.native import library
 from tinsmith_jax.sampling_values import SamplingShape
 
@@ -57,12 +56,12 @@ def multiplies_bfloat16() -> bool:
     return loading.multiplies_bfloat16()
 
 
-def suits(config: JaxConfig, shape: DecoderShape, dtype: str = "float32") -> bool:
+def suits(config: JaxConfig, shape: ModelConfig, dtype: str = "float32") -> bool:
     """Return whether the kernels compute such a model with these settings, on a CPU that has them.
 
     With `recompute`, XLA trains and they only sample; not in bfloat16, as XLA would round more than they do.
     """
-    suited = config.mesh is None and shape.experts is None and config.kernels != "reference"
+    suited = config.mesh is None and _know(shape) and config.kernels != "reference"
     if dtype == "bfloat16":
         columns = (shape.hidden_size, shape.intermediate_size, shape.q_size, shape.kv_size)
         even = shape.vocab_size % 2 == 0 and not any(size % _BFLOAT16_COLUMNS for size in columns)
@@ -70,7 +69,18 @@ def suits(config: JaxConfig, shape: DecoderShape, dtype: str = "float32") -> boo
     return suited
 
 
-def widens(shape: DecoderShape) -> bool:
+def _know(model: ModelConfig) -> bool:
+    """Return whether the kernels have code for all that such a model computes."""
+    (kind, *others) = model.kinds
+    attention = model.attention in (Attention(), Attention(qk_norm="head"))
+    rotates = kind.rope is not None and 2 * len(kind.rope.inv_freq) == model.head_dim
+    plain = model.norms == Norms() and model.activation == "silu"
+    scales = {model.embedding_scale, model.residual_scale, model.logits_scale}
+    same = not others and kind.window is None and rotates
+    return model.experts is None and attention and same and plain and scales == {1.0}
+
+
+def widens(shape: ModelConfig) -> bool:
     """Return whether the kernels take a model's matrices in bfloat16 while they compute in float32."""
     columns = (shape.q_size, shape.kv_size, shape.hidden_size, shape.intermediate_size)
     return not any(size % _WIDENED_COLUMNS for size in columns)

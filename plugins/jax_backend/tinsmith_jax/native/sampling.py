@@ -16,7 +16,7 @@ from jax import lax
 
 from tinsmith_jax import adapters
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.layers import rope_angles
+from tinsmith_jax.layers import angles_of_kinds
 from tinsmith_jax.mesh import ONE, Axes, Spec
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.native import head, loading, memory
@@ -130,7 +130,7 @@ class Sampling:
         """
         config, (base, resident) = self.config, weights
         x_NH = base["embed"][rows.token_N].astype(jnp.float32)
-        cos_ND, sin_ND = rope_angles(rows.position_N, config.rope.inv_freq, config.rope.factor)
+        ((cos_ND, sin_ND),) = angles_of_kinds(rows.position_N, config)
         norms = [*(base["layers"].get(name, _ABSENT) for name in _NORMS), base["final_norm"]]
         matrices = [*(base["layers"][name] for name in _MATRICES), base["head"]]
         factors = [factor for name in adapters.HF_MODULES for factor in resident["layers"][name]]

@@ -84,8 +84,8 @@ class Training:
         yields whatever lay in memory.
         """
         assert replayed_LTC is None, "these models have no experts"
-        rope = self.config.rope
-        angles, first_n = places_in_stream(positions_T, rope.inv_freq, rope.factor)
+        places, first_n = places_in_stream(positions_T, self.config)
+        (angles,) = places.angles
         stream = (count_n, first_n, tiles.adapter_n, tiles.scale_n, *angles)
         weights = base["layers"]
         norms = (weights.get(name, _ABSENT).astype(np.float32) for name in _NORMS)

@@ -197,15 +197,12 @@ def base_shapes(config: ModelConfig, dtype: str, layout: Layout | None) -> Base:
         return layers, pairs[0][0], sum(d_out for _, d_out in pairs)
 
     stacked = {
-        "input_norm": (layers, hidden),
-        "post_norm": (layers, hidden),
         "qkv": matrix("q", "k", "v"),
         "o": matrix("o"),
         "gate_up": matrix("gate", "up"),
         "down": matrix("down"),
     }
-    if config.qk_norm:
-        stacked |= {"q_norm": (layers, config.head_dim), "k_norm": (layers, config.head_dim)}
+    stacked |= {name: (layers, size) for name, (_, size) in config.vectors().items()}
     vocabulary = shapes[HEAD][::-1]
     tree = {"embed": vocabulary, "head": vocabulary, "final_norm": (hidden,), "layers": stacked}
     return jax.tree.map(

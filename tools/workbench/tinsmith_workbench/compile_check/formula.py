@@ -224,7 +224,7 @@ class Pass:
         matrices = shares_of_matrices(self.config, self.axes)
         passes, outer = (3, 2) if self.gradients else (1, 1)
         heads = (self.config.q_size + self.config.kv_size) // tensor
-        widths = [*sum(matrices, ()), *([heads * 4 // size] * 2 if self.config.qk_norm else [])]
+        widths = [*sum(matrices, ()), *([heads * 4 // size] * 2 if self.config.attention.qk_norm is not None else [])]
         moved = sum(max(0, size * tokens * width - _STAYS_BYTES) for width in widths)
         scores = 0.0 if self.attention_is_hidden else 4 * tokens * self._keys() * self.config.num_heads // tensor
         return {

@@ -6,7 +6,8 @@ from typing import Final
 
 from tinsmith import ConfigError
 from tinsmith.json_values import Json
-from tinsmith_jax.model_config import ModelConfig, config_of, read_config
+from tinsmith_jax.families import config_of, read_config
+from tinsmith_jax.model_config import ModelConfig
 
 Config = Mapping[str, Json]
 

@@ -6,6 +6,7 @@ automatically.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +21,17 @@ class _LoraLinear(torch.nn.Module):
         self.linear, self.A, self.B, self.scale = linear, A, B, scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.scale * (x @ self.A.T) @ self.B.T
+        out: torch.Tensor = self.linear(x) + self.scale * (x @ self.A.T) @ self.B.T
+        return out
 
 
 class _LoraExperts(torch.nn.Module):
     """The experts of a layer, one after the other. `factors` holds A and B of w1 (gate), w3 (up) and w2 (down)."""
 
-    def __init__(self, experts: torch.nn.Module, factors: Mapping[str, torch.nn.Parameter], scale: float) -> None:
+    def __init__(self, experts: Any, factors: Mapping[str, torch.nn.Parameter], scale: float) -> None:
         super().__init__()
-        self.experts, self.factors, self.scale = experts, factors, scale
+        self.experts: Any = experts  # a module of transformers
+        self.factors, self.scale = factors, scale
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
@@ -66,10 +69,10 @@ class TorchModel:
                 module = self.model.get_submodule(parent) if parent else self.model
                 A, B = self.parameters[name], self.parameters[name.replace("lora_A", "lora_B")]
                 setattr(module, leaf, _LoraLinear(getattr(module, leaf), A, B, lora.scale))
-        self.optimizer = torch.optim.AdamW(list(self.parameters.values())) if weights else None
+        self.optimizer: Any = torch.optim.AdamW([*self.parameters.values()]) if weights else None
 
     def _adapt_experts(self, prefix: str, scale: float) -> None:
-        mlp = self.model.get_submodule(prefix.removeprefix("base_model.model.").removesuffix(".experts."))
+        mlp: Any = self.model.get_submodule(prefix.removeprefix("base_model.model.").removesuffix(".experts."))
         factors = {name.removeprefix(prefix): each for name, each in self.parameters.items() if name.startswith(prefix)}
         mlp.experts = _LoraExperts(mlp.experts, factors, scale)
 
@@ -85,7 +88,7 @@ class TorchModel:
     def gradients(self, ops: Sequence[ForwardBackward]) -> dict[str, torch.Tensor]:
         for op in ops:
             self.loss(op).backward()
-        return {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def step(self, op: ForwardBackward, adam: AdamParams) -> float:
         """One optimizer step; the norm of its gradient before clipping."""

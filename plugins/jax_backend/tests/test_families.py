@@ -1,0 +1,131 @@
+"""Each family against transformers, and how families are found."""
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from few_programs import make_jax_cache
+
+from tinsmith import ConfigError
+from tinsmith_jax import ModelConfig, decoder, family
+from tinsmith_jax.families import read_config
+from tinsmith_jax.testing import TINY, FamilyContract
+
+WINDOW = 40
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+class OneCache(FamilyContract):
+    @pytest.fixture(autouse=True)
+    def compile_quickly(self, request: pytest.FixtureRequest) -> None:
+        """Only the test of isolation compares bits of several programs."""
+        if request.function.__name__ != "test_neighbours_change_no_bit":
+            request.getfixturevalue("quick_compilation")
+
+    @classmethod
+    def cache_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make_jax_cache(tmp_path_factory)
+
+
+class TestLlama(OneCache):
+    architecture = "LlamaForCausalLM"
+    settings: ClassVar = {"attention_bias": True, "rope_parameters": LLAMA3_ROPE}
+
+
+class TestQwen2(OneCache):
+    architecture = "Qwen2ForCausalLM"
+    settings: ClassVar = {"tie_word_embeddings": True}
+
+
+class TestQwen3(OneCache):
+    architecture = "Qwen3ForCausalLM"
+    settings: ClassVar = {"head_dim": 32}
+
+
+class TestMistral(OneCache):
+    architecture = "MistralForCausalLM"
+    settings: ClassVar = {"sliding_window": WINDOW}
+
+
+# How families are found ----------------------------------------------------------------------------------------------
+
+STRANGER = """
+import tinsmith_jax
+
+@tinsmith_jax.family("StrangerForCausalLM")
+def stranger(config, path):
+    return tinsmith_jax.decoder(config, path, embedding_scale=3.0)
+"""
+
+
+def write_config(directory: Path, class_name: str, **settings: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**TINY, "architectures": [class_name], **settings}))
+    return directory
+
+
+def install(directory: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str) -> None:
+    """Do as an installer: a module, and a distribution whose entry point names it."""
+    (directory / f"{module}.py").write_text(source)
+    info = directory / f"{module}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[tinsmith_jax.families]\n{module} = {module}\n")
+    monkeypatch.syspath_prepend(directory)
+
+
+def test_a_stranger_adds_a_family_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_config(tmp_path / "model", "StrangerForCausalLM")
+    with pytest.raises(
+        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only LlamaForCausalLM"
+    ):
+        read_config(model)
+    install(tmp_path, monkeypatch, "stranger", STRANGER)
+    config = read_config(model)
+    assert (config.class_name, config.embedding_scale) == ("StrangerForCausalLM", 3.0)
+
+
+def test_a_family_that_fails_to_load_is_named_where_it_may_be_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "broken_stranger", "import nothing_of_this_name")
+    read_config(write_config(tmp_path / "llama", "LlamaForCausalLM"))
+    with pytest.raises(ConfigError, match=r"broken_stranger could not be loaded: No module"):
+        read_config(write_config(tmp_path / "other", "NobodysForCausalLM"))
+
+
+def test_two_families_cannot_describe_one_class(tmp_path: Path) -> None:
+    read_config(write_config(tmp_path, "LlamaForCausalLM"))
+
+    def mine(config: dict[str, object], path: Path) -> ModelConfig:
+        return decoder(config, path)
+
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is described by tinsmith_jax.families.llama already"):
+        family("LlamaForCausalLM")(mine)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "settings", "message"),
+    [
+        ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias = True is not supported"),
+        (
+            "LlamaForCausalLM",
+            {"hidden_act": "relu"},
+            "activation 'relu' is not supported, only silu, gelu_pytorch_tanh",
+        ),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+    ],
+)
+def test_what_a_description_cannot_say_is_refused(
+    tmp_path: Path, class_name: str, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(write_config(tmp_path, class_name, **settings))

@@ -1,0 +1,14 @@
+"""Llama 2, 3 and what has their layers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tinsmith.huggingface import Json
+from tinsmith_jax import Attention, ModelConfig, decoder, family, refuse
+
+
+@family("LlamaForCausalLM")
+def llama(config: Mapping[str, Json], path: Path) -> ModelConfig:
+    refuse(config, path, "mlp_bias")
+    bias = bool(config.get("attention_bias"))
+    return decoder(config, path, attention=Attention(qkv_bias=bias, o_bias=bias))
