@@ -1,15 +1,14 @@
 """A stranger's path: write a plugin, build and install it in a clean environment, select it by configuration, train."""
 
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from clean_environment import CleanEnvironment
+from tutorial_pages import files_of
 
 ROOT = Path(__file__).parents[2]
-TUTORIAL = (ROOT / "docs" / "tutorial" / "first-backend.md").read_text()
 CONFIG = """\
 server: {port: 0, data_dir: data}
 models:
@@ -73,7 +72,7 @@ def test_its_suites_are_green(environment: CleanEnvironment) -> None:
 
 def test_the_sdk_trains_it(environment: CleanEnvironment, server: str) -> None:
     """With the script of the tutorial, which ends in an error if the model learns nothing."""
-    [script] = re.findall(r"<!-- file: train.py -->\n```python\n(.*?)^```$", TUTORIAL, re.DOTALL | re.MULTILINE)
+    script = files_of("first-backend")["train.py"]
     assert 'base_model="bigram"' in script
     (environment.home / "train.py").write_text(script.replace('base_model="bigram"', 'base_model="fresh"'))
     assert len(environment.run("python", "train.py", server).split()) == 20

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from tutorial_pages import files_of, written
 
 import tinsmith
 from tinsmith import hookspecs
@@ -217,28 +218,11 @@ def test_the_tour_names_every_package_and_files_that_exist() -> None:
     assert missing == []
 
 
-def tutorials_files() -> dict[str, str]:
-    """Return the tutorial's files, as a reader would have them in the end."""
-    text = (DOCS / "tutorial" / "first-backend.md").read_text()
-    files: dict[str, list[str]] = {}
-    for name, body in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        files.setdefault(name, []).append(body)
-    return {name: "\n".join(parts) for name, parts in files.items()}
-
-
-@pytest.fixture(scope="module")
-def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("bigram")
-    for name, text in tutorials_files().items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_text(text)
-    return directory
-
-
-@pytest.mark.thorough  # below: it is what `tinsmith new-plugin` writes, whose suite test_new_plugins.py runs
-def test_the_tutorials_backend_passes_the_contract(tutorial: Path) -> None:
+@pytest.mark.thorough  # test_new_plugins.py runs the suite of the first; test_torch_tutorial.py, some of the other's
+@pytest.mark.parametrize("page", ["first-backend", "torch-backend"])
+def test_the_tutorials_backend_passes_the_contract(page: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
-    done = subprocess.run(command, cwd=tutorial, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=written(page), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 
@@ -247,7 +231,7 @@ def test_the_tutorial_writes_what_new_plugin_writes(tmp_path: Path) -> None:
     """But for blank lines; the readme is not worth a tutorial, and the training script is not part of the plugin."""
     write_plugin("bigram", PluginKind.BACKEND, tmp_path, installed=())
     written = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
-    shown = tutorials_files()
+    shown = files_of("first-backend")
     assert written.keys() - shown.keys() == {"README.md"}
     assert shown.keys() - written.keys() == {"train.py"}
     for name in written.keys() & shown.keys():
@@ -256,7 +240,8 @@ def test_the_tutorial_writes_what_new_plugin_writes(tmp_path: Path) -> None:
         ]
 
 
-def test_the_tutorials_plugin_is_found(tutorial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorials_plugin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tutorial = written("first-backend")
     monkeypatch.syspath_prepend(str(tutorial))
     spec = importlib.util.spec_from_file_location("tutorial_bigram", tutorial / "tinsmith_bigram.py")
     assert spec is not None

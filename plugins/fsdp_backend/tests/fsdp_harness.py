@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tutorial_pages import written
 
 from tinsmith import BUILTIN_LOSSES, BackendContext, Placement
 from tinsmith.testing import Nursery, TinyShape, write_tiny_model
@@ -16,6 +17,7 @@ from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 
 VOCAB = 300
+WORKBENCH = Path(__file__).parents[3] / "tools" / "workbench"
 NOWHERE = Placement()
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
 
@@ -45,13 +47,14 @@ def nursery() -> Nursery:
     """Torch and transformers take longer to import than most tests take. transformers imports its models when asked."""
     models = ("auto.configuration_auto", "qwen3.modeling_qwen3", "llama.modeling_llama")
     with pytest.MonkeyPatch.context() as patch:
-        for place in (Path(__file__).parent, Path(__file__).parents[3] / "tools" / "workbench"):
+        for place in (Path(__file__).parent, WORKBENCH, written("torch-backend")):
             patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
         return Nursery(
             "tinsmith_fsdp.rank",
             "limited_rank",
             "sleepy_rank",
             "telling_rank",
+            "tinsmith_hf.worker",
             *(f"transformers.models.{model}" for model in models),
         )
 
