@@ -238,7 +238,6 @@ async def test_the_description_is_rendered_once(server: Server, monkeypatch: pyt
 async def test_pages_for_browsers_load_nothing_from_other_hosts(server: Server) -> None:
     http = await server.start(burst=1000)
     start, docs = (await http.get("/")).text, (await http.get("/docs")).text
-    assert f'base_url="{str(http.base_url).rstrip("/")}"' in start
     loaded = re.findall(r'(?:src|href)="([^"]+)"', start + docs)
     assert {"/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs", "/readyz", "/metrics"} <= set(loaded)
     for each in loaded:

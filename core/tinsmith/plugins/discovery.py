@@ -33,6 +33,7 @@ BUILTINS: Final = (
     "hugging_face_cache",
     "metrics_log",
     "metrics_route",
+    "page",
     "systemd",
     "tiny_model_command",
 )

@@ -1,11 +1,10 @@
-"""The public pages for browsers: `/`, `/docs` and `/openapi.json`. The description is rendered once, and kept.
+"""The public pages for browsers: `/docs` and `/openapi.json`. The description is rendered once, and kept.
 
 Nothing is loaded from other hosts: Swagger UI comes from a package.
 """
 
 import asyncio
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,27 +21,6 @@ from tinsmith.server.plugin_routes import Branch
 OPENAPI: Final = "/openapi.json"
 _UI: Final = Path(fastapi_swagger.__file__).parent / "resources"
 _ASSETS: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")
-_START: Final = """\
-<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>tinsmith</title>
-<link rel="icon" href="/docs/favicon-32x32.png">
-<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 4rem auto; padding: 0 1rem }}</style>
-</head>
-<body>
-<h1>tinsmith {version}</h1>
-<p>A server for the Tinker API. Scripts reach it with the <code>tinker</code> SDK:</p>
-<pre>import tinker
-
-service = tinker.ServiceClient(base_url="{url}", api_key="tml-...")</pre>
-<ul>
-<li><a href="/readyz">/readyz</a>: which models are ready, and what they wait for</li>
-<li><a href="/metrics">/metrics</a>: figures for Prometheus</li>
-<li><a href="/docs">/docs</a>: every request of the API</li>
-</ul>
-</body>
-</html>
-"""
 
 
 def add_descriptions(app: FastAPI) -> None:
@@ -64,10 +42,6 @@ def add_descriptions(app: FastAPI) -> None:
             rendering[""] = asyncio.ensure_future(run_in_threadpool(_rendered, app))
         return Response(await asyncio.shield(rendering[""]), media_type="application/json")
 
-    async def start(request: Request) -> Response:
-        url = escape(str(request.base_url).rstrip("/"))
-        return Response(_START.format(version=escape(app.version), url=url), media_type="text/html")
-
     async def show(request: Request) -> Response:
         del request
         return Response(docs, media_type="text/html")
@@ -78,7 +52,6 @@ def add_descriptions(app: FastAPI) -> None:
             return Response(status_code=404)
         return FileResponse(_UI / name)  # in small parts: whoever reads slowly keeps no copy of a megabyte here
 
-    app.add_route("/", start, include_in_schema=False)
     app.add_route(OPENAPI, describe, include_in_schema=False)
     app.add_route("/docs", show, include_in_schema=False)
     app.add_route("/docs/{name}", send, include_in_schema=False)

@@ -1,0 +1,39 @@
+"""`/` and its files: the same for everybody. The page asks the API for what it shows, with the key of its reader."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Response
+from fastapi.responses import FileResponse, HTMLResponse
+
+from tinsmith.hook_values import RoutesContext
+
+_FILES: Final = Path(__file__).parent / "page_files"
+_ASSETS: Final = ("page.css", "page.js", "uPlot.LICENSE", "uPlot.iife.min.js", "uPlot.min.css")
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",  # a newer server has newer files
+}
+
+
+def page_router(context: RoutesContext) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    html = (_FILES / "index.html").read_text().replace("{version}", version("tinsmith"))
+
+    @router.get("/")
+    @context.public
+    async def page() -> HTMLResponse:
+        return HTMLResponse(html, headers=_HEADERS)
+
+    @router.get("/page/{name}")
+    @context.public
+    async def file(name: str) -> Response:
+        if name not in _ASSETS:
+            return Response(status_code=404)
+        return FileResponse(_FILES / name, headers=_HEADERS)
+
+    return router

@@ -1,0 +1,100 @@
+"""A headless Chromium for tests, over its debugging pipe: no port, and no other package."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_EXEC = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
+)
+_OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
+
+
+class Browser:
+    """One tab. `problems` are errors that its page has thrown or logged."""
+
+    def __init__(self, to: int, come: int) -> None:
+        self._to, self._from, self._last = os.fdopen(to, "wb", 0), os.fdopen(come, "rb", 0), 0
+        self._buffer = b""
+        self._session: str | None = None
+        self.problems: list[str] = []
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **params: Any) -> Any:
+        self._last += 1
+        message = {"id": self._last, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        self._to.write(json.dumps(message).encode() + b"\0")
+        while (answer := self._receive()).get("id") != self._last:
+            if answer.get("method") == "Runtime.exceptionThrown":
+                self.problems.append(json.dumps(answer["params"]["exceptionDetails"]))
+            if answer.get("method") == "Log.entryAdded" and answer["params"]["entry"]["level"] == "error":
+                self.problems.append(json.dumps(answer["params"]["entry"]))
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _receive(self) -> Any:
+        while b"\0" not in self._buffer:
+            part = self._from.read(1 << 16)
+            assert part, "the browser has ended"
+            self._buffer += part
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, url: str) -> None:
+        self.send("Page.navigate", url=url)
+
+    def evaluate(self, script: str) -> Any:
+        found = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def until(self, condition: str) -> None:
+        """Return once a condition of the page is true. The test's time-out bounds it."""
+        look = f"const look = () => ({condition}) ? done() : setTimeout(look, 20); look()"
+        self.evaluate(f"new Promise((done) => {{ {look} }})")
+
+    def look(self, *, width: int, height: int, dark: bool) -> None:
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, **({"text": "\r"} if key == "Enter" else {}))
+
+    def picture(self, file: Path) -> None:
+        file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
+
+
+@contextmanager
+def running_browser(chromium: str, directory: Path) -> Iterator[Browser]:
+    (theirs_in, to), (come, theirs_out) = os.pipe(), os.pipe()
+    command = [sys.executable, "-c", _EXEC, str(theirs_in), str(theirs_out)]
+    options = [chromium, *_OPTIONS, f"--user-data-dir={directory}"]
+    process = subprocess.Popen([*command, *options], pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
+    os.close(theirs_in)
+    os.close(theirs_out)
+    browser = Browser(to, come)
+    try:
+        yield browser
+    finally:
+        browser._to.close()  # it ends by itself
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        browser._from.close()

@@ -1,0 +1,101 @@
+"""The page, in a browser: a run that the SDK trains appears, its curve grows, and its reward arrives."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import tinker
+from browser import Browser, running_browser
+from test_curves import WAIT_S, trained
+
+import tinsmith
+from tinsmith.testing.harness import RunningServer, running_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("page")) as server:
+        yield server
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    with running_browser(chromium, tmp_path / "profile") as browser:
+        yield browser
+
+
+def test_the_page_needs_no_key_and_no_other_host(server: RunningServer) -> None:
+    page = httpx.get(server.url, timeout=WAIT_S)
+    assert page.status_code == 200
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    names = re.findall(r'(?:src|href)="(/page/[^"]+)"', page.text)
+    assert len(names) == 4
+    for name in (*names, "/page/uPlot.LICENSE"):
+        file = httpx.get(server.url + name, timeout=WAIT_S).raise_for_status()
+        assert name.startswith("/page/uPlot") or not re.search(r"https?://", file.text)
+    for secret in ("/page/page.py", "/page/..%2fpage.py", "/page/%2e%2e/page.py"):
+        assert httpx.get(server.url + secret, timeout=WAIT_S).status_code == 404
+
+
+def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, tmp_path: Path) -> None:
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+    first, second = (client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S) for _ in range(2))
+    trained(first, 2)
+    pictures = Path(os.environ.get("PAGE_PICTURES", tmp_path))
+    sizes = {"desktop": (1280, 800), "phone": (390, 844)}
+
+    def take(view: str) -> None:
+        for device, (width, height) in sizes.items():
+            for dark in (False, True):
+                browser.look(width=width, height=height, dark=dark)
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, device)
+                browser.picture(pictures / f"{view}-{device}-{'dark' if dark else 'light'}.png")
+
+    browser.look(width=1280, height=800, dark=False)
+    browser.open(server.url)
+    browser.until("document.activeElement?.id === 'key'")
+    assert server.url in browser.evaluate("document.querySelector('#snippet').textContent")
+    take("key")
+    browser.evaluate("document.querySelector('#key').value = 'tml-ann'")
+    browser.press("Enter")
+    browser.until("document.querySelectorAll('#rows tr').length === 2")
+    take("runs")
+
+    run_id = first.get_info().model_id
+    browser.evaluate(f"""document.querySelector(`[href="#run={run_id.replace(":", "%3A")}"]`).click()""")
+    caption = "document.querySelector('figure .uplot')?.getAttribute('aria-label')"
+    browser.until(f"{caption}?.startsWith('loss:sum: ') && document.querySelector('#live').textContent === 'live'")
+    before = browser.evaluate(caption)
+    trained(first, 1)
+    browser.until(f"{caption} !== {before!r}")
+    tinsmith.track(first).log(1, reward=0.5)
+    browser.until("[...document.querySelectorAll('figcaption')].some((each) => each.textContent === 'reward0.5')")
+    take("run")
+
+    browser.press("Escape")
+    browser.until("document.querySelectorAll('#rows input').length === 2")
+    trained(second, 3)
+    browser.evaluate("document.querySelectorAll('#rows input').forEach((each) => each.click())")
+    browser.evaluate("document.querySelector('#compare').click()")
+    browser.until("document.querySelectorAll('#legend li').length === 2 && document.querySelector('figure')")
+    assert browser.evaluate("state.charts.get('loss:sum').plot.data.map((each) => each.length)") == [3, 3, 3]
+    take("compare")
+    assert browser.problems == []
+
+
+def test_a_key_that_is_not_known_asks_again(tmp_path: Path, browser: Browser) -> None:
+    keys = [{"key": "tml-secret", "tenant": "ann"}]
+    with running_server(tmp_path, server={"api_keys": keys}) as server:
+        browser.open(f"{server.url}/#key=tml-wrong")
+        browser.until("!document.querySelector('#problem').hidden && !document.querySelector('#ask').hidden")
+        assert "not known" in browser.evaluate("document.querySelector('#problem').textContent")
+        browser.open(f"{server.url}/#key=tml-secret")
+        browser.until("document.querySelector('#runs') && !document.querySelector('#runs').hidden")
+        assert "secret" not in browser.evaluate("location.href")
