@@ -313,6 +313,19 @@ class TrainingBackend(ABC):
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
         """Return a snapshot of the model's current weights."""
 
+    def sleep_trainer(self) -> None:
+        """Optional, with `wake_trainer`: lend the devices to a sampler. Move what they hold to the host. Idempotent.
+
+        While it sleeps, core calls only these two and `close`; all other methods raise RuntimeError. What it returned
+        before can still be read: captured states that are being written, and published snapshots. If either method
+        raises, the backend's state is unknown, and the engine discards it.
+        """
+        raise NotImplementedError
+
+    def wake_trainer(self) -> None:
+        """Take the devices' memory again. Every bit of every model is as before `sleep_trainer`. Idempotent."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Free the device; called once, last."""
 
@@ -351,45 +364,26 @@ class SamplingBackend(ABC):
         The result depends only on the operation and the snapshot, not on other requests or later training.
         """
 
+    async def sleep_sampler(self) -> None:
+        """Optional, with `wake_sampler`: lend the devices to a trainer. Free their memory. Idempotent.
+
+        What it caches of prompts may be lost. Called when no other call is awaited. The slots of a sample that was
+        cancelled may still be busy: wait for the end of the step. While it sleeps, core calls only these two and
+        `close`; all other methods raise RuntimeError. If either method raises, the engine ends.
+        """
+        raise NotImplementedError
+
+    async def wake_sampler(self) -> None:
+        """Take the memory again. The same snapshots are loaded, and give the same samples. Idempotent."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Free the device; called once, last. Not called if the object is also the training backend."""
 
 
-class SleepableTrainingBackend(TrainingBackend):
-    """A training backend that can lend its devices to a sampler: asleep, its state is in the memory of the host.
-
-    While it sleeps, core calls only `sleep`, `wake` and `close`; all other methods raise RuntimeError. What it returned
-    before can still be read: captured states that are being written, and published snapshots. If either method raises,
-    the backend's state is unknown, and the engine discards it.
-    """
-
-    @abstractmethod
-    def sleep(self) -> None:
-        """Move what the devices hold to the host, and free their memory. Idempotent."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Take the memory again. Every bit of every model is as before `sleep`. Idempotent."""
-
-
-class SleepableSamplingBackend(SamplingBackend):
-    """A sampling backend that can lend its devices to a trainer.
-
-    While it sleeps, core calls only `sleep`, `wake` and `close`; all other methods raise RuntimeError. If either method
-    raises, the engine ends.
-    """
-
-    @abstractmethod
-    async def sleep(self) -> None:
-        """Free the devices' memory; what it caches of prompts may be lost. Idempotent.
-
-        Called when no other call is awaited. The slots of a sample that was cancelled may still be busy: wait for the
-        end of the step.
-        """
-
-    @abstractmethod
-    async def wake(self) -> None:
-        """Take the memory again. The same snapshots are loaded, and give the same samples. Idempotent."""
+def overrides(backend: object, optional: Callable[..., object]) -> bool:
+    """Return whether the class of `backend` overrides an optional method, given as its base class has it."""
+    return getattr(type(backend), optional.__name__) is not optional
 
 
 C = TypeVar("C", bound=BackendConfig)

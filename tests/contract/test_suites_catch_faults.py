@@ -318,7 +318,7 @@ def snapshots_are_live(patch: Patch) -> None:
 
 
 def gradients_are_lost_in_sleep(patch: Patch) -> None:
-    sleep = ToyBackend.sleep
+    sleep = ToyBackend.sleep_trainer
 
     def forgetful(self: ToyBackend) -> None:
         if self._awake is not None:
@@ -326,23 +326,23 @@ def gradients_are_lost_in_sleep(patch: Patch) -> None:
                 model.gradients = {}
         sleep(self)
 
-    patch.setattr(ToyBackend, "sleep", forgetful)
+    patch.setattr(ToyBackend, "sleep_trainer", forgetful)
 
 
 def it_works_in_its_sleep(patch: Patch) -> None:
-    patch.setattr(ToyBackend, "sleep", lambda _: None)
+    patch.setattr(ToyBackend, "sleep_trainer", lambda _: None)
 
 
 def a_second_sleep_forgets(patch: Patch) -> None:
-    sleep = ToyBackend.sleep
+    sleep = ToyBackend.sleep_trainer
 
     def forgetful(self: ToyBackend) -> None:
         if self._awake is None:
-            self.wake()
+            self.wake_trainer()
             self._device.models.clear()
         sleep(self)
 
-    patch.setattr(ToyBackend, "sleep", forgetful)
+    patch.setattr(ToyBackend, "sleep_trainer", forgetful)
 
 
 def steps_raise_if(condition: Callable[[AdamParams], bool]) -> Fault:

@@ -86,9 +86,9 @@ def test_a_sleeper_holds_nothing_and_goes_on_with_the_same_bits(eager: TrainingB
     work = passes(["restless"], seed=7)
     expected = scored(eager, work)
     (awake,) = eager.ranks.call(ObservedRank.reserved)
-    eager.sleep()
+    eager.sleep_trainer()
     (asleep,) = eager.ranks.call(ObservedRank.reserved)
-    eager.wake()
+    eager.wake_trainer()
     assert asleep < awake
     assert farthest(scored(eager, work), expected) == 0
     unload(["restless"], eager)

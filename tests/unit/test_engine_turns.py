@@ -34,9 +34,9 @@ class Trainer(ToyBackend):
 
     has_memory = True
 
-    def wake(self) -> None:
+    def wake_trainer(self) -> None:
         expect(has_memory=self.has_memory)
-        super().wake()
+        super().wake_trainer()
 
 
 class Sampler(ToySampler):
@@ -44,9 +44,9 @@ class Sampler(ToySampler):
 
     has_memory = True
 
-    async def sleep(self) -> None:
+    async def sleep_sampler(self) -> None:
         expect(has_memory=self.has_memory)
-        await super().sleep()
+        await super().sleep_sampler()
 
 
 def expect(*, has_memory: bool) -> None:
@@ -67,7 +67,7 @@ class Setup:
         losses = {loss.name: loss for loss in BUILTIN_LOSSES}
         context = BackendContext(model_name="toy", model_path=None, cache_dir=self.data_dir, losses=losses)
         self.trainer, self.sampler = Trainer(ToyConfig(), context), Sampler(ToyConfig(), context)
-        self.trainer.sleep()
+        self.trainer.sleep_trainer()
 
     async def engine(self) -> Engine:
         thread = ThreadPoolExecutor(1)

@@ -20,9 +20,9 @@ from tinsmith.backend import (
     ModelState,
     SamplerCapabilities,
     SamplingBackend,
-    SleepableTrainingBackend,
     Snapshot,
     TrainerCapabilities,
+    TrainingBackend,
 )
 from tinsmith.builtin import toy_sampling, toy_training
 from tinsmith.builtin.toy_model import Adapter, ToyModel
@@ -64,7 +64,7 @@ class _Device:
     snapshots: dict[str | None, Adapter]  # None: the base model
 
 
-class ToyBackend(SleepableTrainingBackend, SamplingBackend):
+class ToyBackend(TrainingBackend, SamplingBackend):
     def __init__(self, config: ToyConfig, context: BackendContext) -> None:
         self._losses = context.losses
         model = ToyModel(vocab_size=config.vocab_size, hidden_size=config.hidden_size, seed=config.seed)
@@ -203,11 +203,11 @@ class ToyBackend(SleepableTrainingBackend, SamplingBackend):
             raise RuntimeError(msg)
         return self._awake
 
-    def sleep(self) -> None:
+    def sleep_trainer(self) -> None:
         if self._awake is not None:
             self._asleep, self._awake = pickle.dumps(self._awake), None
 
-    def wake(self) -> None:
+    def wake_trainer(self) -> None:
         if self._awake is None:
             self._asleep, self._awake = b"", pickle.loads(self._asleep)
 

@@ -1,12 +1,12 @@
 """The toy backend as a sampler of its own, for a trainer that is another object. It can sleep while that one trains."""
 
-from tinsmith.backend import BackendContext, SamplerCapabilities, SamplerSpec, SleepableSamplingBackend, Snapshot
+from tinsmith.backend import BackendContext, SamplerCapabilities, SamplerSpec, SamplingBackend, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.hookspecs import hookimpl
 from tinsmith.operations import Failed, Sample, SampleOutput
 
 
-class ToySampler(SleepableSamplingBackend):
+class ToySampler(SamplingBackend):
     def __init__(self, config: ToyConfig, context: BackendContext) -> None:
         self._toy = ToyBackend(config, context)
 
@@ -23,11 +23,11 @@ class ToySampler(SleepableSamplingBackend):
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._toy.sample(op)
 
-    async def sleep(self) -> None:
-        self._toy.sleep()
+    async def sleep_sampler(self) -> None:
+        self._toy.sleep_trainer()
 
-    async def wake(self) -> None:
-        self._toy.wake()
+    async def wake_sampler(self) -> None:
+        self._toy.wake_trainer()
 
     def close(self) -> None:
         self._toy.close()

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Final, TypeVar
 
-from tinsmith.backend import SleepableSamplingBackend, SleepableTrainingBackend
+from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.engine.failures import BackendFailedError, contained, guarded
 from tinsmith.failpoints import durable_boundary
 from tinsmith.store import DeviceTurn, Side
@@ -36,17 +36,15 @@ class Sleeper:
     wake: Callable[[], Awaitable[None]]
 
 
-def sleepers(
-    trainer: SleepableTrainingBackend, sampler: SleepableSamplingBackend, executor: Executor
-) -> Mapping[Side, Sleeper]:
+def sleepers(trainer: TrainingBackend, sampler: SamplingBackend, executor: Executor) -> Mapping[Side, Sleeper]:
     """`executor` has one worker, the thread in which the trainer was created."""
 
     def in_thread(call: Callable[[], None]) -> Callable[[], Awaitable[None]]:
         return lambda: asyncio.get_running_loop().run_in_executor(executor, contained(call))
 
     return {
-        "training": Sleeper(in_thread(trainer.sleep), in_thread(trainer.wake)),
-        "sampling": Sleeper(partial(guarded, sampler.sleep), partial(guarded, sampler.wake)),
+        "training": Sleeper(in_thread(trainer.sleep_trainer), in_thread(trainer.wake_trainer)),
+        "sampling": Sleeper(partial(guarded, sampler.sleep_sampler), partial(guarded, sampler.wake_sampler)),
     }
 
 

@@ -10,9 +10,8 @@ from tinsmith.backend import (
     Placement,
     Progress,
     SamplingBackend,
-    SleepableSamplingBackend,
-    SleepableTrainingBackend,
     TrainingBackend,
+    overrides,
 )
 from tinsmith.engine.device_turns import DeviceTurns, sleepers
 from tinsmith.errors import ConfigError
@@ -64,7 +63,8 @@ def make_backends(
         return backend, None
     try:
         if model.turns.enabled:
-            _able_to_sleep(model, backend).sleep()  # while the sampler loads, it has the devices
+            _check_sleep(model, backend)
+            backend.sleep_trainer()  # while the sampler loads, it has the devices
         sampler = _make_sampler(model, model.sampler, plugins, data_dir, progress)
     except BaseException:
         backend.close()
@@ -78,17 +78,16 @@ def _make_sampler(
     spec = plugins.samplers.get(section.plugin)
     config = spec.config.model_validate(own_options(section, spec))
     sampler = spec.create(config, _context(model, plugins, data_dir, spec, section, progress, samples=True))
-    if model.turns.enabled and not isinstance(sampler, SleepableSamplingBackend):
+    if model.turns.enabled and not overrides(sampler, SamplingBackend.sleep_sampler):
         sampler.close()
         raise _cannot_sleep(model, f"the sampler {spec.name!r}")
     return sampler
 
 
-def _able_to_sleep(model: ModelSettings, backend: TrainingBackend) -> SleepableTrainingBackend:
-    if isinstance(backend, SleepableTrainingBackend):
-        return backend
-    name = type(backend).__name__ if model.backend is None else repr(model.backend.plugin)
-    raise _cannot_sleep(model, f"the backend {name}")
+def _check_sleep(model: ModelSettings, backend: TrainingBackend) -> None:
+    if not overrides(backend, TrainingBackend.sleep_trainer):
+        name = type(backend).__name__ if model.backend is None else repr(model.backend.plugin)
+        raise _cannot_sleep(model, f"the backend {name}")
 
 
 def _cannot_sleep(model: ModelSettings, who: str) -> ConfigError:
@@ -110,8 +109,7 @@ def make_turns(
     """Return the turns of what `make_backends` made, if they are enabled. `thread` is the trainer's."""
     if not model.turns.enabled:
         return None
-    assert isinstance(backend, SleepableTrainingBackend)
-    assert isinstance(sampler, SleepableSamplingBackend)
+    assert sampler is not None
     return DeviceTurns(sleepers(backend, sampler, thread), least_s=model.turns.least_s, tell=tell)
 
 

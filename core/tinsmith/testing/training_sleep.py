@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tinsmith.backend import SleepableTrainingBackend
+from tinsmith.backend import TrainingBackend, overrides
 from tinsmith.operations import AdamParams, CreateModel, Forward, ForwardBackward, LoraConfig, OptimStep
 from tinsmith.testing.contract import assert_same_arrays, assert_same_state, need
 from tinsmith.testing.model_driver import ModelDriver, ragged_data
@@ -16,14 +16,14 @@ _ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1)
 
 class TrainerSleepContract(TrainingSuite):
     @pytest.fixture
-    def sleeper(self, driver: ModelDriver) -> Iterator[SleepableTrainingBackend]:
+    def sleeper(self, driver: ModelDriver) -> Iterator[TrainingBackend]:
         backend = driver.backend
-        if not isinstance(backend, SleepableTrainingBackend):
+        if not overrides(backend, TrainingBackend.sleep_trainer):
             pytest.skip("the backend cannot sleep")
         yield backend
-        backend.wake()  # before the driver unloads its models
+        backend.wake_trainer()  # before the driver unloads its models
 
-    def test_sleep_changes_no_bit(self, sleeper: SleepableTrainingBackend, driver: ModelDriver) -> None:
+    def test_sleep_changes_no_bit(self, sleeper: TrainingBackend, driver: ModelDriver) -> None:
         """With a pending gradient, moments and none; asleep between any two operations."""
         need(driver.capabilities.deterministic, "determinism")
         vocab_size = driver.capabilities.vocab_size
@@ -37,23 +37,21 @@ class TrainerSleepContract(TrainingSuite):
                 train(restless)
                 expected = driver.state(restless)
                 train(sleepy)
-                sleeper.sleep()
-                sleeper.wake()
+                sleeper.sleep_trainer()
+                sleeper.wake_trainer()
                 assert_same_state(driver.state(sleepy), expected, "the model that sleeps after each operation")
                 assert_same_state(driver.state(restless), expected, "the other one, after its sleep")
 
-    def test_sleep_and_wake_are_idempotent(self, sleeper: SleepableTrainingBackend, driver: ModelDriver) -> None:
+    def test_sleep_and_wake_are_idempotent(self, sleeper: TrainingBackend, driver: ModelDriver) -> None:
         model_id = driver.create_trained(seed=9)
         before = driver.state(model_id)
-        sleeper.wake()
+        sleeper.wake_trainer()
         assert_same_state(driver.state(model_id), before, "a model after a wake without a sleep")
-        for call in (sleeper.sleep, sleeper.sleep, sleeper.wake, sleeper.wake):
+        for call in (sleeper.sleep_trainer, sleeper.sleep_trainer, sleeper.wake_trainer, sleeper.wake_trainer):
             call()
         assert_same_state(driver.state(model_id), before, "a model after two sleeps and two wakes")
 
-    def test_nothing_else_can_be_asked_of_a_sleeper(
-        self, sleeper: SleepableTrainingBackend, driver: ModelDriver
-    ) -> None:
+    def test_nothing_else_can_be_asked_of_a_sleeper(self, sleeper: TrainingBackend, driver: ModelDriver) -> None:
         """Each call is an error, so that none can go unnoticed, and changes nothing."""
         model_id = driver.create_trained(seed=10)
         data = tuple(ragged_data(82, driver.capabilities.vocab_size))
@@ -68,7 +66,7 @@ class TrainerSleepContract(TrainingSuite):
             "restore_state": lambda: sleeper.restore_state(model_id, state),
             "publish": lambda: sleeper.publish(model_id, "contract-asleep"),
         }
-        sleeper.sleep()
+        sleeper.sleep_trainer()
         refused = set()
         for name, call in calls.items():
             try:
@@ -76,16 +74,14 @@ class TrainerSleepContract(TrainingSuite):
             except RuntimeError:
                 refused.add(name)
         assert refused == calls.keys(), "each raises RuntimeError while the backend sleeps"
-        sleeper.wake()
+        sleeper.wake_trainer()
         assert_same_state(driver.state(model_id), state, "a model that was asked for things in its sleep")
 
-    def test_what_it_returned_can_be_read_while_it_sleeps(
-        self, sleeper: SleepableTrainingBackend, driver: ModelDriver
-    ) -> None:
+    def test_what_it_returned_can_be_read_while_it_sleeps(self, sleeper: TrainingBackend, driver: ModelDriver) -> None:
         model_id = driver.create_trained(seed=11)
         expected = driver.state(model_id)
         expected = replace(expected, weights={name: array.copy() for name, array in expected.weights.items()})
         captured, snapshot = driver.state(model_id), sleeper.publish(model_id, "contract-sleep")
-        sleeper.sleep()
+        sleeper.sleep_trainer()
         assert_same_arrays(snapshot.adapter_weights(), expected.weights, "a snapshot, while its trainer sleeps")
         assert_same_state(captured, expected, "a captured state, while its trainer sleeps")

@@ -15,8 +15,6 @@ from tinsmith.workers.launching import Launch, Launcher, MakeLauncher
 from tinsmith.workers.program import (
     AdapterState,
     ModelStep,
-    SleepableProgram,
-    SleepableWorkersProgram,
     StateProgram,
     TrainingProgram,
     TrainingSetup,
@@ -39,7 +37,7 @@ from tinsmith.workers.serving import Worker, alone
 from tinsmith.workers.starting import start_ranks
 from tinsmith.workers.state_files import StateFiles
 from tinsmith.workers.state_writer import Slice, StateWriter, Written
-from tinsmith.workers.training_backend import FAST_ISOLATION_ERROR, SleepableWorkersBackend, WorkersBackend
+from tinsmith.workers.training_backend import FAST_ISOLATION_ERROR, WorkersBackend
 
 __all__ = [
     "FAST_ISOLATION_ERROR",
@@ -60,9 +58,6 @@ __all__ = [
     "Pair",
     "Scored",
     "Segment",
-    "SleepableProgram",
-    "SleepableWorkersBackend",
-    "SleepableWorkersProgram",
     "Slice",
     "Slot",
     "StateFiles",

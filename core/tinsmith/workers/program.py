@@ -160,15 +160,3 @@ class TrainingProgram(StateProgram):
 
 class WorkersProgram(LoadingProgram[Setup_contra, Loaded_co], TrainingProgram):
     """All that `WorkersBackend` asks for."""
-
-
-class SleepableProgram(TrainingProgram):
-    @abstractmethod
-    def sleep(self) -> None: ...
-
-    @abstractmethod
-    def wake(self) -> None: ...
-
-
-class SleepableWorkersProgram(WorkersProgram[Setup_contra, Loaded_co], SleepableProgram):
-    """All that `SleepableWorkersBackend` asks for."""

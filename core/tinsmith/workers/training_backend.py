@@ -8,7 +8,6 @@ from typing import Any, Final, Generic, TypeVar
 from tinsmith.backend import (
     BackendContext,
     ModelState,
-    SleepableTrainingBackend,
     Snapshot,
     TrainerCapabilities,
     TrainingBackend,
@@ -33,8 +32,6 @@ from tinsmith.workers.group import WorkerGroup
 from tinsmith.workers.program import (
     LoadingProgram,
     ModelStep,
-    SleepableProgram,
-    SleepableWorkersProgram,
     TrainingProgram,
     TrainingSetup,
     WorkerDevice,
@@ -69,7 +66,7 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         self._config = config
         self._losses = dict(context.losses)
         self._trained: dict[str, AdapterModelState | FullModelState] = {}
-        self._asleep = False
+        self._asleep = False  # a subclass whose workers can sleep says so here
         try:
             self._state_files = StateFiles(
                 ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
@@ -230,22 +227,6 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         if self._setup.strict:
             return list(one_by_one(work, self._budget.data_parallel))
         return list(deal(work, self._budget.data_parallel, self._rank_tokens))
-
-
-class SleepableWorkersBackend(WorkersBackend[Config, Setup, Loaded], SleepableTrainingBackend):
-    """Has its workers sleep, too."""
-
-    ranks: WorkerGroup[SleepableWorkersProgram[Setup, Loaded]]
-
-    def sleep(self) -> None:
-        if not self._asleep:
-            self.ranks.call(SleepableProgram.sleep)
-            self._asleep = True
-
-    def wake(self) -> None:
-        if self._asleep:
-            self.ranks.call(SleepableProgram.wake)
-            self._asleep = False
 
 
 def _check_rank(rank: int, limit: int) -> None:

@@ -39,10 +39,10 @@ def test_a_sleeper_holds_nothing(backend: FsdpBackend) -> None:
     assert all(size > loaded.parameter_bytes for size, loaded in zip(awake, backend.loaded, strict=True))
     assert all(held["shards"] and held["gathered"] for held in by_fsdp)
     for _ in range(2):  # the second time, the frozen model is on the host already
-        backend.sleep()
+        backend.sleep_trainer()
         assert backend.ranks.call(Trainer.device_bytes) == [0, 0]
         assert backend.ranks.call(SleepyRank.held_by_fsdp) == [{"shards": 0, "gathered": 0}] * 2
-        backend.wake()
+        backend.wake_trainer()
         assert backend.ranks.call(Trainer.device_bytes) == awake
     for driver, model_id in ((adapters, adapted), (fulls, whole)):
         assert_same_state(driver.state(model_id), before[model_id], "a model after two sleeps")
@@ -57,8 +57,8 @@ def test_a_fully_trained_model_goes_on_bit_for_bit(backend: FsdpBackend) -> None
         for model_id in (restless, sleepy):
             fulls.forward_backward(model_id, ragged_data(seed, VOCAB, (5, 3)))
             if model_id == sleepy:
-                backend.sleep()
-                backend.wake()
+                backend.sleep_trainer()
+                backend.wake_trainer()
             fulls.optim_step(model_id)
     assert_same_state(fulls.state(sleepy), fulls.state(restless), "a model whose trainer has slept in every step")
     fulls.unload_all()
@@ -71,9 +71,9 @@ def test_a_capture_goes_on_while_its_trainer_sleeps(backend: FsdpBackend) -> Non
     fulls.forward_backward(model_id, ragged_data(1, VOCAB, (5, 3)))
     fulls.optim_step(model_id)
     captured = backend.capture_state(model_id)
-    backend.sleep()
+    backend.sleep_trainer()
     weights = {name: array.copy() for name, array in captured.weights.items()}
-    backend.wake()
+    backend.wake_trainer()
     expected = fulls.state(model_id)
     assert weights.keys() == expected.weights.keys()
     for name, array in expected.weights.items():

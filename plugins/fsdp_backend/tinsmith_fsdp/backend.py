@@ -21,9 +21,9 @@ from tinsmith.workers import (
     MakeLauncher,
     MicroBatch,
     Segment,
-    SleepableWorkersBackend,
     WorkerDevice,
     WorkerGroup,
+    WorkersBackend,
     combined_outputs,
     deal,
     segments,
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 PROGRAM = "tinsmith_fsdp.rank:Rank"  # of the workers
 
 
-class FsdpBackend(SleepableWorkersBackend[FsdpConfig, Setup, Loaded]):
+class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
     """Does not import torch."""
 
     ranks: WorkerGroup[Program]
@@ -80,6 +80,18 @@ class FsdpBackend(SleepableWorkersBackend[FsdpConfig, Setup, Loaded]):
     def max_full_models(self) -> int:
         """0 for a model of 8-bit integers: nothing can be trained in them."""
         return 0 if self.architecture.int8 is not None else self._config.max_full_models
+
+    # sleep
+
+    def sleep_trainer(self) -> None:
+        if not self._asleep:
+            self.ranks.call(Program.sleep)
+            self._asleep = True
+
+    def wake_trainer(self) -> None:
+        if self._asleep:
+            self.ranks.call(Program.wake)
+            self._asleep = False
 
     # life of a model
 

@@ -4,11 +4,11 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from tinsmith import LoraConfig
-from tinsmith.workers import NotFinite, Scored, Segment, SleepableProgram, SleepableWorkersProgram
+from tinsmith.workers import NotFinite, Scored, Segment, TrainingProgram, WorkersProgram
 from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Owner, Setup
 
 
-class Training(SleepableProgram):
+class Training(TrainingProgram):
     """The methods of a rank that has loaded the model."""
 
     @abstractmethod
@@ -34,6 +34,12 @@ class Training(SleepableProgram):
         keeps: do not recompute activations in this pass. If any rank runs out of memory, nothing has changed on any.
         """
 
+    @abstractmethod
+    def sleep(self) -> None: ...
 
-class Program(SleepableWorkersProgram[Setup, Loaded], Training):
+    @abstractmethod
+    def wake(self) -> None: ...
+
+
+class Program(WorkersProgram[Setup, Loaded], Training):
     """All of it."""

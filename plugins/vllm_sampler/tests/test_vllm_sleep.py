@@ -20,15 +20,15 @@ from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import demand
 from tinsmith_vllm.plugin import create
 from tinsmith_vllm.replica import Replica
-from tinsmith_vllm.sleepy_sampler import SleepyVllmSampler
+from tinsmith_vllm.sampler import VllmSampler
 
 WAIT_S = 400
 
 
-def make(model: Path, cache: Path, **changed: object) -> SleepyVllmSampler:
+def make(model: Path, cache: Path, **changed: object) -> VllmSampler:
     context = BackendContext(model_name="tiny", model_path=model, cache_dir=cache, losses=LOSSES, sleeps=True)
     sampler = create(VllmConfig.model_validate(settings(**changed)), context)
-    assert isinstance(sampler, SleepyVllmSampler)
+    assert isinstance(sampler, VllmSampler)
     return sampler
 
 
@@ -45,7 +45,7 @@ def until_it_is_gone(replica: Replica) -> None:
 
 
 @pytest.fixture(scope="module")
-def sleepy(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SleepyVllmSampler]:
+def sleepy(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
     directory = tmp_path_factory.mktemp("sleepy")
     python = stand_in(directory, str(Path(__file__).with_name("sleepy.py")))
     with closing(make(tiny_models["qwen3"], directory, python=python, dtype="float32", enforce_eager=True)) as sampler:
@@ -56,7 +56,7 @@ def sleepy(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.thorough  # it starts vLLM
 class TestVllmSleep(SamplerSleepContract):
     @pytest.fixture
-    def backend(self, sleepy: SleepyVllmSampler) -> SleepyVllmSampler:
+    def backend(self, sleepy: VllmSampler) -> VllmSampler:
         return sleepy
 
     @pytest.fixture
@@ -67,16 +67,16 @@ class TestVllmSleep(SamplerSleepContract):
 @pytest.mark.slow
 @pytest.mark.thorough
 @in_one_loop
-async def test_a_process_that_dies_in_its_sleep_comes_back_when_it_is_woken(sleepy: SleepyVllmSampler) -> None:
+async def test_a_process_that_dies_in_its_sleep_comes_back_when_it_is_woken(sleepy: VllmSampler) -> None:
     """Not earlier: it would take the memory that is lent."""
     before = await sleepy.sample(op(prompt(1)))
     (dead,) = sleepy.process_ids
-    await sleepy.sleep()
+    await sleepy.sleep_sampler()
     kill(dead, signal.SIGKILL)
     (replica,) = sleepy._all_replicas
     await asyncio.to_thread(until_it_is_gone, replica)
     assert sleepy.process_ids == [dead]
-    await asyncio.wait_for(sleepy.wake(), WAIT_S)
+    await asyncio.wait_for(sleepy.wake_sampler(), WAIT_S)
     assert sleepy.process_ids != [dead]
     after = await sleepy.sample(op(prompt(1)))
     assert isinstance(before, SampleOutput)

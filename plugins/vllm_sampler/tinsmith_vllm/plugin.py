@@ -10,11 +10,6 @@ from tinsmith_vllm.config import VllmConfig
 
 def create(config: VllmConfig, context: BackendContext) -> SamplingBackend:
     """Start vLLM and wait until it answers."""
-    if context.sleeps:
-        from tinsmith_vllm.sleepy_sampler import SleepyVllmSampler
-
-        return SleepyVllmSampler(config, context)
-
     from tinsmith_vllm.sampler import VllmSampler
 
     return VllmSampler(config, context)

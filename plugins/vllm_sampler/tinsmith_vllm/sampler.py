@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -37,7 +37,7 @@ from tinsmith_vllm.drawing import Drawing
 from tinsmith_vllm.ends import MAX_FAILED_STARTS, REPEATEDLY, Ends
 from tinsmith_vllm.launching import launches
 from tinsmith_vllm.memory import AdapterMemory
-from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Unload
+from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, Ready, Refused, Rest, Unload
 from tinsmith_vllm.replica import Answer, Replica, ReplicaDiedError, ReplicaGoneError
 from tinsmith_vllm.routing import WORTH, Prefixes
 
@@ -117,6 +117,7 @@ class VllmSampler(SamplingBackend):
         self._full_replicas = further or (self._replicas if self._ready.merges else [])
         _log.info("vllm %s answers on %s: %s", self._ready.version, self._ready.device, self._how())
         self._capabilities = self._describe(self._ready)
+        self._asleep = False
 
     def _how(self) -> str:
         how = "each replica applies many adapters at a time"
@@ -155,6 +156,8 @@ class VllmSampler(SamplingBackend):
 
     @property
     def trouble(self) -> str | None:
+        if self._asleep:
+            return None
         for group in (self._replicas, self._full_replicas):
             running = [replica for replica in group if replica.is_running]
             if group and not running:
@@ -173,6 +176,7 @@ class VllmSampler(SamplingBackend):
 
         Replicas that apply adapters read them at once while their batch keeps running, others when they are needed.
         """
+        self._expect_awake()
         async with self._loading.setdefault(snapshot.snapshot_id, asyncio.Lock()):
             if snapshot.snapshot_id in self._adapters or snapshot.snapshot_id in self._diverged:
                 return
@@ -257,6 +261,7 @@ class VllmSampler(SamplingBackend):
         adapter.files.remove(adapter.path)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
+        self._expect_awake()
         adapter = self._adapters.pop(snapshot_id, None)
         self._diverged.discard(snapshot_id)
         self._loading.pop(snapshot_id, None)
@@ -265,6 +270,7 @@ class VllmSampler(SamplingBackend):
             self._forget(adapter)
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
+        self._expect_awake()
         refusal = self._refusal(op)
         if refusal is not None:
             return refusal
@@ -277,6 +283,39 @@ class VllmSampler(SamplingBackend):
             if adapter is None:
                 return await self._insist(op, 0, self._replicas)
             return await self._insist(op, adapter.adapter_id, adapter.replicas)
+
+    async def sleep_sampler(self) -> None:
+        """The processes' weights go to the memory of the host. One that dies in its sleep starts again on waking."""
+        if self._asleep:
+            return
+        for replica in self._all_replicas:
+            replica.hold_back()
+        await asyncio.gather(*(self._rest(replica, asleep=True) for replica in self._all_replicas))
+        self._asleep = True
+
+    async def wake_sampler(self) -> None:
+        if not self._asleep:
+            return
+        for replica in self._all_replicas:
+            replica.go_on()
+        await asyncio.gather(*(self._rest(replica, asleep=False) for replica in self._all_replicas))
+        self._asleep = False
+
+    async def _rest(self, replica: Replica, *, asleep: bool) -> None:
+        """Return when the process sleeps, or is awake. One that dies has given all back, and its successor is awake."""
+        request_id = next(self._request_ids)
+        key = ("request", request_id)
+        with suppress(ReplicaGoneError):  # for good
+            call = replica.ask(key, Rest(request_id=request_id, asleep=asleep))
+            try:
+                await call.answers.get()
+            finally:
+                replica.forget(key)
+
+    def _expect_awake(self) -> None:
+        if self._asleep:
+            msg = "vllm sleeps: wake it first"
+            raise RuntimeError(msg)
 
     def _refusal(self, op: Sample) -> Failed | None:
         context, wanted = self._capabilities.max_context_tokens, len(op.prompt_P) + op.params.max_tokens
