@@ -52,10 +52,13 @@ class Capabilities:
     vocab_size: int
     max_context_tokens: int  # per sequence; of a sampler: prompt plus sampled tokens, see `Sample.fits`
     device: str = ""  # the hardware, for display: "cpu", "NVIDIA H200"
-    lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()  # what an adapter may change
     dtype: str = ""  # of base weights and activations: "float32" or "bfloat16"; empty: treated as "bfloat16"
     isolation: Isolation = "none"  # how closely a tenant's results match those of running alone
     isolation_error: float = 0.0  # if that is not "bitwise": what company changes at most, from equal states, in a step
+    # which models a trainer creates, and of which a sampler takes snapshots; core creates those that suit both
+    max_lora_rank: int = 0  # of an adapter; 0 = no LoRA
+    lora_targets: frozenset[Literal["attn", "mlp", "unembed"]] = frozenset()  # what an adapter may change
+    full_fine_tuning: bool = False  # LoRA rank 0: all weights are trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +72,6 @@ class TrainerCapabilities(Capabilities):
     max_models: int = 1  # in training at the same time
     max_full_models: int | None = None  # of them for full fine-tuning; None: as many as `max_models`
     losses: frozenset[str] = frozenset()
-    max_lora_rank: int = 0  # 0 = no LoRA
-    full_fine_tuning: bool = False  # trains all weights of models with LoRA rank 0
     replayed_experts: ReplayedExperts | None = None  # None: does not train with `Datum.routed_experts`
     max_targets_per_token: int = 1  # K of [T, K] targets; core lets no sample ask for more alternatives
     deterministic: bool = False  # the same operations give the same bits, even after a restart
@@ -85,7 +86,6 @@ class TrainerCapabilities(Capabilities):
 class SamplerCapabilities(Capabilities):
     """What a sampling backend can do. Read as a trainer's are."""
 
-    full_fine_tuning: bool = False  # takes snapshots of models with LoRA rank 0, of which all weights are trained
     prompt_logprobs: bool = False
     target_prompt_logprobs: bool = False
     min_temperature: float = 1e-6  # above 0, which is greedy

@@ -25,6 +25,8 @@ def check_operation(op: ops.Operation, capabilities: EngineCapabilities, losses:
     match op:
         case ops.CreateModel():
             _check_lora(op.lora, capabilities.trainer)
+            if capabilities.sampler is not None and (reason := why_not_sampled(op.lora, capabilities.sampler)):
+                raise UnsupportedError(reason)
         case ops.ForwardBackward():
             _check_forward_backward(op, capabilities.trainer, losses)
         case ops.OptimStep():
@@ -78,6 +80,32 @@ def _check_full(lora: ops.LoraConfig, trainer: TrainerCapabilities) -> None:
             "set"
         )
         raise UnsupportedError(msg)
+
+
+def why_not_sampled(lora: ops.LoraConfig, sampler: SamplerCapabilities) -> str | None:
+    """Return what keeps a sampler from taking snapshots of such models, with the remedies; None if it takes them."""
+    greatest = sampler.max_lora_rank
+    other = "or have this base model served with another sampler, or with none (`models[].sampler`)"
+    if lora.rank == 0:
+        if sampler.full_fine_tuning:
+            return None
+        return (
+            f"lora_config: rank 0 trains all weights, and this base model's sampler takes LoRA adapters alone; use a "
+            f"rank of 1 to {greatest}, {other}"
+        )
+    if lora.rank > greatest:
+        return (
+            f"lora_config: rank is {lora.rank}, and this base model's sampler takes LoRA adapters of ranks up to "
+            f"{greatest}; use such a rank, or have the sampler's `max_lora_rank` raised"
+        )
+    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    for target, on in wanted.items():
+        if on and target not in sampler.lora_targets:
+            return (
+                f"lora_config: train_{target} is set, and this base model's sampler takes no adapters of that part; "
+                f"set it to false, {other}"
+            )
+    return None
 
 
 # Training -------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,13 @@ TRAINER = TrainerCapabilities(
     max_targets_per_token=2,
 )
 SAMPLER = SamplerCapabilities(
-    vocab_size=10, max_context_tokens=8, prompt_logprobs=True, target_prompt_logprobs=True, max_topk_logprobs=3
+    vocab_size=10,
+    max_context_tokens=8,
+    max_lora_rank=4,
+    lora_targets=frozenset({"attn", "mlp"}),
+    prompt_logprobs=True,
+    target_prompt_logprobs=True,
+    max_topk_logprobs=3,
 )
 RANGES = {**training_ranges(TRAINER), **sampling_ranges(SAMPLER)}
 
@@ -67,6 +73,30 @@ def test_a_good_adapter_passes() -> None:
 def test_adapters_the_backend_cannot_train(op: ops.CreateModel, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check(op)
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (
+            lora(rank=0, train_unembed=True),
+            r"rank 0 trains all weights.* alone; use a rank of 1 to 3, or .*`models\[\]",
+        ),
+        (
+            lora(rank=4),
+            "rank is 4, and this base model's sampler .* up to 3; use such a rank, or .*`max_lora_rank` raised",
+        ),
+        (lora(train_unembed=True), r"train_unembed is set, .*sampler.* set it to false, or .*`models\[\].sampler`"),
+    ],
+)
+def test_models_that_can_be_trained_but_not_sampled(op: ops.CreateModel, words: str) -> None:
+    """They are refused before they are trained, and not at their first save."""
+    trainer = replace(TRAINER, lora_targets=TRAINER.lora_targets | {"unembed"}, full_fine_tuning=True)
+    sampler = replace(SAMPLER, max_lora_rank=3)
+    check(op, trainer, None)
+    check(op, trainer, replace(sampler, max_lora_rank=4, lora_targets=trainer.lora_targets, full_fine_tuning=True))
+    with pytest.raises(UnsupportedError, match=words):
+        check(op, trainer, sampler)
 
 
 def test_a_backend_without_lora_says_so() -> None:

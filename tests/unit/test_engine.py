@@ -454,19 +454,24 @@ class AdapterSampler(WatchedBackend):
 async def test_a_fully_trained_model_is_saved_where_it_cannot_be_sampled(
     setup: Setup, client: EngineDriver, tmp_path: Path
 ) -> None:
-    """A save with a name writes a whole checkpoint for another server. Samples, and saves without a name, fail."""
+    """Its engine got another sampler since it was created: beside that, none is created any more.
+
+    A save with a name writes a whole checkpoint for another server. Samples, and saves without a name, fail.
+    """
     path, model_id = client.path("x", "sampler_weights"), "s1:train:0"
     sampler = AdapterSampler(tmp_path)
-    async with setup.running(sampler=sampler):
+    async with setup.running():
         await client.create_model(rank=0)
         await train(client)
+    async with setup.running(sampler=sampler):
         saved = await client.run(ops.SaveForSampler(model_id=model_id, path=path))
         assert isinstance(saved, ops.WeightsSaved), saved
         state = read_saved(setup.data_dir, path).state
         assert_same_arrays(state.weights, setup.backend.capture_state(model_id).weights, "the checkpoint")
         refused = await client.run(ops.SaveForSampler(model_id=model_id, sampling_session_id="s1:sample:0"))
         assert isinstance(refused, ops.Failed)
-        assert "save with a name instead" in refused.message
+        assert "rank 0 trains all weights" in refused.message
+        assert "or save with a name" in refused.message
         sampled = await client.run(a_sample(client, path))
         assert isinstance(sampled, ops.Failed)
         assert "adapters only" in sampled.message

@@ -92,6 +92,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
             max_context_tokens=config.max_context_tokens,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             full_fine_tuning=True,
+            max_lora_rank=config.max_lora_rank,
             isolation="bitwise",
             prompt_logprobs=True,
             target_prompt_logprobs=True,

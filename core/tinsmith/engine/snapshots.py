@@ -16,6 +16,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
 from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
+from tinsmith.checks import why_not_sampled
 from tinsmith.engine.backend_calls import NoSampler
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import in_a_thread, with_retries
@@ -71,14 +72,8 @@ class Snapshots:
         if isinstance(self._sampler, NoSampler):
             msg = "this base model cannot be sampled from: it has no sampler; save with a name instead"
             return UserError(msg)
-        if lora.rank == 0 and not self._sampler.sampler_capabilities.full_fine_tuning:
-            msg = (
-                "this base model's sampler takes only LoRA adapters, but all weights of this model are trained (LoRA "
-                "rank 0); save with a name instead: the checkpoint is a Hugging Face directory, which can be served "
-                "as a base model"
-            )
-            return UnsupportedError(msg)
-        return None
+        reason = why_not_sampled(lora, self._sampler.sampler_capabilities)  # another sampler than at its creation
+        return None if reason is None else UnsupportedError(f"{reason}; or save with a name, for use elsewhere")
 
     async def adopt(self, models: Mapping[str, str]) -> None:
         """Take over the ephemeral snapshots that an earlier engine wrote. `models` maps live ids to model_ids.

@@ -4,16 +4,28 @@ Subclass `ConsistencyContract` and give it a `backend` fixture, the trainer; and
 `sampler` fixture if another object samples.
 """
 
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, product
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
+from tinsmith.checks import check_operation
 from tinsmith.engine.probes import Probes
-from tinsmith.operations import AdamParams, Consistency
+from tinsmith.errors import UserError
+from tinsmith.operations import (
+    AdamParams,
+    Consistency,
+    CreateModel,
+    LoraConfig,
+    Sample,
+    SampleOutput,
+    SamplingParams,
+)
 from tinsmith.settings import ConsistencySettings
+from tinsmith.store import EngineCapabilities
 from tinsmith.testing.contract import assert_same_state, need, need_float32
 from tinsmith.testing.model_driver import ModelDriver, ragged_data
 from tinsmith.testing.sampling_suite import in_one_loop
@@ -22,6 +34,8 @@ from tinsmith.testing.training_suite import TrainingSuite
 
 _A_STEP = AdamParams(learning_rate=1e-4)  # the API's default: one such step is the smallest adapter of interest
 _A_LARGE_STEP = AdamParams(learning_rate=1e-2)
+
+_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 
 _ids = count()
 
@@ -80,6 +94,27 @@ class ConsistencyContract(TrainingSuite):
                 pair.train(model_id, adam, seed=seed)
         await pair.drop_all()
 
+    @in_one_loop
+    async def test_what_create_model_accepts_can_be_saved_and_sampled(self, pair: _Pair) -> None:
+        """All sets of flags, and ranks up to the limits of both and beyond them: no save is the first to refuse one."""
+        trainer, sampler = pair.driver.capabilities, pair.sampler.sampler_capabilities
+        both, accepted = EngineCapabilities.of(trainer, sampler), 0
+        limits = trainer.max_lora_rank, sampler.max_lora_rank
+        for lora in _every_lora({0, 1, *limits, *(limit + 1 for limit in limits)}):
+            try:
+                check_operation(CreateModel(model_id="any", lora=lora), both, {})
+            except UserError:
+                continue
+            model_id = pair.driver.create_with(lora)
+            snapshot = pair.driver.backend.publish(model_id, f"contract-accepted-{next(_ids)}")
+            await pair.sampler.load_snapshot(snapshot)
+            output = await pair.sampler.sample(_a_token(snapshot.snapshot_id))
+            assert isinstance(output, SampleOutput), (lora, output)
+            await pair.sampler.drop_snapshot(snapshot.snapshot_id)
+            pair.driver.unload(model_id)
+            accepted += 1
+        assert accepted
+
     @pytest.mark.parametrize("steps", [1, 5])
     @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
     @pytest.mark.parametrize("fault", FAULTS)
@@ -113,6 +148,18 @@ class ConsistencyContract(TrainingSuite):
         await pair.save(model_id)
         assert_same_state(pair.driver.state(model_id), before, "after a check")
         await pair.drop_all()
+
+
+def _every_lora(ranks: Iterable[int]) -> Iterator[LoraConfig]:
+    yield from (LoraConfig(rank=rank, seed=1) for rank in sorted(ranks))
+    for flags in product((False, True), repeat=len(_FLAGS)):
+        yield LoraConfig(rank=2, seed=1, **dict(zip(_FLAGS, flags, strict=True)))
+
+
+def _a_token(snapshot_id: str) -> Sample:
+    params = SamplingParams(max_tokens=1, seed=1)
+    prompt_P = np.array([1, 2, 3], np.int32)
+    return Sample(sampling_session_id="contract", snapshot_id=snapshot_id, prompt_P=prompt_P, params=params)
 
 
 async def _call(call: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""All weights of the base model "tiny" trained through the SDK: argument 1 is the server. Used by test_fsdp_e2e.py."""
+"""All weights of the base model "full" trained through the SDK: argument 1 is the server. Used by test_fsdp_e2e.py."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ TOKENS = np.arange(40, 60)
 
 def main(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key="tml-local-example")
-    training = service.create_lora_training_client(base_model="tiny", rank=0).result()
+    training = service.create_lora_training_client(base_model="full", rank=0).result()
     first, second = step(training), step(training)
     assert second < first, (first, second)
     saved = training.save_state(name="full").result()
@@ -22,7 +22,7 @@ def main(url: str) -> None:
     path = training.save_weights_for_sampler(name="full").result().path
     sampler = service.create_sampling_client(model_path=path).result()
     prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=1)
-    expect_refusal("takes LoRA adapters", lambda: sampler.sample(prompt, 1, params))
+    expect_refusal("no sampler", lambda: sampler.sample(prompt, 1, params))
     expect_refusal("save with a name instead", training.save_weights_and_get_sampling_client)
     other = tinker.ServiceClient(base_url=url, api_key="tml-local-example")
     with ThreadPoolExecutor(1) as pool:  # there is one place for such a model (max_full_models)

@@ -46,8 +46,14 @@ def model(tmp_path: Path) -> dict[str, object]:
     }
 
 
+def without_sampler(model: dict[str, object]) -> dict[str, object]:
+    """The jax sampler takes adapters alone, so beside it no model is created of which all weights are trained."""
+    return {**model, "name": "full", "sampler": {"plugin": "none"}}
+
+
 def test_all_weights_are_trained_through_the_sdk(tmp_path: Path, model: dict[str, object]) -> None:
-    with forking(), running_server(tmp_path / "data", models=[ModelSettings.model_validate(model)]) as server:
+    models = [ModelSettings.model_validate(without_sampler(model))]
+    with forking(), running_server(tmp_path / "data", models=models) as server:
         fine_tune_fully.main(server.url)
 
 
@@ -58,7 +64,10 @@ def test_scripts_on_two_ranks_and_the_jax_sampler(int8: bool, tmp_path: Path, mo
     if int8:
         write_int8_model(tmp_path / "model", tmp_path / "int8", group_size=32)
         model = {**model, "path": str(tmp_path / "int8")}
-    settings = {"server": {"port": 0, "data_dir": str(tmp_path / "data")}, "models": [model]}
+    settings = {
+        "server": {"port": 0, "data_dir": str(tmp_path / "data")},
+        "models": [model, *([] if int8 else [without_sampler(model)])],
+    }
     (tmp_path / "tinsmith.yaml").write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(tmp_path / "tinsmith.yaml")]
     with (tmp_path / "log").open("wb") as log:

@@ -100,6 +100,7 @@ class JaxBackend(Trainer, SamplingBackend):
             dtype=self.limits.dtype,
             vocab_size=self.model_config.vocab_size,
             max_context_tokens=self.limits.max_context_tokens,
+            max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             isolation="bitwise" if self.limits.exact else "close",
             prompt_logprobs=True,

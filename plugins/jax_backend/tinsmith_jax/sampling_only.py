@@ -44,6 +44,7 @@ class JaxSampler(Sampler):
             dtype=limits.dtype,
             vocab_size=model.vocab_size,
             max_context_tokens=limits.max_context_tokens,
+            max_lora_rank=config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             isolation="bitwise" if limits.exact else "close",
             prompt_logprobs=True,

@@ -180,11 +180,13 @@ class TestVllmConsistency(ConsistencyContract):
 
 
 @pytest.mark.thorough
-class TestVllmConsistencyWithMegatron(ConsistencyContract):
-    @pytest.fixture(scope="class")
+class TestVllmConsistencyWithOthers(ConsistencyContract):
+    @pytest.fixture(scope="class", params=["fsdp", "megatron"])
     @classmethod
-    def backend(cls, tiny_models: dict[str, Path], jax_cache: Path) -> Iterator[TrainingBackend]:  # type: ignore[override]
-        trainer = make_trainer("megatron", tiny_models["qwen3"], jax_cache)
+    def backend(  # type: ignore[override]
+        cls, request: pytest.FixtureRequest, tiny_models: dict[str, Path], jax_cache: Path
+    ) -> Iterator[TrainingBackend]:
+        trainer = make_trainer(request.param, tiny_models["qwen3"], jax_cache)
         yield trainer
         trainer.close()
 

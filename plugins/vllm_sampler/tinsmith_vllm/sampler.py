@@ -133,6 +133,7 @@ class VllmSampler(SamplingBackend):
             dtype=ready.dtype,
             vocab_size=ready.vocab_size,
             max_context_tokens=ready.max_model_len,
+            max_lora_rank=self._config.max_lora_rank,
             lora_targets=frozenset(ready.targets),
             full_fine_tuning=bool(self._full_replicas),
             # Kernels round differently depending on the number of rows in a batch: benchmarks/sampler_isolation.py

@@ -37,6 +37,7 @@ class SkeletonSampler(tinsmith.SamplingBackend):
             dtype="float32",
             vocab_size=len(self._embedding_VH),
             max_context_tokens=512,
+            max_lora_rank=self._embedding_VH.shape[1],
             lora_targets=frozenset({"unembed"}),
             isolation="bitwise",
             prompt_logprobs=True,
