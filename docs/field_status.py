@@ -29,7 +29,7 @@ def _no_meaning(note: str) -> Status:
 _TAG = _no_meaning("a constant that repeats the endpoint")
 _NO_ENDPOINT = _refused("the endpoint answers that it is not offered")
 _DROPPED = _no_meaning("telemetry is accepted and dropped")
-_SPAN = _no_meaning("provenance feeds `stable_reinforce` only, which is refused as a loss")
+_SPAN = _honoured("of `stable_reinforce`, if another loss stands in for it; without a meaning for other losses")
 _LIMIT = _honoured("1 to 1000, else refused")
 _SCOPE = _honoured("`owned`, or `accessible`: an administrator then sees every tenant's")
 _EVENT = ("event", "event_id", "event_session_index", "severity", "timestamp")  # fields of every telemetry event
@@ -109,7 +109,9 @@ FIELDS: dict[str, dict[str, Status]] = {
         "model_id": _honoured(),
         "seq_id": _honoured(),
         "data": _honoured(),
-        "loss_fn": _honoured("a loss of the backend; `stable_reinforce` and `custom` are refused"),
+        "loss_fn": _honoured(
+            "a loss of the backend; `stable_reinforce` if another loss stands in for it; `custom` is refused"
+        ),
         "loss_fn_config": _honoured("unknown keys are refused"),
         "forward_only": _honoured(),
         "loss_fn_config_v2": _honoured("preferred; text values are refused"),
@@ -221,7 +223,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         ),
         "prompt_alt_tokens_k": _refused("above 0"),
         "prompt_logprobs_last_n": _honoured(),
-        "record_stability_info": _refused("when true: only the loss `stable_reinforce` uses it, and is not offered"),
+        "record_stability_info": _honoured("refused unless another loss stands in for `stable_reinforce`"),
         "type": _TAG,
     },
     "SamplingParams": {

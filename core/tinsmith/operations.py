@@ -115,6 +115,7 @@ class ForwardBackward:
     data: tuple[Datum, ...]
     loss_fn: str = "cross_entropy"
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+    stands_in_for: str = field(default="", metadata=ADDED)  # the loss that was asked for, if it is another one
 
     @property
     def num_tokens(self) -> int:

@@ -8,9 +8,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -70,7 +71,8 @@ def serving(directory: Path, shape: TinyShape, sections: dict[str, dict[str, Any
     write_tiny_model(model, shape)
     settings = ModelSettings.model_validate({"name": str(model), "path": model, **sections})
     ranks = forking() if settings.backend.plugin == "megatron" else nullcontext()
-    with ranks, running_server(directory / "data", models=[settings]) as running:
+    losses = {"stable_reinforce": "ppo"}
+    with ranks, running_server(directory / "data", models=[settings], losses=losses) as running:
         yield running
 
 
@@ -83,12 +85,17 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield running
 
 
-def run(name: str, server: RunningServer, directory: Path) -> list[dict[str, Any]]:
-    """Run a script of the page; return the metrics that it logged."""
+def run(
+    name: str, server: RunningServer, directory: Path, changed: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """Run a script of the page with some lines changed; return the metrics that it logged."""
     found = re.search(rf"<!-- file: {name}\.py -->\n```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert found is not None
-    script = directory / f"{name}.py"
-    script.write_text(found.group(1))
+    script, text = directory / f"{name}.py", found.group(1)
+    for before, after in changed.items():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    script.write_text(text)
     command = [PYTHON, str(script), server.url, server.settings.models[0].name, str(directory)]
     environment = {**os.environ, "TINKER_API_KEY": "tml-cookbook", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -129,6 +136,22 @@ def test_reinforcement_learning_stays_on_policy(server: RunningServer, tmp_path:
     distances = [each["optim/kl_sample_train_v1"] for each in metrics if "optim/kl_sample_train_v1" in each]
     assert len(distances) == 4
     assert all(abs(distance) < 1e-6 for distance in distances)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'loss_fn="stable_reinforce",',
+        pytest.param(
+            "async_config=train.AsyncConfig(max_steps_off_policy=1, groups_per_batch=4),", marks=pytest.mark.thorough
+        ),
+    ],
+    ids=["synchronous", "asynchronous"],
+)
+def test_runs_with_the_default_loss_of_the_recipes(server: RunningServer, tmp_path: Path, line: str) -> None:
+    """For `stable_reinforce`, another loss stands in."""
+    metrics = run("rl", server, tmp_path, {'loss_fn="importance_sampling",  # or ppo, cispo': line})
+    assert sum("optim/lr" in each for each in metrics) == 4
 
 
 MERGE = """

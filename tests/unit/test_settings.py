@@ -178,8 +178,8 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
         ("models:\n  - {name: a, backend: gauge}\n", "models.0.backend: "),
         (
             "servers: {}\n",
-            "servers: unknown key, allowed: models, quotas, recovery, scheduler, server, store, supervisor, watchdog; "
-            "did you mean 'server'?",
+            "servers: unknown key, allowed: losses, models, quotas, recovery, scheduler, server, store, supervisor, "
+            "watchdog; did you mean 'server'?",
         ),
     ],
 )

@@ -7,12 +7,16 @@ from tinker.proto import tinker_public_pb2 as sdk_pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tinsmith import operations as ops
-from tinsmith.errors import CapacityError, UnsupportedError, UserError
+from tinsmith.errors import CapacityError, ConfigError, UnsupportedError, UserError
+from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.protocol import training_request, translate, wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.protocol.tensors import tensor_from_proto
 from tinsmith.protocol.training_request import TrainingRequest
 from tinsmith.protocol.unknown_fields import validated
+from tinsmith.settings import LossSettings
+from tinsmith.store.codec import decode_operation, encode_operation
 
 MODEL = "s:train:0"
 
@@ -161,6 +165,91 @@ def test_spans_are_accepted_and_change_nothing() -> None:
     assert translate.digest(translate.forward_backward(parsed(plain))) == translate.digest(
         translate.forward_backward(parsed(with_spans))
     )
+
+
+LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
+THRESHOLDS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+
+
+def stand_in(name: str = "gspo", **config: float) -> StandIn:
+    settings = LossSettings(stable_reinforce=name, stable_reinforce_config=config)
+    found = StandIn.of(settings, LOSSES)
+    assert found is not None
+    return found
+
+
+def sampled_datum(
+    *, prompt: int = 2, sampled: int = 2, advantages: tuple[float, ...] = (0.0, 1.0, 1.0)
+) -> tinker.Datum:
+    """Three tokens: a prompt of two and the first of two sampled ones, as the cookbook sends them."""
+    plain = datum([1, 2, 3], target_tokens=[2, 3, 4], logprobs=[0.0, -1.0, -2.0], advantages=list(advantages))
+    return plain.with_provenance(
+        model_input=[
+            tinker.types.PromptProvenanceSpan(sequence_id="r:0", length=prompt),
+            tinker.types.SampledProvenanceSpan(sequence_id="r:0", length=sampled - 1),
+        ],
+        loss_fn_inputs=[
+            tinker.types.PromptProvenanceSpan(sequence_id="r:0", offset=1, length=prompt - 1),
+            tinker.types.SampledProvenanceSpan(sequence_id="r:0", length=sampled),
+        ],
+    )
+
+
+def test_another_loss_stands_in_for_stable_reinforce() -> None:
+    request = encoded([sampled_datum()], loss_fn="stable_reinforce")
+    operation = translate.forward_backward(request, stand_in(**THRESHOLDS))
+    assert (operation.loss_fn, operation.stands_in_for) == ("gspo", "stable_reinforce")
+    assert operation.loss_fn_config == THRESHOLDS
+    np.testing.assert_array_equal(operation.data[0].loss_inputs["sequence_ratio_mask"], [0, 1, 1])
+    plain = translate.forward_backward(request, stand_in("ppo"))
+    assert plain.data[0].loss_inputs.keys() == {"target_tokens", "logprobs", "advantages"}
+    assert decode_operation("forward_backward", encode_operation(operation)).stands_in_for == "stable_reinforce"
+    with pytest.raises(UnsupportedError, match=r"loss_fn 'stable_reinforce' is not offered.*losses\.stable_reinforce"):
+        translate.forward_backward(request)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (datum([1, 2, 3], target_tokens=[2, 3, 4]), "model_input_spans cover 0 of 3 tokens"),
+        (sampled_datum(advantages=(0.5, 1.0, 1.0)), "advantages holds 0.5 at position 0, whose target was not sampled"),
+    ],
+)
+def test_provenance_that_does_not_fit_is_refused(bad: tinker.Datum, words: str) -> None:
+    with pytest.raises(UserError, match=rf"data\[1\]: .*{words}"):
+        translate.forward_backward(encoded([sampled_datum(), bad], loss_fn="stable_reinforce"), stand_in("ppo"))
+
+
+@pytest.mark.parametrize(
+    ("length", "offset", "sequence", "words"),
+    [
+        (2, 0, "r:0", "cover 2 of 3"),
+        (-1, 0, "r:0", "a span of -1 tokens"),
+        (3, -1, "r:0", "from -1 on"),
+        (3, 0, "", "needs a sequence_id"),
+    ],
+)
+def test_a_span_that_names_no_tokens_is_refused(length: int, offset: int, sequence: str, words: str) -> None:
+    message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="stable_reinforce")
+    message.data.add().model_input.add().encoded_text.tokens = np.array([1, 2, 3], "<i4").tobytes()
+    span = message.data[0].model_input_spans.add().sampled_tokens
+    span.length, span.offset, span.sequence_id = length, offset, sequence
+    with pytest.raises(UserError, match=rf"model_input_spans.*{words}"):
+        translate.forward_backward(parsed(message), stand_in("ppo"))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("cross_entropy", {}, "'cross_entropy' cannot stand in; use one of .*cispo.*gspo.*ppo"),
+        ("no_such_loss", {}, "'no_such_loss' cannot stand in"),
+        ("gspo", {"clip_low_threshold": 0.9}, "stable_reinforce_config: 'clip_high_threshold' is missing"),
+        ("ppo", {"beta": 0.9}, "stable_reinforce_config: 'beta' is not a setting of 'ppo'; allowed: clip_high"),
+    ],
+)
+def test_what_cannot_stand_in_is_refused_at_the_start(name: str, config: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        stand_in(name, **config)
 
 
 @pytest.mark.parametrize("field", ["image", "dmel"])
@@ -390,7 +479,7 @@ def test_target_tokens_come_dense_or_sparse() -> None:
     ("fields", "words"),
     [
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is 2"),
-        ({"record_stability_info": True}, "record_stability_info is not offered.*leave it off"),
+        ({"record_stability_info": True}, "record_stability_info is not offered.*losses.stable_reinforce"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"num_samples": 10**9}, "num_samples is 1000000000"),
         ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "'image' chunks are not offered"),

@@ -185,6 +185,8 @@ def _metrics(operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput) 
     """Add whether the loss or, as the backend says, the gradient is not finite: always, as the SDK joins chunks."""
     finite = math.isfinite(result.metrics["loss:sum"]) and not result.metrics.get(NOT_FINITE)
     metrics = {**result.metrics, NOT_FINITE: float(not finite)}
+    if operation.stands_in_for:
+        metrics[f"{operation.stands_in_for}_is_{operation.loss_fn}:max"] = 1.0
     experts = [datum.routed_experts for datum in operation.data if datum.routed_experts is not None]
     if experts:
         metrics[NUM_REPLAYED] = float(sum(len(each) > 0 for each in experts))

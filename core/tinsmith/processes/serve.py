@@ -35,6 +35,7 @@ from tinsmith.processes.garbage import collect_old, collect_rarely
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.processes.logs import RepeatedWarnings, console, log_to_stderr
 from tinsmith.processes.supervisor import Supervisor, models_to_run
+from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.context import Engines, ServerContext
 from tinsmith.server.limits.bounded_http import BoundedHttp
@@ -69,6 +70,8 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     _take_from_environment(settings.server)
     if keys is not None:
         keys.warn_of_readers()
+    if (stand_in := StandIn.of(settings.losses, plugins.losses.all())) is not None:
+        _log.warning("%s", stand_in)
     settings = _placed(settings, plugins)
     with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)

@@ -15,9 +15,10 @@ import numpy as np
 from tinsmith import operations as ops
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import CapacityError, UnsupportedError, UserError
+from tinsmith.protocol import stable_reinforce, wire
 from tinsmith.protocol import tensors as wire_tensors
-from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.protocol.training_request import TrainingRequest
 from tinsmith.ranges import NUM_SAMPLES, TTL_SECONDS
 from tinsmith.store.canonical import add_canonical
@@ -83,24 +84,32 @@ def check_load(request: wire.LoadWeightsRequest) -> None:
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def forward_backward(request: TrainingRequest) -> ops.ForwardBackward:
-    """Return a Forward if the request is forward-only. Provenance spans have no meaning for the losses offered."""
-    head = request.head
+def forward_backward(request: TrainingRequest, stand_in: StandIn | None = None) -> ops.ForwardBackward:
+    """Return a Forward if the request is forward-only.
+
+    `stand_in` is computed for `stable_reinforce`, for which alone provenance spans have a meaning.
+    """
+    head, loss_fn, config = request.head, request.head.loss_fn, _loss_config(request.head)
+    used = stand_in if loss_fn == stable_reinforce.NAME else None
+    if used is not None:
+        loss_fn, config = used.loss.name, {**used.config, **config}
+    elif loss_fn == stable_reinforce.NAME:
+        raise stable_reinforce.refuse(f"loss_fn {loss_fn!r}")
     operation = ops.Forward if head.forward_only else ops.ForwardBackward
     return operation(
         model_id=head.model_id,
-        data=tuple(_datum(index, request.datum(index), head.loss_fn) for index in range(len(request.data))),
-        loss_fn=head.loss_fn,
-        loss_fn_config=_loss_config(head),
+        data=tuple(_datum(index, request.datum(index), loss_fn, used) for index in range(len(request.data))),
+        loss_fn=loss_fn,
+        loss_fn_config={key: config[key] for key in sorted(config)},
+        stands_in_for="" if used is None else stable_reinforce.NAME,
     )
 
 
-def _datum(index: int, datum: pb.Datum, loss_fn: str) -> ops.Datum:
+def _datum(index: int, datum: pb.Datum, loss_fn: str, stand_in: StandIn | None) -> ops.Datum:
     try:
-        return ops.Datum(
-            tokens_T=wire_tensors.read_tokens([_text_tokens(chunk) for chunk in datum.model_input]),
-            loss_inputs=_loss_inputs(datum.loss_fn_inputs, loss_fn),
-        )
+        tokens = wire_tensors.read_tokens([_text_tokens(chunk) for chunk in datum.model_input])
+        inputs: Mapping[str, ops.Array] = _loss_inputs(datum.loss_fn_inputs, loss_fn)
+        return ops.Datum(tokens_T=tokens, loss_inputs=inputs if stand_in is None else stand_in.inputs(datum, inputs))
     except UserError as error:
         msg = f"data[{index}]: {error}"
         raise type(error)(msg) from error
@@ -140,7 +149,7 @@ def _loss_config(request: pb.ForwardBackwardRequest) -> Mapping[str, float]:
             msg = f"loss_fn_config: {key!r} is {config[key]}, and {value.number} in loss_fn_config_v2; send one number"
             raise UserError(msg)
         config[key] = value.number
-    return {key: config[key] for key in sorted(config)}
+    return config
 
 
 def optim_step(request: wire.OptimStepRequest) -> ops.OptimStep:
@@ -240,19 +249,23 @@ def _sorted(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
 
 
 def sample(
-    request: wire.SampleRequest, *, sampling_session: str, snapshot_id: str | None, max_context_tokens: int | None
+    request: wire.SampleRequest,
+    *,
+    sampling_session: str,
+    snapshot_id: str | None,
+    max_context_tokens: int | None,
+    stand_in: StandIn | None = None,
 ) -> ops.Sample:
-    """`max_context_tokens` bounds a sample without max_tokens. It is None until the engine has reported it."""
+    """`max_context_tokens` bounds a sample without max_tokens. It is None until the engine has reported it.
+
+    With `stand_in`, stability information may be asked for: what stands in needs nothing recorded.
+    """
     if request.prompt_alt_tokens_k:
         msg = f"prompt_alt_tokens_k is {request.prompt_alt_tokens_k}; it is not offered, leave it at 0"
         raise UnsupportedError(msg)
     NUM_SAMPLES.check("num_samples", request.num_samples)
-    if request.record_stability_info:
-        msg = (
-            "record_stability_info is not offered: it serves the loss 'stable_reinforce' alone, which this server does "
-            "not have; leave it off, and train with another loss (ppo, cispo, importance_sampling)"
-        )
-        raise UnsupportedError(msg)
+    if request.record_stability_info and stand_in is None:
+        raise stable_reinforce.refuse("record_stability_info")
     prompt, targets = _prompt(request.prompt), request.target_prompt_logprobs
     return ops.Sample(
         sampling_session_id=sampling_session,

@@ -373,6 +373,7 @@ class SupportedModel(BaseModel):
 
 class ServerCapabilities(BaseModel):
     supported_models: list[SupportedModel]
+    stand_ins: dict[str, str] | None = None  # by the loss that clients ask for: the one that is computed
 
 
 class SessionCreated(BaseModel):

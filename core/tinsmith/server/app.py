@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinsmith.errors import ConfigError, PluginError
 from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
+from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server import error_answers
 from tinsmith.server.api_keys import HEADER, ApiKeys, KeyTokens
 from tinsmith.server.auth import identified, identified_by
@@ -69,6 +70,7 @@ async def create_app(
         plugins=plugins,
         api_keys=api_keys,
         losses=plugins.losses.all(),
+        stand_in=StandIn.of(settings.losses, plugins.losses.all()),
         signer=UrlSigner(await store.secret("download links")),
         engines=Engines(store),
         quotas=Quotas(store, settings.quotas, read_space=partial(space_at, settings.data_dir.root)),

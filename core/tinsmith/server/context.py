@@ -18,6 +18,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.huggingface.hub_cache import HubReference, cached_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
+from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.hearing import Hearing
 from tinsmith.server.known import Known, KnownRequest, KnownRun, KnownSession
@@ -48,6 +49,7 @@ class Metrics:
     tokens: Counter
     seconds: Histogram
     routing_replay: Counter
+    stand_ins: Counter
     unknown_fields: UnknownFieldCounts
 
     @classmethod
@@ -66,6 +68,12 @@ class Metrics:
             ),
             seconds=Histogram(
                 "tinsmith_http_seconds", "time to answer, long polls included", ["route"], registry=registry
+            ),
+            stand_ins=Counter(
+                "tinsmith_stand_in_passes",
+                "accepted passes for which another loss stands in, by the loss that was asked for and the other one",
+                ["base_model", "loss_fn", "stand_in"],
+                registry=registry,
             ),
             routing_replay=Counter(
                 "tinsmith_routing_replay_sequences",
@@ -138,6 +146,7 @@ class ServerContext:
     plugins: Plugins
     api_keys: ApiKeys
     losses: Mapping[str, LossSpec]
+    stand_in: StandIn | None  # for stable_reinforce
     signer: UrlSigner
     engines: Engines
     quotas: Quotas

@@ -457,6 +457,19 @@ class RoutingReplaySettings(_Section):
     )
 
 
+class LossSettings(_Section):
+    """What stands in for losses whose objectives are not public."""
+
+    stable_reinforce: str | None = Field(
+        None,
+        description="the loss that is computed when clients ask for `stable_reinforce`, such as `ppo` or `gspo`; "
+        "sessions, results, metrics and the start-up output say so. Default: `stable_reinforce` is refused",
+    )
+    stable_reinforce_config: dict[str, float] = Field(
+        {}, description="its settings, such as `clip_low_threshold`; those without a default are required"
+    )
+
+
 class TurnSettings(_Section):
     """Trainer and sampler take turns on the same devices: one sleeps in the memory of the host while the other works.
 
@@ -544,6 +557,7 @@ class Settings(_Section):
     recovery: RecoverySettings = RecoverySettings()
     watchdog: WatchdogSettings = WatchdogSettings()
     quotas: QuotaSettings = QuotaSettings()
+    losses: LossSettings = LossSettings()
     models: tuple[ModelSettings, ...] = ()
 
     @field_validator("models")

@@ -22,7 +22,15 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.limits.bounded_http import BoundedHttp
-from tinsmith.settings import ModelSettings, PluginSection, QuotaSettings, RecoverySettings, ServerSettings, Settings
+from tinsmith.settings import (
+    LossSettings,
+    ModelSettings,
+    PluginSection,
+    QuotaSettings,
+    RecoverySettings,
+    ServerSettings,
+    Settings,
+)
 from tinsmith.store import RequestStore
 from tinsmith.testing.engine_thread import engine_thread
 from tinsmith.testing.loop_thread import LoopThread
@@ -50,27 +58,29 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(
+def running_server(  # noqa: PLR0913 - sections of the settings
     data_dir: Path,
     *,
     models: Sequence[ModelSettings] = (TOY,),
     server: Mapping[str, object] | None = None,
     recovery: Mapping[str, object] | None = None,
     quotas: Mapping[str, object] | None = None,
+    losses: Mapping[str, object] | None = None,
     store_options: Mapping[str, object] | None = None,
     extra_plugins: Sequence[object] = (),
     engines: bool = True,
 ) -> Iterator[RunningServer]:
     """Serve until the block ends. Without `engines`, all work stays queued.
 
-    `server`, `recovery` and `quotas` override fields of these sections of the settings, and `store_options` those of
-    the store. A second server on the same `data_dir` finds what the first one left.
+    `server`, `recovery`, `quotas` and `losses` override fields of these sections of the settings, and `store_options`
+    those of the store. A second server on the same `data_dir` finds what the first one left.
     """
     settings = Settings(
         server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}),
         store=PluginSection.model_validate({"plugin": "sql", **(store_options or {})}),
         recovery=RecoverySettings.model_validate(recovery or {}),
         quotas=QuotaSettings.model_validate(quotas or {}),
+        losses=LossSettings.model_validate(losses or {}),
         models=tuple(models),
     )
     with ExitStack() as stack:

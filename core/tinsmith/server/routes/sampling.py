@@ -150,6 +150,7 @@ def _new_sample(
         sampling_session=sampler.sampling_session_id,
         snapshot_id=sampler.snapshot_id,
         max_context_tokens=None if capabilities is None else capabilities.trainer.max_context_tokens,
+        stand_in=context.stand_in,
     )
     if capabilities is not None:
         check_operation(operation, capabilities, context.losses)

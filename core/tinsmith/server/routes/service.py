@@ -7,7 +7,7 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
 
 from tinsmith.errors import UnsupportedError, UserError
-from tinsmith.protocol import translate, wire
+from tinsmith.protocol import stable_reinforce, translate, wire
 from tinsmith.server.auth import Caller, authenticated
 from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
@@ -68,7 +68,8 @@ async def get_server_capabilities(caller: Caller, context: Context) -> wire.Serv
     del caller
     records = await context.engines.records()
     return wire.ServerCapabilities(
-        supported_models=[_supported(model.name, records.get(model.name)) for model in context.settings.models]
+        supported_models=[_supported(model.name, records.get(model.name)) for model in context.settings.models],
+        stand_ins=None if context.stand_in is None else {stable_reinforce.NAME: context.stand_in.loss.name},
     )
 
 

@@ -54,6 +54,8 @@ async def create_session(
         await context.engines.records(),
         operator=context.is_operator(caller),
     )
+    if context.stand_in is not None:
+        warning = " ".join(filter(None, (f"On this server, {context.stand_in}.", warning)))
     return wire.SessionCreated(session_id=session.session_id, warning_message=warning, error_message=error)
 
 

@@ -9,7 +9,7 @@ from tinsmith import operations as ops
 from tinsmith.checks import check_operation
 from tinsmith.hook_values import Principal
 from tinsmith.json_values import Json
-from tinsmith.protocol import training_request, translate, wire
+from tinsmith.protocol import stable_reinforce, training_request, translate, wire
 from tinsmith.protocol.answers import PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
@@ -97,8 +97,12 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
     parsed = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(training_request.parse, body))
     run = await own_known_run(context, caller, parsed.head.model_id)
     num_bytes = max(_WORK_PER_BYTE * len(body), len(body) + _SPARSE_ELEMENT_BYTES * parsed.sparse_elements)
-    decode = partial(translate.forward_backward, parsed)
-    return await submit_decoded(context, run, parsed.head.seq_id, decode, body_bytes=num_bytes)
+    decode = partial(translate.forward_backward, parsed, context.stand_in)
+    submitted = await submit_decoded(context, run, parsed.head.seq_id, decode, body_bytes=num_bytes)
+    if (stand_in := context.stand_in) is not None and parsed.head.loss_fn == stable_reinforce.NAME:
+        names = {"loss_fn": stable_reinforce.NAME, "stand_in": stand_in.loss.name}
+        context.metrics.stand_ins.labels(base_model=run.base_model, **names).inc()
+    return submitted
 
 
 @router.post("/optim_step", response_model_exclude_none=True)
