@@ -55,7 +55,7 @@ FORCED_BY: Mapping[str, str] = {
         "plugins/fsdp_backend/tests/test_fsdp_attention.py::test_attention_on_a_gpu_is_that_of_each_sequence"
     ),
     "tinsmith_fsdp.backend:FsdpBackend.prepare": FSDP + CLAIMS,
-    "tinsmith_jax.backend:JaxBackend._describe": JAX + TRAINER,
+    "tinsmith_jax.backend:JaxBackend._as_trainer": JAX + TRAINER,
     "tinsmith_jax.backend:_half_busy": JAX + TRAINER,
     "tinsmith_jax.compilation:_options": JAX + PRODUCTS,
     "tinsmith_jax.diagnosis:_name_of": JAX + "test_doctor_names_the_gpu_whether_or_not_there_is_a_compiler",
