@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.commands.cli import build_group
+from tinsmith.errors import NotFoundError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.curves import thinned
+from tinsmith.server.routes import metrics
 from tinsmith.testing.harness import RunningServer, running_server
 
 WAIT_S = 300
@@ -35,7 +37,7 @@ class Curves:
 
     def __init__(self, server: RunningServer) -> None:
         self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-ann"}, timeout=WAIT_S)
-        self.url = server.url
+        self.url, self.store = server.url, server.store
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
         self.training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
         self.run_id = self.training.get_info().model_id
@@ -93,6 +95,22 @@ def test_what_is_no_metric_is_refused_by_name(curves: Curves, point: Any, found:
     answer = curves.post(point)
     assert 400 <= answer.status_code < 500
     assert found in answer.text
+
+
+def test_a_run_takes_a_limited_number_of_bytes(curves: Curves, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_BYTES", 10)
+    answer = curves.post({"step": 0, "values": {"too/much": 1.0}})
+    assert answer.status_code == 400
+    assert "beyond 10" in answer.text
+    assert "too/much" not in curves.get()
+
+
+def test_a_run_that_is_deleted_while_it_is_listed_is_left_out(curves: Curves, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gone(session_id: str) -> None:
+        raise NotFoundError(session_id)
+
+    monkeypatch.setattr(curves.store, "get_session", gone)
+    assert curves.http.get("/runs").raise_for_status().json()["runs"] == []
 
 
 def test_another_tenant_sees_no_run(curves: Curves) -> None:

@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Query
 from fastapi.responses import Response, StreamingResponse
 
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.json_values import Json
 from tinsmith.protocol import wire
 from tinsmith.server.auth import AccessScope, Caller, own_run, readable_run, visible_tenant
@@ -46,11 +46,19 @@ async def list_runs(
     """List runs, newest first: those of the caller, or of all tenants for an administrator."""
     tenant = visible_tenant(caller, access_scope)
     runs, total = await context.store.list_runs(tenant, limit=limit, offset=offset)
-    sessions = {name: await context.store.get_session(name) for name in {run.session_id for run in runs}}
+    sessions = {name: await _session(context.store, name) for name in {run.session_id for run in runs}}
     return wire.RunSummaries(
-        runs=[_summary(run, sessions[run.session_id]) for run in runs],
+        runs=[_summary(run, session) for run in runs if (session := sessions[run.session_id]) is not None],
         cursor=wire.Cursor(offset=offset, limit=limit, total_count=total),
     )
+
+
+async def _session(store: RequestStore, session_id: str) -> SessionRecord | None:
+    """Return None for a session that was deleted, with its runs, since these were listed."""
+    try:
+        return await store.get_session(session_id)
+    except NotFoundError:
+        return None
 
 
 def _summary(run: RunRecord, session: SessionRecord) -> wire.RunSummary:
