@@ -36,6 +36,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.ranges import TTL_SECONDS, sampling_ranges, training_ranges
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith.settings.sources import Flag
+from tinsmith_jax.families import built_in
 from tinsmith_workbench.pages import generators
 from tinsmith_workbench.plugin import tinsmith_register_commands as add_workbench
 
@@ -214,6 +215,10 @@ def _planned(name: str, model: str, cards: int) -> list[Placed]:
 
 def _machine(cards: int) -> Machine:
     return Machine(devices=tuple(map(str, range(cards))), device_bytes=80 << 30, others_alike=True)
+
+
+def model_families() -> str:
+    return "\n".join(f"- `{name}`" for name in built_in())
 
 
 def range_table() -> str:
@@ -425,6 +430,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "plan-in-full": plan_in_full,
     "fields": field_status.markdown,
     "ranges": range_table,
+    "model-families": model_families,
     **generators(REFERENCE),
     "public-counts": public_counts,
     **{f"public-{package}": partial(public_names, package) for package in PUBLIC_PACKAGES},

@@ -1,11 +1,13 @@
 """Each family against transformers, and how families are found."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from few_programs import make_jax_cache
+from jax_harness import as_shipped
 
 from tinsmith import ConfigError
 from tinsmith_jax import ModelConfig, decoder, family
@@ -23,12 +25,18 @@ LLAMA3_ROPE = {
 }
 
 
+@pytest.fixture
+def as_users_do() -> Iterator[None]:
+    with as_shipped():
+        yield
+
+
 class OneCache(FamilyContract):
     @pytest.fixture(autouse=True)
     def compile_quickly(self, request: pytest.FixtureRequest) -> None:
         """Only the test of isolation compares bits of several programs."""
-        if request.function.__name__ != "test_neighbours_change_no_bit":
-            request.getfixturevalue("quick_compilation")
+        isolation = request.function.__name__ == "test_neighbours_change_no_bit"
+        request.getfixturevalue("as_users_do" if isolation else "quick_compilation")
 
     @classmethod
     def cache_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,6 +61,42 @@ class TestQwen3(OneCache):
 class TestMistral(OneCache):
     architecture = "MistralForCausalLM"
     settings: ClassVar = {"sliding_window": WINDOW}
+
+
+class TestGranite(OneCache):
+    architecture = "GraniteForCausalLM"
+    settings: ClassVar = {
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    }
+
+
+class TestSmolLM3(OneCache):
+    architecture = "SmolLM3ForCausalLM"
+    settings: ClassVar = {"no_rope_layer_interval": 2}
+
+
+class TestOlmo3(OneCache):
+    architecture = "Olmo3ForCausalLM"
+    settings: ClassVar = {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    }
+
+
+class TestGemma3(OneCache):
+    """A window that ends within a tile, and layers of both kinds, each with its frequencies."""
+
+    architecture = "Gemma3ForCausalLM"
+    settings: ClassVar = {
+        "head_dim": 32,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 20,
+    }
 
 
 # How families are found ----------------------------------------------------------------------------------------------
@@ -85,7 +129,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch, module: str, sourc
 def test_a_stranger_adds_a_family_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_config(tmp_path / "model", "StrangerForCausalLM")
     with pytest.raises(
-        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only LlamaForCausalLM"
+        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only Gemma3ForCausalLM, "
     ):
         read_config(model)
     install(tmp_path, monkeypatch, "stranger", STRANGER)
@@ -120,6 +164,13 @@ def test_two_families_cannot_describe_one_class(tmp_path: Path) -> None:
             "LlamaForCausalLM",
             {"hidden_act": "relu"},
             "activation 'relu' is not supported, only silu, gelu_pytorch_tanh",
+        ),
+        ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
+        ("Olmo3ForCausalLM", {"layer_types": ["full_attention"]}, "for each of the 2 layers"),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_parameters": {"rope_theta": 1.0}},
+            "it must have sliding_attention and full",
         ),
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
     ],

@@ -1,7 +1,17 @@
 """The JAX backend. A family of models is described with what this module exports."""
 
 from tinsmith_jax.families import Family, config_of, family
-from tinsmith_jax.model_config import Activation, Attention, LayerKind, ModelConfig, Norms, decoder, refuse
+from tinsmith_jax.model_config import (
+    Activation,
+    Attention,
+    LayerKind,
+    ModelConfig,
+    Norms,
+    decoder,
+    head_dim,
+    refuse,
+    sliding_and_full,
+)
 
 __all__ = [
     "Activation",
@@ -13,5 +23,7 @@ __all__ = [
     "config_of",
     "decoder",
     "family",
+    "head_dim",
     "refuse",
+    "sliding_and_full",
 ]

@@ -133,6 +133,40 @@ def decoder(
     )
 
 
+def head_dim(config: Mapping[str, Json]) -> int:
+    """Return the size of a head, which config.json may leave out."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def sliding_and_full(
+    config: Mapping[str, Json], path: Path, *, every: int, sliding_theta: float, full_theta: float
+) -> tuple[dict[str, LayerKind], tuple[str, ...]]:
+    """Return the kinds of layers that see a window or everything, as transformers names them, and each layer's kind.
+
+    Unless config.json says otherwise: `every` how many layers one sees everything, and the bases of the frequencies.
+    Where `rope_scaling` is not given for each kind, it is that of layers that see everything.
+    """
+    given: Mapping[str, Json] = config.get("rope_parameters") or {}
+    defaults: dict[str, dict[str, Json]] = {
+        "sliding_attention": {"rope_theta": sliding_theta},
+        "full_attention": {"rope_theta": full_theta, **(config.get("rope_scaling") or {})},
+    }
+    if unknown := given.keys() - defaults.keys():
+        msg = f"{path}: rope_parameters has {min(unknown)!r}; it must have {' and '.join(defaults)}"
+        raise ConfigError(msg)
+    windows = {"sliding_attention": config.get("sliding_window", 4096), "full_attention": None}
+    kinds = {}
+    for name, default in defaults.items():
+        own = {**config, "rope_parameters": {**default, **(given.get(name) or {})}}
+        kinds[name] = LayerKind(rope=read_rope(own, head_dim(config), str(path)), window=windows[name])
+    by_default = ("full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(_layers(config)))
+    return kinds, tuple(config.get("layer_types") or by_default)
+
+
+def _layers(config: Mapping[str, Json]) -> int:
+    return int(config["num_hidden_layers"])
+
+
 def refuse(config: Mapping[str, Json], path: Path, *keys: str) -> None:
     """Raise ConfigError if one of these settings is on."""
     for key in keys:

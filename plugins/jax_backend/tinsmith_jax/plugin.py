@@ -61,7 +61,7 @@ def tinsmith_register_backends() -> BackendSpec[JaxConfig]:
         name="jax",
         config=JaxConfig,
         create=create,
-        description="trains and samples dense Qwen3 and Llama 3 models with JAX on CPU, GPU or TPU",
+        description="trains and samples Llama, Qwen, Gemma and other models with JAX on CPU, GPU or TPU",
         diagnose=diagnose,
         demand=trainer_demand,
     )
@@ -74,6 +74,6 @@ def tinsmith_register_samplers() -> SamplerSpec[JaxSamplerConfig]:
         config=JaxSamplerConfig,
         create=create_sampler,
         diagnose=diagnose_sampler,
-        description="samples dense Qwen3 and Llama 3 models with JAX, beside another backend's trainer",
+        description="samples Llama, Qwen, Gemma and other models with JAX, beside another backend's trainer",
         demand=sampler_demand,
     )

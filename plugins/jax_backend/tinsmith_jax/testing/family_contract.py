@@ -139,16 +139,15 @@ class FamilyContract:
         """A pass holds other sequences, and those of another model."""
         op = _operation(model_id)
         _create(backend, "other", LoraConfig(rank=4, seed=8))
-        alone = [_one(backend.forward([_scored(model_id, datum)])) for datum in op.data]
         together = _one(backend.forward_backward([op, _operation("other", (64,))])[:1])
         gradients = dict(backend.capture_state(model_id).gradients)
-        backend.unload_model("other")
-        backend.unload_model(model_id)
+        for each in ("other", model_id):
+            backend.unload_model(each)
         _create(backend, model_id, _LORA)
-        for datum in op.data:
-            backend.forward_backward([ForwardBackward(model_id=model_id, data=(datum,), loss_fn="cross_entropy")])
-        for one, ours in zip(alone, together.loss_fn_outputs, strict=True):
-            _assert_same(ours["logprobs"], one.loss_fn_outputs[0]["logprobs"])
+        for datum, ours in zip(op.data, together.loss_fn_outputs, strict=True):
+            alone = ForwardBackward(model_id=model_id, data=(datum,), loss_fn="cross_entropy")
+            output = _one(backend.forward_backward([alone]))
+            _assert_same(ours["logprobs"], output.loss_fn_outputs[0]["logprobs"])
         for name, value in backend.capture_state(model_id).gradients.items():
             _assert_same(value, gradients[name])
 
@@ -221,10 +220,6 @@ def _one(outputs: Sequence[Output | Failed]) -> Output:
     (output,) = outputs
     assert not isinstance(output, Failed), output
     return output
-
-
-def _scored(model_id: str, datum: Datum) -> Forward:
-    return Forward(model_id=model_id, data=(datum,), loss_fn="cross_entropy")
 
 
 async def _sampled(backend: JaxBackend, model_id: str, prompt: Array) -> list[SampleOutput]:
