@@ -35,7 +35,15 @@ from tinsmith.errors import (
     UserError,
 )
 from tinsmith.expert_load import expert_metrics
-from tinsmith.hook_values import OperationFinished, Principal, RoutesContext, ServerStarted, ServerStopping
+from tinsmith.hook_values import (
+    ErrorAnswer,
+    OperationFinished,
+    Principal,
+    RouteSampling,
+    RoutesContext,
+    ServerStarted,
+    ServerStopping,
+)
 from tinsmith.hookspecs import hookimpl
 from tinsmith.lifeline import Tethered, run_tethered
 from tinsmith.losses import BUILTIN_LOSSES, LossSpec
@@ -85,6 +93,7 @@ __all__ = [
     "Datum",
     "Demand",
     "Device",
+    "ErrorAnswer",
     "ExpertArray",
     "Failed",
     "FloatArray",
@@ -106,6 +115,7 @@ __all__ = [
     "Principal",
     "Progress",
     "ReplayedExperts",
+    "RouteSampling",
     "RoutesContext",
     "Sample",
     "SampleOutput",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from tinsmith.operations import Consistency, Failed
-from tinsmith.store import RequestStore
+from tinsmith.json_values import Json
+from tinsmith.operations import Consistency, Failed, Sample, SampleOutput
+from tinsmith.store import RequestStore, SamplingSessionRecord
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fastapi import Request
+    from fastapi.routing import APIRoute
     from prometheus_client import CollectorRegistry
 
 E = TypeVar("E")
@@ -25,14 +30,71 @@ class Principal:
     admin: bool = False
 
 
+class RouteSampling(ABC):
+    """Samples for the routes of plugins: by the same sampling sessions, quotas, queues and log as the SDK's requests.
+
+    All methods raise TinsmithError, which a route may let through. What is not the caller's does not exist for them.
+    """
+
+    @abstractmethod
+    async def open(
+        self, caller: Principal, *, base_model: str | None = None, model_path: str | None = None
+    ) -> SamplingSessionRecord:
+        """Return the caller's sampling session of a base model, or of the sampler checkpoint at a tinker:// path.
+
+        It is the same one at every call, so that its prompts find each other's prefixes in the cache, until its
+        checkpoint is replaced. It belongs to a session that core creates, and keeps alive while it is used.
+        """
+
+    @abstractmethod
+    async def sample(self, caller: Principal, operation: Sample) -> SampleOutput:
+        """Submit the sample and return its result. Cancel it if the call is cancelled.
+
+        `operation` names a sampling session of `open`; its `snapshot_id` is that of the session, whatever it says.
+        Raise UserError if the sample is refused or fails by the caller's fault.
+        """
+
+    @abstractmethod
+    async def max_context_tokens(self, base_model: str) -> int:
+        """Return how many tokens prompt and continuation may have together.
+
+        Raise CapacityError until the engine has reported it.
+        """
+
+    @abstractmethod
+    def model_directory(self, base_model: str) -> Path | None:
+        """Return the Hugging Face directory of a base model; None if this machine has none. May read the disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorAnswer:
+    """An error that the server answers."""
+
+    status: int
+    detail: str  # which names what is wrong, and the remedy
+    field: str | None = None  # of the body, if one is at fault
+
+
+ErrorForm = Callable[[ErrorAnswer], Mapping[str, Json]]
+"""Makes the JSON body of an error's answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutesContext:
     """Parts of the server that the routes are added to."""
 
     store: RequestStore  # open while requests are answered; not yet open when the hook is called
     registry: CollectorRegistry  # `/metrics` shows it; a plugin may register its own collectors
+    sampling: RouteSampling
     caller: Callable[[Request], Principal]
     """Identifies the sender of a request, as core's routes do: use it as `Depends(context.caller)`."""
+    json_route: type[APIRoute]
+    """Reads JSON as core's routes do: strictly, and large bodies off the event loop. For `APIRouter(route_class=...)`.
+
+    If the body's model forbids extra fields, an unknown one is refused by name, unless it holds nothing.
+    """
+    error_forms: dict[str, ErrorForm] = field(default_factory=dict)
+    """By the prefix of paths: the form of their error answers, those for unknown senders and large bodies included."""
     _public: list[object] = field(default_factory=list, init=False, repr=False)
 
     def public(self, endpoint: E) -> E:

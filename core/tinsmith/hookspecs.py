@@ -74,8 +74,10 @@ def tinsmith_register_routes(settings: Settings, context: RoutesContext) -> APIR
 
     A route answers a sender without a valid key with a 401, unless its endpoint is marked with `@context.public`. What
     is mounted is always closed. Frontends, form limits and lifespans of a router are not taken over. `context` also
-    holds the request store, the registry of `/metrics`, and `caller`, the dependency that says who sent a request. A
-    plugin that fails here is logged and left out.
+    holds the request store, the registry of `/metrics`, and `caller`, the dependency that says who sent a request.
+    Through `context.sampling`, a route samples as the SDK does: by sampling sessions, quotas, queues and the log. A
+    router with `route_class=context.json_route` reads JSON as core does, and `context.error_forms` takes the form of
+    the errors under a prefix. A plugin that fails here is logged and left out.
     """
 
 

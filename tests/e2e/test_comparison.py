@@ -169,11 +169,11 @@ def test_the_stages_of_an_operation_are_where_they_are_looked_for() -> None:
 
 
 def test_a_stage_is_timed_and_left_as_it_was() -> None:
-    trace, place = Trace(), "tinsmith.server.routes.futures:_answer"
+    trace, place = Trace(), "tinsmith.server.results:_read"
     owner, name = find(place)
     original = getattr(owner, name)
     with trace.installed(with_jax=False), pytest.raises(AttributeError):
-        getattr(owner, name)(None)
+        getattr(owner, name)(None, None)
     assert [span.stage for span in trace.spans] == ["answer"]
     assert getattr(owner, name) is original
 

@@ -44,6 +44,10 @@ def test_the_documented_route_shows_callers_their_own_runs(tmp_path: Path) -> No
         url = f"{server.url}/mine/runs"
         assert httpx.get(url, headers={"x-api-key": "tml-ann"}, timeout=300).json() == [model_id]
         assert httpx.get(url, headers={"x-api-key": "tml-bob"}, timeout=300).json() == []
+        bearer = {"Authorization": "Bearer tml-ann"}
+        assert httpx.get(url, headers=bearer, timeout=300).json() == [model_id]
+        assert httpx.get(url, headers={**bearer, "x-api-key": "tml-bob"}, timeout=300).json() == [], "it says more"
+        assert httpx.get(url, headers={"Authorization": "Basic tml-ann"}, timeout=300).status_code == 401
         assert httpx.get(url, timeout=300).status_code == 401
         assert httpx.get(f"{server.url}/mine/motto", timeout=300).json() == "this needs no key"
         client.close("success").result(timeout=300)

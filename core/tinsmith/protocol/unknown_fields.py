@@ -25,6 +25,7 @@ from tinsmith.json_values import Json
 SDK_VERSIONS: Final = "0.22.3 to 0.38.0"
 """Of the SDKs whose every field is known here."""
 
+_PROTOCOL: Final = "tinsmith.protocol."  # the modules of the SDK's bodies; all others are of plugins
 _MOST_NAMED: Final = 5
 _SHOWN_CHARS: Final = 100
 
@@ -57,7 +58,7 @@ def validated(model: type[Model], content: dict[str, Json]) -> Model:
         found = list(islice(_tidied(model, content, ""), _MOST_NAMED))
     if found:
         fields, lines = zip(*found, strict=True)
-        raise _refusal(fields, "; ".join(lines))
+        raise _refusal(fields, "; ".join(lines), of_sdk=model.__module__.startswith(_PROTOCOL))
     return model.model_validate(content)
 
 
@@ -71,9 +72,9 @@ def unknown(field: UnknownField, what: str, *, allowed: Iterable[str]) -> Unknow
     return _refusal((field,), f"{what} is not known, allowed: {', '.join(allowed)}")
 
 
-def _refusal(fields: tuple[UnknownField, ...], lines: str) -> UnknownFieldError:
-    msg = f"{lines}; this server knows the fields of SDK {SDK_VERSIONS}, and any other would have no effect: remove it"
-    return UnknownFieldError(msg, fields)
+def _refusal(fields: tuple[UnknownField, ...], lines: str, *, of_sdk: bool = True) -> UnknownFieldError:
+    what = f"this server knows the fields of SDK {SDK_VERSIONS}, and any other" if of_sdk else "it"
+    return UnknownFieldError(f"{lines}; {what} would have no effect: remove it", fields)
 
 
 def _line(model: type[BaseModel], where: str, name: str, value: object) -> str:

@@ -28,7 +28,8 @@ _CLAIMS: Final = ("aud", "exp", "iat", "sub", "key")
 _SKEW_S: Final = 30  # between the clocks of servers that share a store
 _MOST_KNOWN: Final = 1000
 _RENEW: Final = "exchange the API key for a new one (the SDK does)"
-HEADER: Final = "x-api-key"
+_HEADER: Final = "x-api-key"
+_BEARER: Final = "bearer "
 _KEY_PREFIX: Final = "tml-"
 _TOKEN_PREFIX: Final = "eyJ"  # how every JWT begins
 _UNKNOWN: Final = "this API key is not known; use one from `server.api_keys` of the server's configuration"
@@ -108,6 +109,14 @@ class KeyTokens:
         return KeyToken(tenant=claims["sub"], key_id=str(claims["key"]), expires_at=int(claims["exp"]))
 
 
+def credential_of(headers: Mapping[str, str]) -> str:
+    """Return the key or token of a request: that of `X-API-Key`, or else a bearer's. Empty if there is none."""
+    if (credential := headers.get(_HEADER)) is not None:
+        return credential
+    given = headers.get("authorization", "")
+    return given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else ""
+
+
 class ApiKeys:
     """The server registers one as a plugin."""
 
@@ -120,12 +129,15 @@ class ApiKeys:
     @hookimpl(trylast=True)
     def tinsmith_authenticate(self, headers: Mapping[str, str]) -> Principal:
         """Raises AuthenticationError if the key is missing or unknown."""
-        return self.principal(headers.get(HEADER, ""))
+        return self.principal(credential_of(headers))
 
     def principal(self, credential: str) -> Principal:
         """Return the owner of a key or token. Raises AuthenticationError if the credential is not valid."""
         if not credential:
-            msg = "the X-API-Key header is missing; pass api_key=... or set TINKER_API_KEY"
+            msg = (
+                "the X-API-Key header is missing; pass api_key=... or set TINKER_API_KEY (`Authorization: Bearer` is "
+                "accepted as well)"
+            )
             raise AuthenticationError(msg)
         if credential.startswith(_TOKEN_PREFIX):
             return self._of_token(credential)
@@ -157,7 +169,7 @@ class ApiKeys:
 
     def id_used(self, caller: Principal, headers: Mapping[str, str]) -> str | None:
         """Return the id of the key with which the caller was identified; None if a plugin knew another credential."""
-        credential = headers.get(HEADER, "")
+        credential = credential_of(headers)
         return self.key_behind(credential) if self.identifies(caller, credential) else None
 
     def key_behind(self, credential: str) -> str:

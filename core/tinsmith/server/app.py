@@ -14,11 +14,12 @@ from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server import error_answers
-from tinsmith.server.api_keys import HEADER, ApiKeys, KeyTokens
+from tinsmith.server.api_keys import ApiKeys, KeyTokens, credential_of
 from tinsmith.server.auth import identified, identified_by
 from tinsmith.server.context import Engines, Metrics, ServerContext
 from tinsmith.server.descriptions import add_descriptions
 from tinsmith.server.download_links import has_signature
+from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.limits.admission import Admission
 from tinsmith.server.limits.bodies import BodyLimit, BodyLimits
 from tinsmith.server.limits.body_budget import BodyBudget
@@ -28,6 +29,7 @@ from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.limits.strangers import Strangers
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.plugin_routes import StaticPaths, plugin_routes
+from tinsmith.server.route_sampling import TenantSampling
 from tinsmith.server.routes import (
     futures,
     metrics,
@@ -125,14 +127,21 @@ def _show_space(metrics: Metrics, settings: Settings) -> None:
 
 def _identified_by_key(api_keys: ApiKeys, scope: Scope) -> Principal:
     """As `identified` where no plugin is asked: calling a hook takes longer than looking a key up."""
-    return identified_by(scope, lambda: api_keys.principal(Headers(scope=scope).get(HEADER, "")))
+    return identified_by(scope, lambda: api_keys.principal(credential_of(Headers(scope=scope))))
 
 
 def _routes_context(context: ServerContext) -> RoutesContext:
     def caller(request: Request) -> Principal:
         return identified(request.scope, context.plugins)
 
-    return RoutesContext(store=context.store, registry=context.metrics.registry, caller=caller)
+    return RoutesContext(
+        store=context.store,
+        registry=context.metrics.registry,
+        sampling=TenantSampling(context),
+        caller=caller,
+        json_route=JsonRoute,
+        error_forms=context.error_forms,
+    )
 
 
 def _add_api_keys(plugins: Plugins, api_keys: ApiKeys) -> None:

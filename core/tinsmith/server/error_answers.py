@@ -5,6 +5,7 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 from fastapi import FastAPI, Request
@@ -13,6 +14,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tinsmith.errors import CapacityError, DiskError, InvalidTokenError, StoreError, TinsmithError, UnsupportedError
+from tinsmith.hook_values import ErrorAnswer
+from tinsmith.protocol.unknown_fields import UnknownFieldError
 from tinsmith.references import Told, log_privately, told
 from tinsmith.server.auth import known_caller
 from tinsmith.server.context import context_of
@@ -52,10 +55,26 @@ async def tinsmith_error(request: Request, error: Exception) -> JSONResponse:
     if error.http_status >= 500 and error.public:
         _log.error("%s: %s", call, error)
     text = _text(request, told(error, _log, during=call))
-    content = {"detail": text}
+    more = {}
     if isinstance(error, CapacityError):
-        content |= {"queue_state": error.queue_state, "queue_state_reason": text}
-    return JSONResponse(content, error.http_status, _headers_of(error))
+        more = {"queue_state": error.queue_state, "queue_state_reason": text}
+    field = error.fields[0].name if isinstance(error, UnknownFieldError) else None
+    answer = ErrorAnswer(status=error.http_status, detail=text, field=field)
+    return _answer(request, answer, more=more, headers=_headers_of(error))
+
+
+def _answer(
+    request: Request,
+    answer: ErrorAnswer,
+    *,
+    more: Mapping[str, str] = MappingProxyType({}),
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """Answer in the form that the path's plugin asks for, or else with the detail and `more`."""
+    forms = context_of(request).error_forms
+    form = next((form for prefix, form in forms.items() if request.url.path.startswith(prefix)), None)
+    content = {"detail": answer.detail, **more} if form is None else form(answer)
+    return JSONResponse(content, answer.status, headers)
 
 
 def _text(request: Request, what: Told) -> str:
@@ -81,8 +100,9 @@ def _headers_of(error: Exception) -> dict[str, str]:
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    del request
-    return JSONResponse({"detail": validation_detail(error)}, 422)
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    field = ".".join(str(part)[:_SHOWN_CHARS] for part in problems[0]["loc"][1:]) if problems else None
+    return _answer(request, ErrorAnswer(status=422, detail=validation_detail(error), field=field or None))
 
 
 def validation_detail(error: Exception) -> str:
@@ -123,7 +143,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
             detail = f"{path} is not allowed; the endpoint exists for another method"
         case _:
             detail = str(getattr(error, "detail", error))
-    return JSONResponse({"detail": detail}, status)
+    return _answer(request, ErrorAnswer(status=status, detail=detail))
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
@@ -138,4 +158,4 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     reference = secrets.token_hex(4)
     _log.error("%s failed, reference %s", call, reference, exc_info=error)
     what = Told(f"internal error, reference {reference} in the server's log", f"{type(error).__name__}: {error}")
-    return JSONResponse({"detail": _text(request, what)}, 500, _CLOSING)
+    return _answer(request, ErrorAnswer(status=500, detail=_text(request, what)), headers=_CLOSING)

@@ -20,7 +20,7 @@ from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
 from tinsmith.server.known import KnownRequest, KnownRun
 from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
-from tinsmith.store import EngineCapabilities, NewOperation
+from tinsmith.store import EngineCapabilities, NewOperation, SamplingSessionRecord
 from tinsmith.store.codec import decode_operation, decoded_bytes, encode_operation, kind_of
 from tinsmith.store.routed_experts import decode_experts, digest_of
 
@@ -185,6 +185,47 @@ def new_training_operation(
         num_bytes=decoded_bytes(operation),
         refused=refused,
     )
+
+
+async def submit_sample(
+    context: ServerContext,
+    caller: Principal,
+    sampler: SamplingSessionRecord,
+    seq_id: int,
+    decode: Callable[[], ops.Sample],
+    *,
+    body_bytes: int,
+) -> str:
+    """Submit a sample of the caller's sampling session, and return its request_id. Raises UserError if it is refused.
+
+    As with `submit_decoded`, the operation exists only while it is decoded, checked and encoded.
+    """
+    capabilities = await context.engines.capabilities(sampler.base_model)
+    prepare = partial(_prepared_sample, context, caller, sampler, seq_id, decode, capabilities)
+    new = await context.heavy.run(caller.tenant, body_bytes, prepare)
+    await context.quotas.admit_sample(new)
+    request_id = await context.store.submit(new)
+    accepted(context, new, request_id)
+    return request_id
+
+
+def _prepared_sample(
+    context: ServerContext,
+    caller: Principal,
+    sampler: SamplingSessionRecord,
+    seq_id: int,
+    decode: Callable[[], ops.Sample],
+    capabilities: EngineCapabilities | None,
+) -> NewOperation:
+    operation = decode()
+    if capabilities is not None:
+        check_operation(operation, capabilities, context.losses)
+    refuse_unstorable(operation, context.store.max_value_bytes)
+    new = new_sample(
+        operation, base_model=sampler.base_model, caller=caller, session_id=sampler.session_id, seq_id=seq_id
+    )
+    refuse_large_payload(new.payload, context.store.max_value_bytes)
+    return new
 
 
 def new_sample(

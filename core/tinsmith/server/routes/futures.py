@@ -1,38 +1,29 @@
 """Results, by long polls. Each ends before the SDK gives up, and tells what the result waits for."""
 
 import asyncio
-import logging
 import random
-from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
-from starlette.concurrency import run_in_threadpool
 
-from tinsmith.errors import ServerError, TinsmithError
+from tinsmith.errors import ServerError
 from tinsmith.hook_values import Principal
 from tinsmith.operations import Failed
 from tinsmith.protocol import answers, wire
-from tinsmith.references import Told, log_privately
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
+from tinsmith.server.results import FINISHED, as_told, finished_result
 from tinsmith.server.waiting_reasons import explain, with_causes
-from tinsmith.store import EngineState, FinishedSample, OperationRecord, OperationState
-from tinsmith.store.codec import decode_result
+from tinsmith.store import EngineState, FinishedSample, OperationRecord
 
 router = APIRouter(prefix=API_PREFIX, tags=["futures"], route_class=JsonRoute)
 
-_log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
 INLINE_BYTES: Final = 4 << 20
 """Larger results are announced by their size first, so that the SDK can limit its parallel downloads."""
-_THREAD_BYTES: Final = 1 << 16
 _SHORTEST: Final = 0.5  # of `server.long_poll_s`
 _DAMPING_S: Final = 1.0
 """The SDK repeats a poll that got a 5xx at once and without end, which would flood a store that is down."""
@@ -40,14 +31,12 @@ _DAMPING_S: Final = 1.0
 _COMPLETIONS: Final = 1000
 """The most in one answer. The client fetches the rest at once, with the next cursor."""
 
-_FINISHED = {OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED}
-
 
 async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, context: Context) -> Response:
     try:
         await expect_readable_operation(context, caller, body.request_id)
         operation = await _wait(context, body.request_id)
-        if operation.state not in _FINISHED:
+        if operation.state not in FINISHED:
             return await _still_pending(context, caller, operation)
     except ServerError as error:
         if error.http_status >= 500:
@@ -56,9 +45,9 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
     size = len(operation.result or b"")
     if body.allow_metadata_only and size > INLINE_BYTES:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    answer = await run_in_threadpool(_answer, operation) if size > _THREAD_BYTES else _answer(operation)
-    if isinstance(answer, Failed):
-        answer = answers.answer(await _failure(context, caller, answer))
+    answer = await finished_result(operation, answers.answer)
+    if isinstance(answer, Failed):  # a 200 with `error` and `category`, which the SDK turns into a typed exception
+        answer = answers.answer(await as_told(context, caller, answer))
     return Response(answer.body, media_type=answer.media_type)
 
 
@@ -81,7 +70,7 @@ async def retrieve_futures(
     )
     hold_s = _hold_s(context)
     timeout_s = hold_s if body.timeout is None else min(hold_s, body.timeout)
-    found = await _until_stopping(context, find(timeout_s=timeout_s)) if timeout_s > 0 else await find(timeout_s=0)
+    found = await context.until_stopping(find(timeout_s=timeout_s)) if timeout_s > 0 else await find(timeout_s=0)
     if found is None:
         return wire.FuturesRetrieved(completions=[], cursor=body.prev_cursor)
     return wire.FuturesRetrieved(completions=[_completion(sample) for sample in found.samples], cursor=found.cursor)
@@ -104,25 +93,13 @@ async def cancel_future(body: wire.CancelFutureRequest, caller: Caller, context:
 
 
 async def _wait(context: ServerContext, request_id: str) -> OperationRecord:
-    found = await _until_stopping(context, context.store.wait_for(request_id, _hold_s(context)))
+    found = await context.until_stopping(context.store.wait_for(request_id, _hold_s(context)))
     return await context.store.get_operation(request_id) if found is None else found
 
 
 def _hold_s(context: ServerContext) -> float:
     """Return how long to hold a poll: it differs, or thousands that began together would come back together."""
     return context.settings.server.long_poll_s * random.uniform(_SHORTEST, 1)
-
-
-async def _until_stopping(context: ServerContext, poll: Coroutine[Any, Any, T]) -> T | None:
-    """Return what the poll finds, or None if the server stops first."""
-    wait = asyncio.ensure_future(poll)
-    stop = asyncio.ensure_future(context.stopping.wait())
-    try:
-        await asyncio.wait({wait, stop}, return_when=asyncio.FIRST_COMPLETED)
-        return wait.result() if wait.done() else None
-    finally:
-        for task in (wait, stop):
-            task.cancel()
 
 
 async def _still_pending(context: ServerContext, caller: Principal, operation: OperationRecord) -> JSONResponse:
@@ -139,28 +116,3 @@ async def _still_pending(context: ServerContext, caller: Principal, operation: O
         "queue_state_reason": with_causes(reason.text, engines.values(), operator=context.is_operator(caller)),
     }
     return JSONResponse(content, 408)
-
-
-def _answer(operation: OperationRecord) -> answers.Answer | Failed:
-    if operation.result is None or operation.result_kind is None:
-        message = "cancelled" if operation.state is OperationState.CANCELLED else "the result is missing"
-        return Failed(message=message, category="user" if message == "cancelled" else "server")
-    try:
-        result = decode_result(operation.result_kind, operation.result)
-        return result if isinstance(result, Failed) else answers.answer(result)
-    except TinsmithError as error:
-        what = f"the result of {operation.request_id} cannot be returned"
-        text = f"{what} ({log_privately(_log, f'{what}: {error}', error=error)})"
-        return Failed(message=text, category="server", cause=str(error))
-
-
-async def _failure(context: ServerContext, caller: Principal, failed: Failed) -> Failed:
-    """Return a failure as the caller may read it.
-
-    Its answer is a 200 with `error` and `category`: the only form that the SDK turns into a typed exception.
-    """
-    if failed.category == "user" or not context.is_operator(caller):
-        return failed
-    text = Told(failed.message, failed.cause).to(operator=True)
-    records = (await context.engines.records()).values()
-    return replace(failed, message=with_causes(text, records, operator=True))

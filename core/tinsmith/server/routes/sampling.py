@@ -5,20 +5,16 @@ from functools import partial
 
 from fastapi import APIRouter, Request
 
-from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.checks import check_operation
-from tinsmith.errors import CapacityError, NotFoundError, UnsupportedError, UserError
-from tinsmith.hook_values import Principal
+from tinsmith.errors import UnsupportedError
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import Caller, own_session, readable_checkpoint, readable_sampler, usable_sampler
-from tinsmith.server.context import API_PREFIX, Context, ServerContext
+from tinsmith.server.auth import Caller, own_session, readable_sampler, usable_sampler
+from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.limits.body_budget import hold_decoded
-from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.server.routes.sessions import refuse_ended
-from tinsmith.server.submitting import accepted, new_sample
-from tinsmith.store import SEQ_IDS_PER_CLONE, CheckpointRecord, EngineCapabilities, NewOperation, SamplingSessionRecord
-from tinsmith.store.refusals import taken
+from tinsmith.server.sampling_sessions import open_sampling_session
+from tinsmith.server.submitting import submit_sample
+from tinsmith.store import SEQ_IDS_PER_CLONE
 
 router = APIRouter(prefix=API_PREFIX, tags=["sampling"], route_class=JsonRoute)
 
@@ -30,71 +26,15 @@ async def create_sampling_session(
     body: wire.CreateSamplingSessionRequest, caller: Caller, context: Context
 ) -> wire.SamplingSessionCreated:
     refuse_ended(await own_session(context, caller, body.session_id))
-    path = None if body.model_path is None else _sampler_path(body.model_path)
-    if path is None and body.base_model is None:
-        msg = "base_model and model_path are both missing; send one of them"
-        raise UserError(msg)
-    checkpoint = None if path is None else await _fitting_checkpoint(context, caller, path, body.base_model)
-    base_model = body.base_model or "" if checkpoint is None else checkpoint.base_model
-    context.settings.model(base_model)  # raises UserError if it is not served
-    wanted = SamplingSessionRecord(
-        sampling_session_id=translate.sampling_session_id(body.session_id, body.sampling_session_seq_id),
+    sampler = await open_sampling_session(
+        context,
+        caller,
         session_id=body.session_id,
-        tenant=caller.tenant,
-        base_model=base_model,
-        created_at=context.now(),
-        snapshot_id=None if path is None else str(path),
-        model_path=None if path is None else str(path),
-        model_id=None if path is None else path.model_id,
-        checkpoint_created_at=None if checkpoint is None else checkpoint.created_at,
-        only_while_public=checkpoint is not None and checkpoint.tenant != caller.tenant and not caller.admin,
+        number=body.sampling_session_seq_id,
+        base_model=body.base_model,
+        model_path=body.model_path,
     )
-    await _admit(context, wanted)
-    sampler = await context.store.create_sampling_session(wanted)
-    _refuse_other_content(sampler, wanted)
     return wire.SamplingSessionCreated(sampling_session_id=sampler.sampling_session_id)
-
-
-async def _admit(context: ServerContext, wanted: SamplingSessionRecord) -> None:
-    """A repeat needs no room. Raises CapacityError if the tenant has too many."""
-    try:
-        await context.quotas.admit_sampling_session(wanted.tenant)
-    except CapacityError:
-        try:
-            await context.store.get_sampling_session(wanted.sampling_session_id)
-        except NotFoundError:
-            pass
-        else:
-            return
-        raise
-
-
-async def _fitting_checkpoint(
-    context: ServerContext, caller: Principal, path: TinkerPath, base_model: str | None
-) -> CheckpointRecord:
-    """Return the checkpoint, if it is of this base model. Raises UserError otherwise."""
-    checkpoint = await readable_checkpoint(context, caller, str(path))
-    if base_model not in {None, checkpoint.base_model}:
-        msg = f"base_model {base_model!r} does not match {str(path)!r}, a checkpoint of {checkpoint.base_model!r}"
-        raise UserError(msg)
-    return checkpoint
-
-
-def _refuse_other_content(first: SamplingSessionRecord, wanted: SamplingSessionRecord) -> None:
-    """A number names one sampling session for ever. Raises ConflictError if it was used for something else."""
-    if (first.base_model, first.snapshot_id) != (wanted.base_model, wanted.snapshot_id):
-        raise taken(first.sampling_session_id, first.snapshot_id or first.base_model)
-
-
-def _sampler_path(text: str) -> TinkerPath:
-    path = TinkerPath.parse(text)
-    if path.kind != "sampler":
-        msg = (
-            f"model_path {text!r} is not a sampler checkpoint; pass the path that save_weights_for_sampler returned "
-            "(tinker://.../sampler_weights/...)"
-        )
-        raise UserError(msg)
-    return path
 
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
@@ -129,38 +69,14 @@ async def asample(request: Request, body: wire.SampleRequest, caller: Caller, co
     capabilities = await context.engines.capabilities(sampler.base_model)
     translate.check_targets(body)  # before `num_bytes` goes by their shape
     await hold_decoded(request, caller.tenant, body.num_bytes)
-    prepare = partial(_new_sample, context, caller, sampler, body, capabilities)
-    new = await context.heavy.run(caller.tenant, body.num_bytes, prepare)
-    await context.quotas.admit_sample(new)
-    request_id = await context.store.submit(new)
-    accepted(context, new, request_id)
-    sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
-    return wire.Submitted(request_id=request_id, sample_sequence_ids=sequences)
-
-
-def _new_sample(
-    context: ServerContext,
-    caller: Principal,
-    sampler: SamplingSessionRecord,
-    body: wire.SampleRequest,
-    capabilities: EngineCapabilities | None,
-) -> NewOperation:
-    operation = translate.sample(
+    decode = partial(
+        translate.sample,
         body,
         sampling_session=sampler.sampling_session_id,
         snapshot_id=sampler.snapshot_id,
         max_context_tokens=None if capabilities is None else capabilities.trainer.max_context_tokens,
         stand_in=context.stand_in,
     )
-    if capabilities is not None:
-        check_operation(operation, capabilities, context.losses)
-    refuse_unstorable(operation, context.store.max_value_bytes)
-    new = new_sample(
-        operation,
-        base_model=sampler.base_model,
-        caller=caller,
-        session_id=sampler.session_id,
-        seq_id=body.seq_id or 0,
-    )
-    refuse_large_payload(new.payload, context.store.max_value_bytes)
-    return new
+    request_id = await submit_sample(context, caller, sampler, body.seq_id, decode, body_bytes=body.num_bytes)
+    sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
+    return wire.Submitted(request_id=request_id, sample_sequence_ids=sequences)

@@ -1,0 +1,73 @@
+"""A server of toy models with a tokenizer, a checkpoint or more, and OpenAI's clients."""
+
+import json
+from pathlib import Path
+
+import tinker
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+
+from tinsmith.settings import ModelSettings, PluginSection
+
+VOCAB_SIZE = 128
+END = VOCAB_SIZE - 1
+"""The end of the toy's sequences."""
+
+TEMPLATE = """\
+{%- if tools %}{% for tool in tools %}tool {{ tool.function.name }}; {% endfor %}{% endif %}
+{%- for message in messages %}[{{ message.role }}] {{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<end>
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant] {% endif %}"""
+
+
+def write_model(directory: Path) -> Path:
+    """Write the tokenizer of the toy's vocabulary: token i is the character chr(32 + i), the last one is the end."""
+    directory.mkdir()
+    words = {chr(32 + token): token for token in range(END)} | {"<end>": END}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<end>"}))
+    return directory
+
+
+def toy_model(directory: Path) -> ModelSettings:
+    return ModelSettings(
+        name="toy",
+        path=write_model(directory),
+        backend=PluginSection.model_validate({"plugin": "toy", "vocab_size": VOCAB_SIZE, "max_context_tokens": 2048}),
+    )
+
+
+def tokens_of(text: str) -> list[int]:
+    return [ord(character) - 32 for character in text]
+
+
+def train_to_say(
+    service: tinker.ServiceClient, text: str, *, client: tinker.TrainingClient | None = None, steps: int = 16
+) -> tinker.TrainingClient:
+    """Train an adapter until its greedy continuation of the text's beginning is the text. A new one by default."""
+    training = client or service.create_lora_training_client(base_model="toy", rank=8, seed=1).result()
+    tokens = tokens_of(text)
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    futures = []
+    for _ in range(steps):
+        futures.append(training.forward_backward([datum], "cross_entropy"))
+        futures.append(training.optim_step(tinker.AdamParams(learning_rate=0.05)))
+    for future in futures:
+        future.result()
+    return training
+
+
+def checkpoint(client: tinker.TrainingClient, name: str) -> str:
+    path = client.save_weights_for_sampler(name).result().path
+    assert path is not None
+    return path

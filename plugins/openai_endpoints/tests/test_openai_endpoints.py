@@ -1,0 +1,275 @@
+"""The endpoints with OpenAI's own client, beside the SDK, on one server of a toy model."""
+
+import hashlib
+import itertools
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import tinker
+from openai.types.chat import ChatCompletionMessageParam
+from openai_served import END, checkpoint, tokens_of, toy_model, train_to_say
+
+from tinsmith.testing.harness import RunningServer, running_server
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # what the SDK leaves open is its business
+
+HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+HI_TOKENS = [*tokens_of("[user] hi"), END, *tokens_of("[assistant] ")]
+IDS = {"return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    directory = tmp_path_factory.mktemp("openai")
+    with running_server(directory / "data", models=[toy_model(directory / "toy")]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def service(server: RunningServer) -> Iterator[tinker.ServiceClient]:
+    service = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+    yield service
+    service.close("success").result()
+
+
+@pytest.fixture(scope="module")
+def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return train_to_say(service, "abcabcabcabc")
+
+
+@pytest.fixture(scope="module")
+def path(trained: tinker.TrainingClient) -> str:
+    return checkpoint(trained, "abc")
+
+
+def client(server: RunningServer, key: str = "tml-ann", *, prefix: str = "/v1") -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + prefix, api_key=key, max_retries=0)
+
+
+@pytest.fixture
+def ann(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with client(server) as ann:
+        yield ann
+
+
+def sampled_by_sdk(
+    service: tinker.ServiceClient, path: str | None, text: str, **params: object
+) -> tinker.SampleResponse:
+    sampler = service.create_sampling_client(model_path=path, base_model=None if path else "toy").result()
+    prompt = tinker.ModelInput.from_ints(tokens_of(text))
+    return sampler.sample(prompt, 2, tinker.SamplingParams(**params), topk_sample_logprobs=3).result()
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/oai/api/v1"])
+@pytest.mark.parametrize("name", ["toy", "{path}", "toy;{path}"])
+def test_a_completion_has_the_tokens_and_logprobs_of_the_sdks_sample(
+    server: RunningServer, service: tinker.ServiceClient, path: str, name: str, prefix: str
+) -> None:
+    model = name.format(path=path)
+    expected = sampled_by_sdk(service, None if model == "toy" else path, "ab", seed=7, max_tokens=6, temperature=0.8)
+    with client(server, prefix=prefix) as ann:
+        got = ann.completions.create(
+            model=model, prompt="ab", n=2, seed=7, max_tokens=6, temperature=0.8, logprobs=3, extra_body=IDS
+        )
+    for choice, sequence in zip(got.choices, expected.sequences, strict=True):
+        assert choice.model_extra == {"prompt_token_ids": tokens_of("ab"), "token_ids": list(sequence.tokens)}
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == pytest.approx(sequence.logprobs, abs=1e-6)
+        assert [max(row.values()) for row in choice.logprobs.top_logprobs or ()] == pytest.approx(
+            [row[0][1] for row in sequence.topk_logprobs or ()]
+        )
+        assert choice.finish_reason == sequence.stop_reason
+    assert got.usage is not None
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (
+        2,
+        sum(map(len, (s.tokens for s in expected.sequences))),
+    )
+
+
+def test_a_chat_goes_through_the_models_template(ann: openai.OpenAI, path: str) -> None:
+    got = ann.chat.completions.create(
+        model=path,
+        messages=[*HI, {"role": "assistant", "content": "ab"}, *HI],
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body=IDS,
+    )
+    assert got.model_extra is not None
+    expected = [*tokens_of("[user] hi"), END, *tokens_of("[assistant] ab"), END, *tokens_of("[user] hi"), END]
+    assert got.model_extra["prompt_token_ids"] == [*expected, *tokens_of("[assistant] ")]
+    (choice,) = got.choices
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    assert tokens_of("".join(each.token for each in content)) == (choice.model_extra or {})["token_ids"]
+    assert all(each.top_logprobs[0].logprob == each.logprob for each in content), "greedy"
+
+
+def test_prompts_are_scored_without_drawing(ann: openai.OpenAI, service: tinker.ServiceClient, path: str) -> None:
+    prompts = ["abcab", "ccc"]
+    got = ann.completions.create(model=path, prompt=prompts, max_tokens=0, logprobs=1, echo=True)
+    sampler = service.create_sampling_client(model_path=path).result()
+    for choice, prompt in zip(got.choices, prompts, strict=True):
+        expected = sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens_of(prompt))).result()
+        assert (choice.text, choice.logprobs and choice.logprobs.tokens) == (prompt, [*prompt])
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_stop_string_ends_a_text_and_is_not_part_of_it(ann: openai.OpenAI, path: str) -> None:
+    got = ann.completions.create(
+        model=path, prompt="ab", temperature=0, max_tokens=8, stop=["bc", "zz"], extra_body=IDS
+    )
+    (choice,) = got.choices
+    assert (choice.text, choice.finish_reason) == ("ca", "stop")
+    assert (choice.model_extra or {})["token_ids"] == tokens_of("cabc"), "all that was sampled"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        ({"model": "toy", "prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({"model": "toy", "prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ({"model": "toy", "prompt": "a", "best_of": None, "logit_bias": {}, "max_tokens": 1}, 200, None),
+        ({"model": "toy", "prompt": "a", "n": "many"}, 422, "n"),
+        ({"model": "other", "prompt": "a"}, 400, None),
+        ({"model": "toy", "prompt": ""}, 400, None),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(
+    server: RunningServer, body: dict[str, object], status: int, named: str | None
+) -> None:
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=body, headers={"Authorization": "Bearer tml-ann"}, timeout=300
+    )
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert answer.json()["error"]["param"] == named
+
+
+def test_a_stranger_gets_openais_form_of_a_401(server: RunningServer) -> None:
+    with client(server, "not a key") as stranger, pytest.raises(openai.AuthenticationError) as refused:
+        stranger.models.list()
+    assert refused.value.code == "invalid_api_key"
+    assert httpx.get(f"{server.url}/v1/models", timeout=300).json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{server.url}/api/v1/sessions", timeout=300).json().keys() == {"detail"}, (
+        "others are as they were"
+    )
+
+
+def test_a_checkpoint_does_not_exist_for_another_key(server: RunningServer, ann: openai.OpenAI, path: str) -> None:
+    absent = re.sub("[0-9a-f]{32}", "0" * 32, path)
+    assert {model.id for model in ann.models.list()} == {"toy", path}
+    with client(server, "tml-bob") as bob:
+        assert [model.id for model in bob.models.list()] == ["toy"]
+        told = []
+        for name, form in itertools.product((path, absent), ("{}", "toy;{}", "other;{}")):
+            for ask in (
+                lambda model: bob.completions.create(model=model, prompt="a"),
+                lambda model: bob.chat.completions.create(model=model, messages=HI),
+                bob.models.retrieve,
+            ):
+                with pytest.raises(openai.NotFoundError) as refused:
+                    ask(form.format(name))
+                told.append(str(refused.value).replace(name, "it"))
+    assert told[: len(told) // 2] == told[len(told) // 2 :], "nothing tells one from the other"
+
+
+def test_a_checkpoint_that_is_replaced_or_deleted_is_so_here(
+    server: RunningServer, ann: openai.OpenAI, service: tinker.ServiceClient
+) -> None:
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-ann")
+    training = service.create_lora_training_client(base_model="toy", rank=4, seed=1).result()
+    for text in ("kkkkkkkk", "mmmmmmmm"):
+        path = checkpoint(train_to_say(service, text, client=training), "same")
+        got = ann.completions.create(model=path, prompt=text[:2], temperature=0, max_tokens=4)
+        assert got.choices[0].text == text[:4], "the weights that are under this name now"
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        with pytest.raises(openai.NotFoundError):
+            ann.completions.create(model=path, prompt=text)
+
+
+def test_quotas_hold_and_a_client_that_goes_away_cancels_its_sample(tmp_path: Path) -> None:
+    models, quotas = [toy_model(tmp_path / "toy")], {"pending_samples": 1}
+    body = json.dumps({"model": "toy", "prompt": "a", "max_tokens": 1})
+    headers = (
+        "Host: 127.0.0.1",
+        "Authorization: Bearer tml-ann",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    )
+    request = "\r\n".join(["POST /v1/completions HTTP/1.1", *headers, "", body]).encode()
+    tenant = "key-" + hashlib.sha256(b"tml-ann").hexdigest()[:12]
+    with (
+        running_server(tmp_path / "data", models=models, quotas=quotas, engines=False) as server,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as waiting,
+        client(server) as ann,
+    ):
+
+        def until_pending(number: int) -> None:
+            while sum(server.call(server.store.pending(tenant)).by_kind.values()) != number:
+                time.sleep(0.01)
+
+        waiting.sendall(request)
+        until_pending(1)
+        with pytest.raises(openai.RateLimitError, match="pending_samples"):
+            ann.completions.create(model="toy", prompt="a", max_tokens=1)
+        waiting.close()
+        until_pending(0)
+
+
+def test_a_session_that_has_ended_is_replaced(server: RunningServer, ann: openai.OpenAI) -> None:
+    ann.completions.create(model="toy", prompt="a", max_tokens=1)
+    for session in httpx.get(f"{server.url}/api/v1/sessions", headers={"X-API-Key": "tml-ann"}, timeout=300).json()[
+        "sessions"
+    ]:
+        found = server.call(server.store.get_session(session))
+        if found.display_name is not None:
+            server.call(server.store.end_session(session, "success", None))
+    assert ann.completions.create(model="toy", prompt="a", max_tokens=1).choices, "in a new one"
+
+
+@pytest.mark.parametrize("number", [8, pytest.param(64, marks=pytest.mark.thorough)])
+def test_checkpoints_of_one_run_each_answer_with_their_own_tokens(
+    server: RunningServer, service: tinker.ServiceClient, number: int
+) -> None:
+    training = service.create_lora_training_client(base_model="toy", rank=8, seed=1).result()
+    paths = []
+    for index in range(number):
+        train_to_say(service, "[user] hi<[assistant] " + 6 * chr(40 + index), client=training)
+        paths.append(checkpoint(training, f"at-{index}"))
+    with client(server) as ann, ThreadPoolExecutor(number) as threads:
+        completions = list(threads.map(partial(completed, ann), paths))
+        chats = list(threads.map(partial(chatted, ann), paths))
+    assert len(set(completions)) == number, "the tokens tell them apart"
+    assert completions == chats == [greedy(service, path, HI_TOKENS) for path in paths]
+
+
+def greedy(service: tinker.ServiceClient, path: str, prompt: list[int]) -> tuple[int, ...]:
+    sampler, params = (
+        service.create_sampling_client(model_path=path).result(),
+        tinker.SamplingParams(max_tokens=6, temperature=0),
+    )
+    (sequence,) = sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params).result().sequences
+    return tuple(sequence.tokens)
+
+
+def completed(client: openai.OpenAI, model: str) -> tuple[int, ...]:
+    got = client.completions.create(model=model, prompt=HI_TOKENS, max_tokens=6, temperature=0, extra_body=IDS)
+    return tuple((got.choices[0].model_extra or {})["token_ids"])
+
+
+def chatted(client: openai.OpenAI, model: str) -> tuple[int, ...]:
+    got = client.chat.completions.create(model=model, messages=HI, max_tokens=6, temperature=0, extra_body=IDS)
+    return tuple((got.choices[0].model_extra or {})["token_ids"])

@@ -1,0 +1,131 @@
+"""Chat templates, tool calls and transcripts, without a server."""
+
+import json
+from pathlib import Path
+
+import pytest
+from openai_served import write_model
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tinsmith import UserError
+from tinsmith.huggingface.tiny_tokenizer import chat_template
+from tinsmith_openai.bodies import ChatRequest
+from tinsmith_openai.chat_template import ChatTemplate
+from tinsmith_openai.conversations import keep_answer, read_conversation
+from tinsmith_openai.texts import ModelText
+from tinsmith_openai.tool_calls import find_tool_calls
+from tinsmith_openai.transcripts import Transcripts
+
+HARD = """\
+{%- set ns = namespace(first=true) %}
+{% for message in messages %}
+    {% if message.role == 'skip' %}{% continue %}{% endif %}
+    {%- if tools and ns.first %}{{ tools | tojson(indent=2) }}{{ {'b': '<é>', 'a': 1} | tojson }}
+    {%- set ns.first = false %}{% endif %}
+    {% generation %}<{{ message.role }}>{{ message.content.split('x')[-1].strip() }}{{ eos_token }}{% endgeneration %}
+
+{% endfor %}
+{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["<a>"]}}}
+
+
+@pytest.mark.parametrize("source", [chat_template("qwen3"), chat_template("llama"), HARD])
+@pytest.mark.parametrize("more", [{}, {"enable_thinking": False}])
+def test_a_template_says_what_transformers_says(source: str, more: dict[str, bool]) -> None:
+    messages = [{"role": role, "content": f"x  {role} & <b> é "} for role in ("system", "user", "skip", "assistant")]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    (expected,), _ = render_jinja_template(
+        [messages], tools=[TOOL], chat_template=source, add_generation_prompt=True, **special, **more
+    )
+    template = ChatTemplate(source, special)
+    assert template.render(messages, tools=[TOOL], options=more, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safe|append"),
+        ("{{ nothing.of.it }}", "undefined"),
+    ],
+)
+def test_a_template_that_refuses_or_goes_astray_is_the_callers_error(source: str, match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        ChatTemplate(source, {}).render([], tools=[], options={}, add_generation_prompt=True)
+
+
+def test_a_template_takes_no_other_messages() -> None:
+    with pytest.raises(UserError, match="chat_template_kwargs: messages"):
+        ChatTemplate("", {}).render([], tools=[], options={"messages": []}, add_generation_prompt=True)
+
+
+TAGS, BARE = ChatTemplate("<tool_call>", {}), ChatTemplate("", {})
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "content", "calls"),
+    [
+        (
+            TAGS,
+            'so: <tool_call>\n{"name": "f", "arguments": {"a": {"b": 1}}}\n</tool_call>',
+            "so:",
+            [("f", {"a": {"b": 1}})],
+        ),
+        (
+            TAGS,
+            '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
+            None,
+            [("f", {}), ("g", {})],
+        ),
+        (TAGS, '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": </tool_call>', "...", []),
+        (TAGS, '{"name": "f"}', "...", []),
+        (BARE, ' {"name": "f", "parameters": {"a": 1}}', None, [("f", {"a": 1})]),
+        (BARE, '{"a": 1}', "...", []),
+        (BARE, "no", "...", []),
+    ],
+)
+def test_tool_calls_are_found_in_the_templates_form(
+    template: ChatTemplate, said: str, content: str | None, calls: list[tuple[str, dict[str, object]]]
+) -> None:
+    found_content, found = find_tool_calls(template, said)
+    assert found_content == (said if content == "..." else content)
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert len({call.id for call in found}) == len(found)
+
+
+def test_a_transcript_keeps_the_tokens_that_were_sampled(tmp_path: Path) -> None:
+    """Through 30 turns that call a tool: arguments come back as other text, and a character has other tokens."""
+    text, kept = ModelText("toy", write_model(tmp_path / "toy")), Transcripts()
+    messages: list[dict[str, object]] = [{"role": "user", "content": "go"}]
+    transcript: list[int] = []
+    for turn in range(30):
+        body = ChatRequest.model_validate({"model": "toy", "messages": messages, "tools": [TOOL]})
+        asked = read_conversation(text, kept, "ann", body)
+        assert asked.tokens[: len(transcript)] == transcript
+        assert text.decode(asked.tokens[len(transcript) :]).endswith("[assistant] ")
+        said = text.encode(f'<tool_call>{{"arguments":{{"a":{turn}}},   "name":"add"}}</tool_call><end>', special=False)
+        transcript = [*asked.tokens, *said]
+        _, calls = find_tool_calls(text.template, text.decode(said))
+        call = {"id": calls[0].id, "type": "function", "function": {"name": "add", "arguments": calls[0].arguments}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        keep_answer(kept, "ann", asked, body, answer, said)
+        for tenant in ("bob", "ann"):
+            later = ChatRequest.model_validate({"model": "toy", "messages": [*messages, answer], "tools": [TOOL]})
+            found = read_conversation(text, kept, tenant, later).tokens[: len(transcript)]
+            assert (found == transcript) is (tenant == "ann"), "what is kept is its tenant's"
+        messages += [answer, {"role": "tool", "tool_call_id": calls[0].id, "content": "ok"}]
+
+
+def test_room_for_transcripts_is_taken_from_the_oldest_and_from_the_ends() -> None:
+    kept = Transcripts(tenant_tokens=10)
+    kept.keep("ann", b"1", parent=None, tokens=[1, 2, 3, 4])
+    kept.keep("ann", b"2", parent=b"1", tokens=[5, 6, 7, 8])
+    kept.keep("bob", b"3", parent=None, tokens=[1] * 10)
+    assert kept.tokens("ann", b"2") == [1, 2, 3, 4, 5, 6, 7, 8]
+    kept.keep("ann", b"4", parent=b"1", tokens=[9, 10, 11])
+    assert kept.tokens("ann", b"2") is None
+    assert kept.tokens("ann", b"4") == [1, 2, 3, 4, 9, 10, 11]
+    assert kept.tokens("bob", b"3") == [1] * 10
+    assert kept.tokens("bob", b"4") is None

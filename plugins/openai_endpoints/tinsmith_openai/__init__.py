@@ -1,0 +1,1 @@
+"""OpenAI-compatible endpoints: any OpenAI client samples from base models and checkpoints."""

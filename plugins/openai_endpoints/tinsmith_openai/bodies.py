@@ -1,0 +1,127 @@
+"""The JSON bodies of requests. A field that is not listed here is refused by name, unless it holds nothing.
+
+Fields that would change what is sampled and are not offered are left out, so they are refused as well. `user` and
+`metadata` change nothing anywhere: they are accepted.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tinsmith.huggingface import Json
+
+_MOST_PROMPTS = 1024
+_MOST_STOPS = 256
+
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Float = Annotated[float, Field(allow_inf_nan=False)]
+Name = Annotated[str, Field(max_length=1024)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingBody(_Body):
+    """What both kinds of requests share."""
+
+    model: Name
+    max_tokens: Annotated[Int, Field(ge=0)] | None = None
+    temperature: Float = 1.0
+    top_p: Float = 1.0
+    top_k: Int = -1
+    n: Annotated[Int, Field(ge=1)] = 1
+    seed: Int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = []
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MOST_STOPS)] = []
+    return_token_ids: bool = False
+    user: str | None = None
+    metadata: dict[str, Json] | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class CompletionRequest(SamplingBody):
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(max_length=_MOST_PROMPTS, fail_fast=True)]
+    )
+    logprobs: Annotated[Int, Field(ge=0)] | None = None
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Return each prompt, text or tokens."""
+        prompt: Any = self.prompt  # Any: the four forms differ in what their first element is
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+
+class Function(_Body):
+    name: Name
+    arguments: str  # JSON
+
+
+class ToolCall(_Body):
+    id: Name
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class TextPart(_Body):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Message(_Body):
+    """One message. Which fields count for which role is up to the model's chat template."""
+
+    role: Name
+    content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Name | None = None
+
+    @property
+    def text(self) -> str | None:
+        return self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: dict[str, Json]
+
+
+class ResponseFormat(_Body):
+    type: Literal["text"]
+
+
+class ChatRequest(SamplingBody):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Int, Field(ge=0)] = 0
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: Literal[True] = True
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Json] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            msg = "top_logprobs needs logprobs; set it to true"
+            raise ValueError(msg)
+        if None not in {self.max_tokens, self.max_completion_tokens}:
+            msg = "max_tokens and max_completion_tokens are the same; send one of them"
+            raise ValueError(msg)
+        return self

@@ -1,0 +1,61 @@
+"""From a request to samples: parameters, and several samples at a time that end together."""
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Iterable
+from typing import Any, Final, TypeVar
+
+from fastapi import Request
+
+from tinsmith import SamplingParams
+from tinsmith_openai.bodies import SamplingBody
+
+T = TypeVar("T")
+
+_SEEDS: Final = 2**63 - 1
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer."""
+
+
+def sampling_params(body: SamplingBody, *, max_tokens: int, index: int = 0) -> SamplingParams:
+    """`index`: which of the request's prompts it is. Each has a seed of its own, which follows from the request's."""
+    seed = secrets.randbelow(_SEEDS) if body.seed is None else (body.seed + index) % _SEEDS
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        stop_strings=body.stop_strings,
+        stop_tokens=tuple(body.stop_token_ids),
+    )
+
+
+async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what all of them return, in order. If one fails, end the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what the work returns. If the client goes away first, end the work and raise ClientGoneError."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,46 @@
+"""The models that a caller can name: base models, and sampler checkpoints that the caller may read."""
+
+from datetime import UTC, datetime
+from typing import Final
+
+import tinsmith
+from tinsmith.stores import CheckpointRecord, RequestStore, SamplingSessionRecord
+from tinsmith_openai.answers import Object
+
+_PATH: Final = "tinker://"
+_MOST_LISTED: Final = 1000
+
+
+async def open_model(sampling: tinsmith.RouteSampling, caller: tinsmith.Principal, name: str) -> SamplingSessionRecord:
+    """Return the sampling session of `base`, `tinker://...` or `base;tinker://...`.
+
+    Raise UserError if there is no such model.
+    """
+    base, separator, path = name.partition(";")
+    if not separator and name.startswith(_PATH):
+        base, path = "", name
+    return await sampling.open(caller, base_model=base or None, model_path=path or None)
+
+
+async def listed_models(
+    settings: tinsmith.Settings, store: RequestStore, caller: tinsmith.Principal, *, started: int
+) -> list[Object]:
+    """Return the base models, and the newest of the caller's sampler checkpoints."""
+    checkpoints, _ = await store.list_checkpoints(caller.tenant, limit=_MOST_LISTED)
+    now = datetime.now(UTC)
+    return [
+        *(_listed(model.name, started) for model in settings.models),
+        *(_of_checkpoint(each) for each in checkpoints if each.kind == "sampler" and not _expired(each, now)),
+    ]
+
+
+def _expired(checkpoint: CheckpointRecord, now: datetime) -> bool:
+    return checkpoint.expires_at is not None and checkpoint.expires_at <= now
+
+
+def _of_checkpoint(checkpoint: CheckpointRecord) -> Object:
+    return {**_listed(checkpoint.path, int(checkpoint.created_at.timestamp())), "root": checkpoint.base_model}
+
+
+def _listed(name: str, created: int) -> Object:
+    return {"id": name, "object": "model", "created": created, "owned_by": "tinsmith"}

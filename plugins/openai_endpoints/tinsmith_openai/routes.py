@@ -1,0 +1,224 @@
+"""The routes: `models`, `completions` and `chat/completions`."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response
+
+import tinsmith
+from tinsmith.huggingface import Json
+from tinsmith.stores import SamplingSessionRecord
+from tinsmith_openai import answers, models
+from tinsmith_openai.answers import Object
+from tinsmith_openai.bodies import ChatRequest, CompletionRequest
+from tinsmith_openai.conversations import Conversation, keep_answer, read_conversation
+from tinsmith_openai.drawing import ClientGoneError, sampling_params, together, unless_gone
+from tinsmith_openai.texts import ModelText, Texts
+from tinsmith_openai.tool_calls import find_tool_calls
+from tinsmith_openai.transcripts import Transcripts
+
+_COMPLETION_TOKENS = 16  # OpenAI's default
+_CLIENT_GONE = 499
+
+
+class Endpoints:
+    """One per server. Its routers share everything."""
+
+    def __init__(self, settings: tinsmith.Settings, context: tinsmith.RoutesContext) -> None:
+        self._settings = settings
+        self._context = context
+        self._texts = Texts(context.sampling.model_directory)
+        self._transcripts = Transcripts()
+        self._started = int(time.time())
+
+    def router(self, prefix: str) -> APIRouter:
+        router = APIRouter(prefix=prefix, tags=["openai"], route_class=self._context.json_route)
+        known = Depends(self._context.caller)
+
+        @router.get("/models")
+        async def list_models(caller: Annotated[tinsmith.Principal, known]) -> Response:
+            return JSONResponse({"object": "list", "data": await self._models(caller)})
+
+        @router.get("/models/{name:path}")
+        async def get_model(name: str, caller: Annotated[tinsmith.Principal, known]) -> Response:
+            found = next((each for each in await self._models(caller) if each["id"] == name), None)
+            if found is None:
+                msg = f"no model named {name!r}; GET {prefix}/models lists those that there are"
+                raise NoSuchModelError(msg)
+            return JSONResponse(found)
+
+        @router.post("/completions")
+        async def completions(
+            body: CompletionRequest, request: Request, caller: Annotated[tinsmith.Principal, known]
+        ) -> Response:
+            return await _answered(request, partial(self._complete, caller, body))
+
+        @router.post("/chat/completions")
+        async def chat(body: ChatRequest, request: Request, caller: Annotated[tinsmith.Principal, known]) -> Response:
+            return await _answered(request, partial(self._chat, caller, body))
+
+        return router
+
+    async def _models(self, caller: tinsmith.Principal) -> list[Object]:
+        return await models.listed_models(self._settings, self._context.store, caller, started=self._started)
+
+    async def _opened(self, caller: tinsmith.Principal, name: str) -> tuple[SamplingSessionRecord, ModelText]:
+        session = await models.open_model(self._context.sampling, caller, name)
+        return session, await self._texts.of(session.base_model)
+
+    # /completions
+
+    async def _complete(self, caller: tinsmith.Principal, body: CompletionRequest) -> Object:
+        session, text = await self._opened(caller, body.model)
+        prompts = await asyncio.to_thread(_prompts, text, body)
+        asked = [self._completion(session, body, prompt, index) for index, prompt in enumerate(prompts)]
+        outputs = await together(self._context.sampling.sample(caller, each) for each in asked)
+        if body.max_tokens == 0:
+            outputs = [_nothing_drawn(output) for output in outputs]
+        choices: list[Json] = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            for sequence in output.sequences:
+                choice = _completion_choice(text, body, prompt, output, sequence)
+                choices.append({"index": len(choices), **choice})
+        return {
+            **answers.head("text_completion", "cmpl", body.model),
+            "choices": choices,
+            "usage": answers.usage(prompts, outputs),
+        }
+
+    def _completion(
+        self, session: SamplingSessionRecord, body: CompletionRequest, prompt: list[int], index: int
+    ) -> tinsmith.Sample:
+        scores_prompt = body.echo and body.logprobs is not None
+        return tinsmith.Sample(
+            sampling_session_id=session.sampling_session_id,
+            snapshot_id=session.snapshot_id,
+            prompt_P=np.array(prompt, np.int32),
+            # nothing but scores: one token is drawn, and not shown
+            params=sampling_params(
+                body, max_tokens=_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens or 1, index=index
+            ),
+            num_samples=body.n,
+            prompt_logprobs=scores_prompt,
+            topk_prompt_logprobs=body.logprobs or 0 if scores_prompt else 0,
+            topk_sample_logprobs=body.logprobs or 0,
+        )
+
+    # /chat/completions
+
+    async def _chat(self, caller: tinsmith.Principal, body: ChatRequest) -> Object:
+        session, text = await self._opened(caller, body.model)
+        kept, tenant = self._transcripts, caller.tenant
+        asked = await asyncio.to_thread(read_conversation, text, kept, tenant, body)
+        most = body.max_completion_tokens or body.max_tokens
+        if most is None:
+            most = await self._context.sampling.max_context_tokens(session.base_model) - len(asked.tokens)
+        operation = tinsmith.Sample(
+            sampling_session_id=session.sampling_session_id,
+            snapshot_id=session.snapshot_id,
+            prompt_P=np.array(asked.tokens, np.int32),
+            params=sampling_params(body, max_tokens=max(1, most)),
+            num_samples=body.n,
+            topk_sample_logprobs=body.top_logprobs,
+        )
+        output = await self._context.sampling.sample(caller, operation)
+        choices = [self._chat_choice(text, tenant, body, asked, each) for each in output.sequences]
+        answer: Object = {
+            **answers.head("chat.completion", "chatcmpl", body.model),
+            "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+            "usage": answers.usage([asked.tokens], [output]),
+        }
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = answers.as_list(asked.tokens)
+        return answer
+
+    def _chat_choice(
+        self,
+        text: ModelText,
+        tenant: str,
+        body: ChatRequest,
+        asked: Conversation,
+        sequence: tinsmith.SampledSequence,
+    ) -> Object:
+        tokens = answers.tokens_of(sequence)
+        said = answers.finished_text(text, tokens, body.stop_strings)
+        content, calls = find_tool_calls(text.template, said) if asked.tools else (said, [])
+        message = answers.chat_message(content, calls)
+        if text.is_special(tokens[-1]):  # the model has ended its turn itself
+            keep_answer(self._transcripts, tenant, asked, body, message, tokens)
+        return {
+            "message": message,
+            "finish_reason": "tool_calls" if calls else sequence.stop_reason,
+            "logprobs": answers.chat_logprobs(text, sequence, body.top_logprobs) if body.logprobs else None,
+            **({"token_ids": answers.as_list(tokens)} if body.return_token_ids else {}),
+        }
+
+
+class NoSuchModelError(tinsmith.UserError):
+    """Whether a model does not exist or is another tenant's cannot be told."""
+
+    http_status = 404
+
+
+async def _answered(request: Request, answer: Callable[[], Any]) -> Response:
+    try:
+        return JSONResponse(await unless_gone(request, answer()))
+    except ClientGoneError:
+        return Response(status_code=_CLIENT_GONE)
+
+
+def _prompts(text: ModelText, body: CompletionRequest) -> list[list[int]]:
+    """Return the tokens of each prompt. Takes long for long ones."""
+    return [text.encode(each, special=True) if isinstance(each, str) else each for each in body.prompts]
+
+
+def _nothing_drawn(output: tinsmith.SampleOutput) -> tinsmith.SampleOutput:
+    """Return the output without the token that was drawn so that the prompt is scored."""
+    empty = [
+        replace(
+            each,
+            tokens=each.tokens[:0],
+            logprobs=each.logprobs[:0],
+            stop_reason="length",
+            top_logprobs=None
+            if each.top_logprobs is None
+            else tinsmith.TopLogprobs(
+                token_ids=each.top_logprobs.token_ids[:0], logprobs=each.top_logprobs.logprobs[:0]
+            ),
+        )
+        for each in output.sequences
+    ]
+    return replace(output, sequences=tuple(empty))
+
+
+def _completion_choice(
+    text: ModelText,
+    body: CompletionRequest,
+    prompt: list[int],
+    output: tinsmith.SampleOutput,
+    sequence: tinsmith.SampledSequence,
+) -> Object:
+    tokens = answers.tokens_of(sequence)
+    said = answers.finished_text(text, tokens, body.stop_strings)
+    choice: Object = {
+        "text": text.decode(prompt) + said if body.echo else said,
+        "finish_reason": sequence.stop_reason,
+        "logprobs": None,
+    }
+    if body.logprobs is not None:
+        shown, scores = tokens, answers.numbers(sequence.logprobs)
+        tops = answers.best_tokens(text, sequence.top_logprobs, len(tokens))
+        if body.echo and output.prompt_logprobs is not None:
+            shown, scores = [*prompt, *tokens], [*answers.numbers(output.prompt_logprobs), *scores]
+            tops = [*answers.best_tokens(text, output.top_prompt_logprobs, len(prompt)), *tops]
+            tops[0] = None  # nothing predicts the first token
+        choice["logprobs"] = answers.completion_logprobs(text, shown, scores, tops)
+    if body.return_token_ids:
+        choice |= {"prompt_token_ids": answers.as_list(prompt), "token_ids": answers.as_list(tokens)}
+    return choice

@@ -1,0 +1,74 @@
+"""Text and tokens of a base model: its tokenizer and chat template, read once."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tinsmith import UnsupportedError
+from tinsmith_openai.chat_template import ChatTemplate
+
+
+class ModelText:
+    """The tokenizer of a base model, and its chat template if it has one. Any thread may use it."""
+
+    def __init__(self, base_model: str, directory: Path) -> None:
+        self.base_model = base_model
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, what in added.items() if what.special)
+        self._template = ChatTemplate.of_model(directory)
+
+    @property
+    def template(self) -> ChatTemplate:
+        if self._template is None:
+            msg = (
+                f"the tokenizer of {self.base_model!r} has no chat template, so there is no chat with it; send the "
+                "prompt to /completions"
+            )
+            raise UnsupportedError(msg)
+        return self._template
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """`special`: with the tokens that the model expects around a text, such as one at its beginning."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text, without special tokens."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def piece(self, token: int) -> str:
+        """Return the text of one token. Of a part of a character, it is a replacement character."""
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+
+class Texts:
+    """Those of the base models, each read when somebody asks for it first."""
+
+    def __init__(self, directory_of: Callable[[str], Path | None]) -> None:
+        self._directory_of = directory_of
+        self._read: dict[str, ModelText] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, base_model: str) -> ModelText:
+        """Raise UnsupportedError if the model has no tokenizer here."""
+        if (known := self._read.get(base_model)) is not None:
+            return known
+        async with self._lock:
+            if base_model not in self._read:
+                self._read[base_model] = await asyncio.to_thread(self._load, base_model)
+            return self._read[base_model]
+
+    def _load(self, base_model: str) -> ModelText:
+        directory = self._directory_of(base_model)
+        if directory is None or not (directory / "tokenizer.json").exists():
+            msg = (
+                f"this server finds no tokenizer.json of {base_model!r}, so it cannot read or write text for it; "
+                "use the tinker SDK, or set models[].path to the model's directory on this machine"
+            )
+            raise UnsupportedError(msg)
+        return ModelText(base_model, directory)

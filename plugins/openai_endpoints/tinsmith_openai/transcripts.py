@@ -1,0 +1,81 @@
+"""The tokens of conversations, so that the next turn of one begins with the very tokens that were sampled.
+
+Text that was sampled may be encoded into other tokens. So what a model has said is kept here, with the conversation
+that it continues, and a request that repeats both gets the tokens. Each tenant has its own room: what it keeps does
+not depend on others. If tokens are gone, the text is encoded.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from tinsmith import TokenArray
+from tinsmith.huggingface import Json
+
+_MOST_TENANTS: Final = 256
+_TENANT_TOKENS: Final = 1 << 20
+
+Digests = list[bytes]
+"""Of a conversation: one for each message, of everything up to it."""
+
+
+def digests(of_all: Json, messages: Iterable[Json]) -> Digests:
+    """`of_all`: what else decides about the text, such as the model and the tools."""
+    running, found = hashlib.sha256(), []
+    for part in (of_all, *messages):
+        running.update(hashlib.sha256(json.dumps(part, sort_keys=True).encode()).digest())
+        found.append(running.digest())
+    return found[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    parent: bytes | None
+    tokens: TokenArray  # behind those of the parent
+
+
+@dataclass(slots=True)
+class _Kept:
+    turns: OrderedDict[bytes, _Turn] = field(default_factory=OrderedDict)  # used longest ago first
+    num_tokens: int = 0
+
+
+class Transcripts:
+    def __init__(self, *, tenant_tokens: int = _TENANT_TOKENS) -> None:
+        self._tenant_tokens = tenant_tokens
+        self._tenants: OrderedDict[str, _Kept] = OrderedDict()
+
+    def tokens(self, tenant: str, digest: bytes) -> list[int] | None:
+        """Return the tokens of a conversation up to a message; None if they are not kept."""
+        kept = self._tenants.get(tenant)
+        chain: list[_Turn] = []
+        at: bytes | None = digest
+        while kept is not None and at is not None:
+            if (turn := kept.turns.get(at)) is None:
+                return None
+            kept.turns.move_to_end(at)  # the first turn last, so that no turn outlives its parent
+            chain.append(turn)
+            at = turn.parent
+        return [int(token) for turn in reversed(chain) for token in turn.tokens] if chain else None
+
+    def keep(self, tenant: str, digest: bytes, *, parent: bytes | None, tokens: Sequence[int]) -> None:
+        """Keep the tokens of a conversation up to a message. `tokens` lacks those of the parent."""
+        kept = self._tenants.pop(tenant, None) or _Kept()
+        self._tenants[tenant] = kept
+        if len(self._tenants) > _MOST_TENANTS:
+            self._tenants.popitem(last=False)
+        if (before := kept.turns.pop(digest, None)) is not None:
+            kept.num_tokens -= len(before.tokens)
+        kept.turns[digest] = _Turn(parent, np.asarray(tokens, np.int32))
+        kept.num_tokens += len(tokens)
+        while parent is not None and parent in kept.turns:
+            kept.turns.move_to_end(parent)
+            parent = kept.turns[parent].parent
+        while kept.num_tokens > self._tenant_tokens:
+            _, oldest = kept.turns.popitem(last=False)
+            kept.num_tokens -= len(oldest.tokens)
