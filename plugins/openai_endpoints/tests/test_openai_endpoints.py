@@ -1,5 +1,6 @@
 """The endpoints with OpenAI's own client, beside the SDK, on one server of a toy model."""
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -19,6 +20,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from openai_served import END, checkpoint, tokens_of, toy_model, train_to_say
 
 from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith_openai.streams import streamed
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # what the SDK leaves open is its business
 
@@ -113,6 +115,42 @@ def test_a_chat_goes_through_the_models_template(ann: openai.OpenAI, path: str) 
     content = choice.logprobs.content or []
     assert tokens_of("".join(each.token for each in content)) == (choice.model_extra or {})["token_ids"]
     assert all(each.top_logprobs[0].logprob == each.logprob for each in content), "greedy"
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_stream_says_what_an_answer_says(ann: openai.OpenAI, path: str, include_usage: bool) -> None:
+    options = {"include_usage": include_usage}
+    asked = {"model": path, "n": 2, "seed": 3, "max_tokens": 5}
+    chat = ann.chat.completions.create(**asked, messages=HI)
+    chunks = list(ann.chat.completions.create(**asked, messages=HI, stream=True, stream_options=options))
+    parts = [choice for chunk in chunks for choice in chunk.choices]
+    for choice in chat.choices:
+        own = [part for part in parts if part.index == choice.index]
+        assert "".join(part.delta.content or "" for part in own) == choice.message.content
+        assert [part.finish_reason for part in own] == [None, choice.finish_reason]
+    assert [chunk.usage for chunk in chunks if chunk.usage is not None] == ([chat.usage] if include_usage else [])
+    text = ann.completions.create(**asked, prompt="ab")
+    pieces = list(ann.completions.create(**asked, prompt="ab", stream=True))
+    assert [choice for piece in pieces for choice in piece.choices] == text.choices
+    with pytest.raises(openai.NotFoundError):
+        ann.completions.create(model=f"{path}-absent", prompt="ab", stream=True)
+
+
+def test_a_call_of_a_tool_is_streamed_whole() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
+    answer = {"object": "chat.completion", "choices": [choice], "usage": {}}
+
+    async def events() -> list[str]:
+        return [str(event) async for event in streamed(answer, include_usage=False).body_iterator]
+
+    said, ended, done = asyncio.run(events())
+    chunk = json.loads(said.removeprefix("data: "))
+    assert chunk["object"] == "chat.completion.chunk"
+    assert chunk["choices"][0]["delta"] == {**message, "tool_calls": [{"index": 0, **call}]}
+    assert json.loads(ended.removeprefix("data: "))["choices"][0]["finish_reason"] == "tool_calls"
+    assert done == "data: [DONE]\n\n"
 
 
 def test_prompts_are_scored_without_drawing(ann: openai.OpenAI, service: tinker.ServiceClient, path: str) -> None:

@@ -25,6 +25,10 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class StreamOptions(_Body):
+    include_usage: bool = False
+
+
 class SamplingBody(_Body):
     """What both kinds of requests share."""
 
@@ -38,6 +42,8 @@ class SamplingBody(_Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = []
     stop_token_ids: Annotated[list[Token], Field(max_length=_MOST_STOPS)] = []
     return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     user: str | None = None
     metadata: dict[str, Json] | None = None
 

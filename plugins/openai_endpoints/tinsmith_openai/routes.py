@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -16,9 +16,10 @@ from tinsmith.huggingface import Json
 from tinsmith.stores import SamplingSessionRecord
 from tinsmith_openai import answers, models
 from tinsmith_openai.answers import Object
-from tinsmith_openai.bodies import ChatRequest, CompletionRequest
+from tinsmith_openai.bodies import ChatRequest, CompletionRequest, SamplingBody
 from tinsmith_openai.conversations import Conversation, keep_answer, read_conversation
 from tinsmith_openai.drawing import ClientGoneError, sampling_params, together, unless_gone
+from tinsmith_openai.streams import streamed
 from tinsmith_openai.texts import ModelText, Texts
 from tinsmith_openai.tool_calls import find_tool_calls
 from tinsmith_openai.transcripts import Transcripts
@@ -57,11 +58,11 @@ class Endpoints:
         async def completions(
             body: CompletionRequest, request: Request, caller: Annotated[tinsmith.Principal, known]
         ) -> Response:
-            return await _answered(request, partial(self._complete, caller, body))
+            return await _answered(request, body, partial(self._complete, caller, body))
 
         @router.post("/chat/completions")
         async def chat(body: ChatRequest, request: Request, caller: Annotated[tinsmith.Principal, known]) -> Response:
-            return await _answered(request, partial(self._chat, caller, body))
+            return await _answered(request, body, partial(self._chat, caller, body))
 
         return router
 
@@ -166,11 +167,15 @@ class NoSuchModelError(tinsmith.UserError):
     http_status = 404
 
 
-async def _answered(request: Request, answer: Callable[[], Any]) -> Response:
+async def _answered(
+    request: Request, body: SamplingBody, answer: Callable[[], Coroutine[Any, Any, Object]]
+) -> Response:
+    """Answer once everything is drawn, so that a sample that fails has the status of its error, streamed or not."""
     try:
-        return JSONResponse(await unless_gone(request, answer()))
+        whole = await unless_gone(request, answer())
     except ClientGoneError:
         return Response(status_code=_CLIENT_GONE)
+    return streamed(whole, include_usage=body.stream_options.include_usage) if body.stream else JSONResponse(whole)
 
 
 def _prompts(text: ModelText, body: CompletionRequest) -> list[list[int]]:
