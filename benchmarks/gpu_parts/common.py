@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,6 +28,7 @@ WARM_S: Final = 0.5
 """So long a card works before its limits are measured: its clock rises with the load."""
 QUEUED: Final = 20
 """Pieces of work that it is given before anybody waits for one."""
+SHARE: Final = "share_of_matmul_limit"
 NOTE = "figures "
 """Begins a line in which a part says what it has found so far."""
 
@@ -126,8 +127,8 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> f
 
 def queued_seconds(work: Callable[[], object], wait: Callable[[object], object]) -> float:
     """Return what one of many takes that follow each other without a pause, on a card that is warm."""
+    wait(work())  # the first one has libraries loaded, during which the card has nothing to do
     begun = time.perf_counter()
-    wait(work())
     while time.perf_counter() - begun < WARM_S:
         wait(work())
     begun = time.perf_counter()
@@ -135,6 +136,23 @@ def queued_seconds(work: Callable[[], object], wait: Callable[[object], object])
         last = work()
     wait(last)
     return (time.perf_counter() - begun) / QUEUED
+
+
+def measured_again(report: Report, before: float, after: float) -> Report:
+    """Return the figures of a part as shares of the larger of two limits, measured before its work and after.
+
+    A card that was idle before may not be as fast at first as it then is.
+    """
+    larger = max(before, after)
+
+    def shared(figures: Mapping[str, object]) -> Report:
+        share = figures.get(SHARE)
+        return {**figures, SHARE: share * before / larger} if isinstance(share, float) else dict(figures)
+
+    limits = {"matmul_tflops": larger / 1e12, "matmul_tflops_at_first": before / 1e12}
+    groups = {name: shared(value) if isinstance(value, Mapping) else value for name, value in shared(report).items()}
+    found = groups.get("limits")
+    return {**groups, "limits": {**(found if isinstance(found, dict) else {}), **limits}}
 
 
 def matmul_limit(options: Options) -> float:

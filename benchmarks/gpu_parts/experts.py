@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_parts.common import Options, Report, matmul_limit, needs, operations, seconds
+from gpu_parts.common import Options, Report, matmul_limit, measured_again, needs, operations, seconds
 from gpu_parts.training import LOSSES, TENANTS
 from tinsmith.backend import BackendContext, TrainingBackend
 from tinsmith.huggingface import DecoderShape, decoder_shape, known_config
@@ -34,7 +34,7 @@ def run(options: Options) -> Report:
         with _trainer(options, Path(directory)) as trainer:
             for tenants in TENANTS:
                 report[f"tenants: {tenants}"] = _step(trainer, options, shape, tenants, limit)
-    return report
+    return measured_again(report, limit, matmul_limit(options))
 
 
 def active_parameters(shape: DecoderShape) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import gpu
 import pytest
 from gpu_parts import history, page, skyrl_training
-from gpu_parts.common import Options, operations
+from gpu_parts.common import Options, measured_again, operations
 from gpu_parts.kernels import Ran, summary
 
 OPTIONS = Options(toy=True, rank=8, repeats=1)
@@ -109,6 +109,16 @@ def test_settings_of_skyrl_that_do_not_fit_are_told() -> None:
     assert figures == {"failed": "RESOURCE_EXHAUSTED: out of memory"}
     with pytest.raises(RuntimeError, match="with 8 tenants: RESOURCE_EXHAUSTED"):
         skyrl_training.check({"tenants: 8, recomputed": {"tenants": 8, **figures}})
+
+
+@pytest.mark.parametrize(("after", "limit", "share"), [(800e12, 800.0, 0.5), (500e12, 625.0, 0.64)])
+def test_shares_are_of_the_larger_of_two_limits(after: float, limit: float, share: float) -> None:
+    figures = {"s": 1.5, "share_of_matmul_limit": 0.64}
+    report = {**figures, "layers": 12, "limits": {"bandwidth_gb_per_s": 4155.0}, "tenants: 1": figures, "packings": {}}
+    found = measured_again(report, 625e12, after)
+    expected = {"s": 1.5, "share_of_matmul_limit": pytest.approx(share)}
+    limits = {"bandwidth_gb_per_s": 4155.0, "matmul_tflops": limit, "matmul_tflops_at_first": 625.0}
+    assert found == {**expected, "layers": 12, "limits": limits, "tenants: 1": expected, "packings": {}}
 
 
 def test_kernels_are_summed_by_kind_and_what_lies_between_is_idle() -> None:
