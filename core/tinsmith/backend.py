@@ -106,9 +106,9 @@ class ModelState:
     shapes are those of the base model's safetensors, `<module path>.weight` [out, in]; a tied head is omitted.
     Optimizer and gradient mappings have the same keys. All float32.
 
-    Mappings may be lazy: each tensor is accessed once and not kept, so it may be read or gathered on access. If they
-    are `tinsmith.huggingface.StoredTensors`, a checkpoint takes over the files. A lazy mapping that holds memory has an
-    attribute `nbytes`.
+    Mappings may be lazy: each tensor is accessed once and not kept, so it may be read or gathered on access. Several
+    threads may do so at a time. If they are `tinsmith.huggingface.StoredTensors`, a checkpoint takes over the files. A
+    lazy mapping that holds memory has an attribute `nbytes`.
     """
 
     lora: LoraConfig

@@ -9,8 +9,9 @@ Of a model with experts, the factors that face the experts' inner values are eac
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ Adapter = Jax  # a pytree as above, of jax or NumPy arrays
 HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), (*ATTENTION, *MLP), strict=True))
 """Where a dense model has each module."""
 _ATTENTION = frozenset({"q", "k", "v", "o"})
+_COPYING: Final = 4  # threads that copy weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,11 @@ class Place(NamedTuple):
         """Return the array that holds it: [L, ...], or the head's, which is of no layer."""
         return (adapter["head"] if self.module == "head" else adapter["layers"][self.module])[self.side]
 
+    def matrix_of(self, adapter: Adapter) -> Jax:
+        """Return the part of that array which is the weight."""
+        leaf = self.leaf_of(adapter)
+        return leaf if self.module == "head" else leaf[self.layer]
+
 
 def places(lora: LoraConfig, config: ModelConfig) -> dict[str, Place]:
     """Return the places of what is trained, by canonical name."""
@@ -223,36 +230,42 @@ def _cut(A: Array, B: Array, rank: int) -> tuple[Array, Array]:
 
 
 def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
-    """Build a host adapter. Raise UserError if names or shapes do not match this LoRA config and model."""
-    adapter = host_zeros(config, padded_rank)
-    trained = trained_modules(lora)
-    left = set(named)
-    for module in _modules(config):
-        if module.name in trained:
-            A, B = (module.with_experts(x) for x in adapter["layers"][module.name])
-            for i in range(config.num_layers):
-                _get(named, f"model.layers.{i}.{module.path}", (A[i], B[i]), lora.rank, left)
-    if "head" in trained:
-        _get(named, HEAD, adapter["head"], lora.rank, left)
-    if left:
-        msg = f"adapter weights {min(left)!r} and {len(left) - 1} more do not belong to this model and LoRA config"
-        raise UserError(msg)
-    return adapter
+    """Build a host adapter for `transposed`. Raise UserError if names or shapes do not match this LoRA and model.
 
-
-def _get(named: Mapping[str, Array], path: str, pair: tuple[Array, Array], rank: int, left: set[str]) -> None:
-    A, B = pair
-    targets = (A[..., :rank].swapaxes(-1, -2), B[..., :rank, :].swapaxes(-1, -2))
-    for name, target in zip((weight_name(path, "A"), weight_name(path, "B")), targets, strict=True):
+    Its matrices are canonical ones, so this takes only copies, which several threads make.
+    """
+    adapter = jax.tree.map(
+        lambda leaf: np.zeros((*leaf.shape[:-2], *leaf.shape[:-3:-1]), np.float32), shapes(config, padded_rank)
+    )
+    wanted, where = canonical_shapes(lora, config), places(lora, config)
+    for name in wanted:
         if name not in named:
             msg = f"adapter weight {name!r} is missing"
             raise UserError(msg)
+    if left := set(named) - set(wanted):
+        msg = f"adapter weights {min(left)!r} and {len(left) - 1} more do not belong to this model and LoRA config"
+        raise UserError(msg)
+
+    def copy(name: str) -> None:
         value = np.asarray(named[name], np.float32)
-        if value.shape != target.shape:
-            msg = f"adapter weight {name!r} has shape {value.shape}, this model and LoRA need {target.shape}"
+        if value.shape != wanted[name]:
+            msg = f"adapter weight {name!r} has shape {value.shape}, this model and LoRA need {wanted[name]}"
             raise UserError(msg)
-        target[...] = value
-        left.discard(name)
+        target = where[name].matrix_of(adapter)
+        own = target[..., : lora.rank, :] if where[name].side == 0 else target[..., : lora.rank]
+        own[...] = value.reshape(own.shape)  # without the axis of size 1 where experts share a factor
+
+    with ThreadPoolExecutor(_COPYING) as threads:
+        list(threads.map(copy, wanted))
+    return adapter
+
+
+def transposed(adapter: Adapter) -> Adapter:
+    """Transpose the matrices of a host adapter, as views.
+
+    JAX puts such views into order on their way to the device, in blocks and several at a time. NumPy takes much longer.
+    """
+    return jax.tree.map(lambda leaf: leaf.swapaxes(-1, -2), adapter)
 
 
 # Stacks, inside compiled functions ------------------------------------------------------------------------------------

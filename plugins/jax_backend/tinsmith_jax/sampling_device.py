@@ -60,9 +60,10 @@ class SamplingDevice:
         return not any(array.is_deleted() for array in jax.tree.leaves((self._cache, self._resident)))
 
     def put_adapter(self, adapter: adapters.Adapter) -> adapters.Adapter:
-        """Put an adapter from the host onto the device, or divided onto the mesh. Raise OutOfMemoryError."""
+        """Put one of `adapters.from_canonical` onto the device, or divided onto the mesh. Raise OutOfMemoryError."""
+        specs = self._sampling.adapter_specs
         with out_of_memory_named("the adapter of a snapshot", "lower the model's resident_snapshots"):
-            return jax.block_until_ready(put(adapter, self._sampling.layout, self._sampling.adapter_specs))
+            return jax.block_until_ready(put(adapters.transposed(adapter), self._sampling.layout, specs))
 
     def write_adapter(self, row: int, adapter: adapters.Adapter, scale: float) -> None:
         """Write an adapter of any rank class to a row, counted over all shards."""

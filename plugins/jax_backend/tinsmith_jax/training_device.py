@@ -147,7 +147,7 @@ class TrainingDevice:
                 where = (model.padded_rank, self._train.layout, specs)
                 return state_slices.read(named.stored, model.lora, self.config, *where)
             whole = adapters.from_canonical(named, model.lora, self.config, model.padded_rank)
-            return put(whole, self._train.layout, specs)
+            return put(adapters.transposed(whole), self._train.layout, specs)
 
         with out_of_memory_named("the state of a model", "end a session"):
             m, v = (put_with(specs, named) if named else zeros for named in (state.adam_m, state.adam_v))
