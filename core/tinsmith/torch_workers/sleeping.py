@@ -1,8 +1,11 @@
 """Tensors whose memory goes to the host and comes back, while everything that refers to them stays valid."""
 
 from collections.abc import Iterable
+from typing import Final
 
 import torch
+
+_SMALLEST: Final = 1 << 20  # bytes of a piece of pinned memory, but for the last of a storage
 
 
 class SleepingTensors:
@@ -14,8 +17,10 @@ class SleepingTensors:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._asleep: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        self._frozen: dict[int, torch.Tensor] = {}  # by the identity of a storage: copies that stay, awake or asleep
+        self._asleep: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
+        self._frozen: dict[
+            int, list[torch.Tensor]
+        ] = {}  # by the identity of a storage: copies that stay, awake or asleep
 
     def sleep(self, changing: Iterable[torch.Tensor], *, frozen: Iterable[torch.Tensor] = ()) -> None:
         """Empty the storages of these tensors. `frozen` ones never change, so they are copied to the host only once."""
@@ -34,16 +39,21 @@ class SleepingTensors:
 
     def wake(self) -> None:
         """Fill the storages again."""
-        for storage, on_host in self._asleep:
-            storage.resize_(on_host.numel())
-            self._bytes_of(storage).copy_(on_host, non_blocking=True)
+        for storage, pieces in self._asleep:
+            sizes = [piece.numel() for piece in pieces]
+            storage.resize_(sum(sizes))
+            for own, piece in zip(self._bytes_of(storage).split(sizes), pieces, strict=True):
+                own.copy_(piece, non_blocking=True)
         self._synchronize()
         self._asleep = []
 
-    def _copy(self, storage: torch.UntypedStorage) -> torch.Tensor:
+    def _copy(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
         on_gpu = self._device.type == "cuda"
-        on_host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
-        return on_host.copy_(self._bytes_of(storage), non_blocking=True)
+        sizes = _pinned_sizes(storage.nbytes()) if on_gpu else [storage.nbytes()]
+        pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
+        for own, piece in zip(self._bytes_of(storage).split(sizes), pieces, strict=True):
+            piece.copy_(own, non_blocking=True)
+        return pieces
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -51,6 +61,15 @@ class SleepingTensors:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _pinned_sizes(num_bytes: int) -> list[int]:
+    """Divide a copy into powers of two, and a small rest: torch rounds each piece of pinned memory up to one."""
+    sizes = []
+    while num_bytes >= _SMALLEST:
+        sizes.append(1 << (num_bytes.bit_length() - 1))
+        num_bytes -= sizes[-1]
+    return [*sizes, num_bytes] if num_bytes or not sizes else sizes
 
 
 def id_of(tensor: torch.Tensor) -> int:

@@ -177,6 +177,26 @@ def test_a_sleeper_on_a_gpu_waits_for_its_copies(memory_of_a_card: list[str]) ->
     assert (frozen.tolist(), changing.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2])
 
 
+def test_a_sleeper_on_a_gpu_pins_no_more_than_it_copies(memory_of_a_card: list[str]) -> None:
+    """Torch rounds each piece of pinned memory up to a power of two."""
+    numbers = torch.arange((5 << 20) // 4 + 3)
+    before, made, taken = numbers.clone(), torch.empty, list[int]()
+
+    def pinned(*size: int, **named: Any) -> torch.Tensor:
+        if named.get("pin_memory"):
+            taken.append(1 << (size[0] - 1).bit_length())
+        return made(*size, **named)
+
+    sleeper = SleepingTensors(CARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", pinned)
+        sleeper.sleep([numbers])
+    num_bytes = before.untyped_storage().nbytes()
+    assert num_bytes <= sum(taken) < num_bytes + (1 << 20)
+    sleeper.wake()
+    assert torch.equal(numbers, before)
+
+
 @pytest.mark.parametrize(("device", "strict"), [(CARD, False), (CARD, True), (torch.device("cpu"), False)])
 def test_a_rank_on_a_gpu_takes_its_share_and_is_deterministic_if_that_is_claimed(
     device: torch.device, strict: bool, monkeypatch: pytest.MonkeyPatch
