@@ -94,7 +94,7 @@ def test_a_key_that_is_not_known_asks_again(tmp_path: Path, browser: Browser) ->
     keys = [{"key": "tml-secret", "tenant": "ann"}]
     with running_server(tmp_path, server={"api_keys": keys}) as server:
         browser.open(f"{server.url}/#key=tml-wrong")
-        browser.until("!document.querySelector('#problem').hidden && !document.querySelector('#ask').hidden")
+        browser.until("document.querySelector('#problem')?.hidden === false && !document.querySelector('#ask').hidden")
         assert "not known" in browser.evaluate("document.querySelector('#problem').textContent")
         browser.open(f"{server.url}/#key=tml-secret")
         browser.until("document.querySelector('#runs') && !document.querySelector('#runs').hidden")

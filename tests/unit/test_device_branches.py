@@ -38,7 +38,7 @@ FORCED_BY: Mapping[str, str] = {
     "torch_workers.adamw:adamw_": (
         "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
     ),
-    "torch_workers.head:_score": FSDP + ROWS,
+    "torch_workers.head:_chunks": FSDP + ROWS,
     "torch_workers.models:free_what_is_unused": FSDP + THERE_AND_BACK,
     "torch_workers.process_group:_computes_on_gpus": FSDP + NO_CPU,
     "torch_workers.process_group:join_process_group": FSDP + "test_ranks_on_gpus_meet_by_nccl",
@@ -76,7 +76,6 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_jax.runtime:decide": JAX + OPEN,
     "tinsmith_jax.runtime:divided": JAX + TRAINER,
     "tinsmith_jax.sampling_device:sampling_shape": JAX + OPEN,
-    "tinsmith_jax.sampling_only:JaxSampler.__init__": JAX + "test_a_sampler_claims_no_bits",
     "tinsmith_jax.train_step:TrainPrograms._on_cpu": JAX + TRAINER,
     "tinsmith_jax.train_step:TrainPrograms.finds_not_finite": JAX + TRAINER,
     "tinsmith_megatron.attention:PackedAttention.forward": (

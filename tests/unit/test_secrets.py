@@ -165,6 +165,7 @@ COMMANDS = (
     ("check-plugin", "Gauge", "--json", "--traceback", "--option", f"engine_args={{hf_token: {TOKEN}}}"),
     ("tiny-model", "made", "--num-layers", "1"),
     ("demo", "--directory", "tinsmith.yaml"),
+    ("track", "absent", "--once", "--url", "http://127.0.0.1:9", "--key", KEY),
     ("checkpoint", "show", "tinker://run/weights/one"),
     ("checkpoint", "verify", "tinker://run/weights/one"),
     ("checkpoint", "convert", "tinker://run/weights/one", "out"),

@@ -186,9 +186,8 @@ async def _serve(
                         beside.create_task(_housekeeping(settings, store, context)),
                         beside.create_task(context.hearing.watch()),
                         beside.create_task(context.storage.watch()),
-                        beside.create_task(_show_engines(terminal, settings, context.engines)),
+                        beside.create_task(_present(http, terminal, settings, plugins, context.engines, url, lock)),
                         beside.create_task(collect_old()),
-                        beside.create_task(_announce(http, settings, plugins, url, lock)),
                     ]
                     if isinstance(supervisor, EngineThread):
                         tasks.append(beside.create_task(_stop_when_failed(http, supervisor)))
@@ -232,10 +231,20 @@ async def _stop_when_failed(http: _HttpServer, engine: EngineThread) -> None:
     http.should_exit = True
 
 
-async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:
+async def _present(
+    http: _HttpServer,
+    terminal: Console,
+    settings: Settings,
+    plugins: Plugins,
+    engines: Engines,
+    url: str,
+    lock: DataDirLock,
+) -> None:
+    """Say where the server is once it answers, and only then which engines are ready."""
     await http.answering.wait()
     lock.describe(url=url)
     plugins.server_started(ServerStarted(url=url, base_models=tuple(model.name for model in settings.models)))
+    await _show_engines(terminal, settings, engines)
 
 
 async def _show_engines(terminal: Console, settings: Settings, engines: Engines) -> None:

@@ -71,7 +71,8 @@ def _answer(
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
     """Answer in the form that the path's plugin asks for, or else with the detail and `more`."""
-    forms = context_of(request).error_forms
+    app = request.scope.get("app")  # absent where limits stand before another program
+    forms = {} if app is None else app.state.context.error_forms
     form = next((form for prefix, form in forms.items() if request.url.path.startswith(prefix)), None)
     content = {"detail": answer.detail, **more} if form is None else form(answer)
     return JSONResponse(content, answer.status, headers)

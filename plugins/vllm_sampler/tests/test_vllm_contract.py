@@ -90,7 +90,8 @@ async def test_no_file_is_on_the_way_of_an_adapter(pair: Pair, qwen3: VllmSample
     listening = False
 
     def listen(event: str, arguments: tuple[Any, ...]) -> None:
-        if listening and event in {"open", "os.mkdir", "shutil.copyfile"}:
+        is_file = bool(arguments) and not isinstance(arguments[0], int)  # a number is an open descriptor
+        if listening and is_file and event in {"open", "os.mkdir", "shutil.copyfile"}:
             opened.append(str(arguments[0]))
 
     def mapped() -> bool:
