@@ -21,7 +21,7 @@ from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.checkpoints import format as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.engine import checkpoint_files
+from tinsmith.engine import checkpoint_files, context
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.testing.postgres import Postgres
 
@@ -193,9 +193,7 @@ def directories_by_name(patch: pytest.MonkeyPatch) -> None:
     """All versions share a directory, so a slow deletion removes the files of a later one."""
     write = checkpoints.write_checkpoint
     patch.setattr(TinkerPath, "new_directory", lambda path: f"{path.model_id}/{path.checkpoint_id}")
-    patch.setattr(
-        checkpoint_files, "write_checkpoint", lambda *args, **more: write(*args, **{**more, "overwrite": True})
-    )
+    patch.setattr(context, "write_checkpoint", lambda *args, **more: write(*args, **{**more, "overwrite": True}))
 
 
 FAULTS: Final[dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str]]]] = {

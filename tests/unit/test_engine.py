@@ -17,7 +17,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, HostSnapshot, SamplerCapabilities, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
-from tinsmith.engine import checkpoint_files, snapshots
+from tinsmith.engine import context
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.context import Keeping
 from tinsmith.engine.engine import Engine
@@ -328,7 +328,7 @@ async def test_a_save_is_hung_only_if_its_files_are_whatever_it_waited_for(
         assert released.wait(WAIT_S)
         return write_checkpoint(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint_files, "write_checkpoint", slow)
+    monkeypatch.setattr(context, "write_checkpoint", slow)
     async with setup.running(watch=passing.watch):
         for number in range(2):
             await client.result(await client.create_model(number))
@@ -616,14 +616,14 @@ async def test_what_is_written_of_a_snapshot_while_its_model_is_unloaded_does_no
         assert go_on.wait(WAIT_S)
         write(*args, **kwargs)
 
-    write = snapshots.write_checkpoint
+    write = context.write_checkpoint
     async with setup.running(keeping=Keeping(max_resident=1, max_bytes=1 << 30)) as engine:
         await client.create_model()
         first, second = (
             ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=f"s1:sample:{number}") for number in range(2)
         )
         await client.run(first)
-        monkeypatch.setattr(snapshots, "write_checkpoint", slow)
+        monkeypatch.setattr(context, "write_checkpoint", slow)
         saving = asyncio.create_task(client.run(second))
         assert await asyncio.to_thread(begun.wait, WAIT_S)
         dropping = asyncio.create_task(engine.sampling.snapshots.drop_model("s1:train:0"))

@@ -17,7 +17,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint
-from tinsmith.engine import recovery_points
+from tinsmith.engine import context, recovery_points
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.engine.recovery_points import RecoveryPoints
@@ -782,7 +782,7 @@ async def test_a_full_disk_costs_a_recovery_point_and_nothing_else(
         raise ServerError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(recovery_points, "write_checkpoint", full)
+        patch.setattr(context, "write_checkpoint", full)
         async with setup.engine(point_every_operations=1):
             await client.create_model()
             await train(client, 0, 1)
@@ -829,14 +829,14 @@ async def test_a_recovery_point_without_room_waits_and_training_does_not(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that takes nothing for a while: one state waits in memory, the second model's is not even captured."""
-    opened, begun, write = threading.Event(), threading.Event(), recovery_points.write_checkpoint
+    opened, begun, write = threading.Event(), threading.Event(), context.write_checkpoint
 
     def when_opened(*args: Any, **kwargs: Any) -> int:
         begun.set()
         assert opened.wait(WAIT_S)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(recovery_points, "write_checkpoint", when_opened)
+    monkeypatch.setattr(context, "write_checkpoint", when_opened)
     async with setup.engine(point_every_operations=2, waiting_bytes=1):
         await client.create_model()
         await train(client, 0)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import Checkpoint, delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.format import Checkpoint, delete_checkpoint, read_checkpoint
 from tinsmith.checkpoints.sizes import size_of
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.context import EngineContext
-from tinsmith.engine.failures import in_a_thread, with_retries
+from tinsmith.engine.failures import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import ReadRight
@@ -115,20 +115,15 @@ class Checkpoints(CheckpointReader):
         now = datetime.now(UTC)
         directory = directory or TinkerPath.parse(path).new_directory()
         await self._begin_version(path, directory, now, overwrite=overwrite)
-        write = partial(
-            write_checkpoint,
-            kind=kind,
-            state=state,
-            base_model=self._base_model,
-            user_metadata=user_metadata or {},
+        size = await self._engine.write_state(
+            self._root,
+            directory,
+            kind,
+            lambda: state,
+            num_bytes=num_bytes,
             created_at=now,
-            overwrite=False,
-            epoch=self._engine.lease.epoch,
-            model_path=self._engine.options.model_path,
-            shard_bytes=self._engine.options.shard_bytes,
-            finite=True,
+            asked_with=user_metadata or {},
         )
-        size = await in_a_thread(self._watch.files(partial(write, self._root, directory), num_bytes))
         return CheckpointRecord(
             path=path,
             model_id=TinkerPath.parse(path).model_id,

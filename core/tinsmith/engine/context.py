@@ -1,14 +1,18 @@
 """What the parts of one engine share: store and lease, files and their room, options, tasks, and the end."""
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.backend import ModelState
+from tinsmith.checkpoints.format import SHARD_BYTES, write_checkpoint
 from tinsmith.engine.budgets import DiskRoom, WaitingStates
 from tinsmith.engine.call_watch import CallWatch
+from tinsmith.engine.failures import in_a_thread
 from tinsmith.host_memory import host_memory
 from tinsmith.settings import (
     ConsistencySettings,
@@ -20,7 +24,7 @@ from tinsmith.settings import (
     Settings,
     WatchdogSettings,
 )
-from tinsmith.store import Lease, RequestStore
+from tinsmith.store import CheckpointKind, Lease, RequestStore
 from tinsmith.store.disk_room import space_at
 
 _SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
@@ -88,3 +92,38 @@ class EngineContext:
     @property
     def base_model(self) -> str:
         return self.lease.base_model
+
+    async def write_state(
+        self,
+        root: Path,
+        directory: str,
+        kind: CheckpointKind,
+        state: Callable[[], ModelState],
+        *,
+        num_bytes: int,
+        created_at: datetime,
+        asked_with: Mapping[str, str] | None = None,
+    ) -> int:
+        """Make a state durable under the lease, outside the training thread, where `state` is called, too.
+
+        `asked_with` is the metadata of a checkpoint that a client asked for. Without it, the state is the engine's own:
+        it may replace another, lacks the files of the base model, and need not be finite. Return the size of the files.
+        """
+
+        def write() -> int:
+            return write_checkpoint(
+                root,
+                directory,
+                kind=kind,
+                state=state(),
+                base_model=self.base_model,
+                user_metadata=asked_with or {},
+                created_at=created_at,
+                overwrite=asked_with is None,
+                epoch=self.lease.epoch,
+                model_path=None if asked_with is None else self.options.model_path,
+                shard_bytes=self.options.shard_bytes,
+                finite=asked_with is not None,
+            )
+
+        return await in_a_thread(self.watch.files(write, num_bytes))

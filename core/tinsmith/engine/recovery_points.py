@@ -13,17 +13,16 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import delete_checkpoint, write_checkpoint
+from tinsmith.checkpoints.format import delete_checkpoint
 from tinsmith.checkpoints.sizes import size_of
 from tinsmith.engine.budgets import Place
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.context import EngineContext
-from tinsmith.engine.failures import EngineFailedError, ending_the_engine, in_a_thread
+from tinsmith.engine.failures import EngineFailedError, ending_the_engine
 from tinsmith.engine.models import Models
 from tinsmith.errors import LeaseLostError, TinsmithError
 from tinsmith.failpoints import durable_boundary
@@ -136,19 +135,10 @@ class RecoveryPoints:
         """Make it durable. It is not used before it is registered. Raise ServerError if the disk fails."""
         directory = f"{model_id}/{seq_id}-{self._version}"
         now = datetime.now(UTC)
-        write = partial(
-            write_checkpoint,
-            kind="training",
-            state=state,
-            base_model=self._engine.base_model,
-            user_metadata={},
-            created_at=now,
-            overwrite=True,
-            epoch=self._engine.lease.epoch,
-        )
         async with self._of(model_id).writing:
-            files = self._engine.watch.files(partial(write, self._root, directory), size_of(state, "training"))
-            size = await in_a_thread(files)
+            size = await self._engine.write_state(
+                self._root, directory, "training", lambda: state, num_bytes=size_of(state, "training"), created_at=now
+            )
         return RecoveryPointRecord(
             model_id=model_id, seq_id=seq_id, directory=directory, size_bytes=size, created_at=now
         )

@@ -14,12 +14,12 @@ from typing import Final
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
-from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot, write_checkpoint
+from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
 from tinsmith.checks import why_not_sampled
 from tinsmith.engine.backend_calls import NoSampler
 from tinsmith.engine.context import EngineContext
-from tinsmith.engine.failures import in_a_thread, with_retries
+from tinsmith.engine.failures import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import LoraConfig
@@ -276,21 +276,15 @@ class Snapshots:
         async with self._writing:
             if (why := await self._engine.room.why_not(snapshot.num_bytes)) is not None:
                 raise UserError(why)
-            await in_a_thread(self._engine.watch.files(partial(self._write, held, snapshot), snapshot.num_bytes))
+            await self._engine.write_state(
+                held.root,
+                held.directory,
+                "sampler",
+                lambda: ModelState(lora=snapshot.lora, weights=snapshot.adapter_weights()),
+                num_bytes=snapshot.num_bytes,
+                created_at=datetime.now(UTC),
+            )
         held.on_disk = True
-
-    def _write(self, held: _Held, snapshot: Snapshot) -> None:
-        write_checkpoint(
-            held.root,
-            held.directory,
-            kind="sampler",
-            state=ModelState(lora=snapshot.lora, weights=snapshot.adapter_weights()),
-            base_model=self._engine.lease.base_model,
-            user_metadata={},
-            created_at=datetime.now(UTC),
-            overwrite=True,
-            epoch=self._engine.lease.epoch,
-        )
 
 
 def persisted_id(directory: str) -> str:
