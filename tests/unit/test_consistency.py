@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tinsmith.engine.consistency_verdict import FLOAT32, LOW_PRECISION, Bounds, Scores, ScoresN, compare
+from tinsmith.engine.probes import FLOAT32, LOW_PRECISION, Bounds, Scores, ScoresN, compare
 from tinsmith.operations import Consistency
 
 NUM_TOKENS = 94

@@ -24,8 +24,7 @@ from tinsmith.engine.backend_calls import TrainingThread
 from tinsmith.engine.checkpoint_files import CheckpointReader
 from tinsmith.engine.failures import BackendFailedError
 from tinsmith.engine.models import Models
-from tinsmith.engine.replay import Rebuilt, Replayer
-from tinsmith.engine.time_travel import check_reachable, rebuild_at
+from tinsmith.engine.replay import Rebuilt, Replayer, check_reachable, rebuild_at
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_trainer

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from tinsmith import operations as ops
-from tinsmith.engine.time_travel import oldest_reachable
+from tinsmith.engine.replay import oldest_reachable
 from tinsmith.errors import ServerError
 from tinsmith.store import (
     CheckpointRecord,

@@ -13,7 +13,6 @@ from tinsmith.engine.context import EngineContext
 from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.model_operations import ModelOperations
-from tinsmith.engine.model_places import Places
 from tinsmith.engine.models import Models
 from tinsmith.engine.probes import Probes
 from tinsmith.engine.recorder import Recorder
@@ -24,7 +23,6 @@ from tinsmith.engine.sampling import SampleQueue, Sampling
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.steps import Steps
 from tinsmith.engine.training import Training, TrainingQueue
-from tinsmith.engine.windows import Windows
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Limits, Scheduler
@@ -56,22 +54,22 @@ def assemble_engine(
     training_thread = TrainingThread(thread, turns, engine.watch)
     probes = Probes(backend, drawing, engine.options.consistency, call=training_thread.call)
     models = Models(backend, training_thread, before_change=probes.before_change)
-    windows, steps = Windows(engine.store), Steps()
+    steps = Steps(engine.store)
     snapshots = Snapshots(engine, drawing)
     gate = ConsistencyGate(engine, probes, snapshots, most_waiting=_most_waiting(engine, drawing, turns))
     checkpoints = Checkpoints(engine)
     points = RecoveryPoints(engine, models, gate)
-    operations = ModelOperations(engine, models, windows, checkpoints, snapshots, gate, points)
+    operations = ModelOperations(engine, models, steps, checkpoints, snapshots, gate, points)
 
     claims = Claims(engine, Decoder(capabilities=capabilities, losses=losses))
     recorder = Recorder(engine, claims, on_finished)
     waiting = TrainingQueue(scheduler, Limits(max_batch_tokens=trainer.max_batch_tokens), models.why_not)
-    training = Training(engine, waiting, models, windows, steps, operations, points, recorder)
+    training = Training(engine, waiting, models, steps, operations, points, recorder)
     samples = SampleQueue(scheduler, drawing.sampler_capabilities)
     sampling = Sampling(engine, samples, drawing, snapshots, gate, recorder, on_room=claims.wake)
     replayer = Replayer(models, checkpoints, recovery_root=engine.data_dir.recovery_points(engine.base_model))
     recovery = Recovery(engine, models, replayer, snapshots, gate, points, steps)
-    return Engine(engine, claims, training, sampling, recovery, Places(engine, trainer))
+    return Engine(engine, claims, training, sampling, recovery, trainer)
 
 
 def _most_waiting(engine: EngineContext, sampler: SamplingBackend, turns: DeviceTurns | None) -> int:

@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinsmith import operations as ops
-from tinsmith.engine.steps import metrics_of
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.references import told
@@ -84,10 +83,10 @@ class Finished:
 
     def _measured(self, usage: Usage) -> Measured | None:
         """Return what a pass or step measured, and what it took."""
-        record, metrics = self.claimed.record, metrics_of(self.claimed.operation, self.outcome.result)
         if not isinstance(self.outcome.result, ops.ForwardBackwardOutput | ops.OptimStepOutput):
             return None
-        took = {ENGINE_S: usage.engine_s, QUEUED_S: _queued_s(record)}
+        metrics = _metrics_of(self.claimed.operation, self.outcome.result)
+        took = {ENGINE_S: usage.engine_s, QUEUED_S: _queued_s(self.claimed.record)}
         if usage.trained_tokens:
             took[TOKENS] = float(usage.trained_tokens)
         return Measured(step=self.step, values={**metrics, **took})
@@ -109,8 +108,17 @@ class Finished:
             consistency=self.outcome.consistency,
             seq_id=record.seq_id if record.ordered else None,
             step=self.step if record.ordered else None,
-            metrics=metrics_of(self.claimed.operation, result),
+            metrics=_metrics_of(self.claimed.operation, result),
         )
+
+
+def _metrics_of(operation: ops.Operation | None, result: ops.Result) -> Mapping[str, float]:
+    """Return the metrics of a pass or a step. Those of a pass without a gradient get a name of their own."""
+    if not isinstance(result, ops.ForwardBackwardOutput | ops.OptimStepOutput):
+        return {}
+    if isinstance(operation, ops.Forward):
+        return {f"forward/{name}": value for name, value in result.metrics.items()}
+    return result.metrics
 
 
 def _queued_s(record: OperationRecord) -> float:

@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Final, NamedTuple
 
 from tinsmith import operations as ops
@@ -14,7 +13,6 @@ from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
 from tinsmith.errors import TinsmithError
 from tinsmith.losses import LossSpec
-from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import ClaimRoom, EngineCapabilities, Held, OperationRecord
 from tinsmith.store.codec import decode_operation
 
@@ -123,7 +121,6 @@ class Claims:
         self._lease = engine.lease
         self._decoder = decoder
         self._settings = engine.options.recovery
-        self._gap_timeout_s = engine.options.gap_timeout_s
         self._look = asyncio.Event()
         self._held = Holdings()
         self._changed = True  # the store may have something new
@@ -213,14 +210,3 @@ class Claims:
         """Put everything back, at an orderly stop."""
         self._held.clear()
         await self.requeue(None)
-
-    async def close_gaps(self) -> None:
-        """Until cancelled, fail what has waited too long behind a missing seq_id."""
-        clock, timeout_s = SteadyClock(), self._gap_timeout_s
-        while True:
-            await asyncio.sleep(min(5.0, timeout_s / 4))
-            now, steady_s = clock.read()
-            if steady_s < timeout_s:
-                continue  # nothing ran here for a while, so clients may have been unable to send what is missing
-            older_than = now - timedelta(seconds=timeout_s)
-            await with_retries(self._store.fail_gaps, self._lease.base_model, older_than=older_than)

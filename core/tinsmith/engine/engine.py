@@ -7,13 +7,14 @@ sampler draws. Each takes, runs and records. `assembly.py` builds an engine.
 import asyncio
 import logging
 
+from tinsmith.backend import TrainerCapabilities
 from tinsmith.engine.claimed import Claimed
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.context import EngineContext
-from tinsmith.engine.model_places import Places
 from tinsmith.engine.recovery import Recovery, RecoveryProgress
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.training import Training
+from tinsmith.engine.upkeep import admit_models, close_gaps
 
 _log = logging.getLogger(__name__)
 
@@ -28,19 +29,18 @@ class Engine:
         training: Training,
         sampling: Sampling,
         recovery: Recovery,
-        places: Places,
+        trainer: TrainerCapabilities,
     ) -> None:
+        self._context = context
         self.training = training
         self._claims = claims
         self.sampling = sampling
         self._recovery = recovery
-        self._places = places
-        self._tasks = context.tasks
-        self._stopping = context.stopping
+        self._trainer = trainer
 
     def stop(self) -> None:
         """Let `run` finish what is running, and return."""
-        self._stopping.set()
+        self._context.stopping.set()
         self._claims.wake()
         self.training.wake()
 
@@ -60,11 +60,11 @@ class Engine:
         After either the next engine rebuilds the models.
         """
         try:
-            async with self._tasks as tasks:
+            async with self._context.tasks as tasks:
                 endless = (
                     self._claims.watch_store(),
-                    self._claims.close_gaps(),
-                    self._places.watch(),
+                    close_gaps(self._context),
+                    admit_models(self._context, self._trainer),
                     self.sampling.tidy(),
                 )
                 watching = [tasks.create_task(each) for each in endless]
@@ -82,7 +82,7 @@ class Engine:
         self._claims.wake()
         while True:
             await self._claims.woken()
-            if self._stopping.is_set():
+            if self._context.stopping.is_set():
                 return
             await self._cancel_samples()
             for claimed in await self._claims.claim():
@@ -92,7 +92,7 @@ class Engine:
 
     async def _retry_suspects(self) -> None:
         """Retry what may have killed the previous engine, one operation at a time, so that nothing else suffers."""
-        while not self._stopping.is_set() and (claimed := await self._claims.claim_suspect()) is not None:
+        while not self._context.stopping.is_set() and (claimed := await self._claims.claim_suspect()) is not None:
             await self._runner_of(claimed).run_alone(claimed)
 
     def _runner_of(self, claimed: Claimed) -> Training | Sampling:

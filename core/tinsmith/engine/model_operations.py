@@ -20,7 +20,7 @@ from tinsmith.engine.failures import with_retries
 from tinsmith.engine.models import Models
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.engine.snapshots import Snapshots, persisted_id
-from tinsmith.engine.windows import Windows
+from tinsmith.engine.steps import Steps
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.store import (
     CheckpointRecord,
@@ -45,7 +45,7 @@ class ModelOperations:
         self,
         engine: EngineContext,
         models: Models,
-        windows: Windows,
+        steps: Steps,
         checkpoints: Checkpoints,
         snapshots: Snapshots,
         gate: ConsistencyGate,
@@ -53,7 +53,7 @@ class ModelOperations:
     ) -> None:
         self._engine = engine
         self._models = models
-        self._windows = windows
+        self._steps = steps
         self._checkpoints = checkpoints
         self._snapshots = snapshots
         self._gate = gate
@@ -119,7 +119,7 @@ class ModelOperations:
         return Outcome(result=created, effects=(*effects, ready), loaded_steps=steps)
 
     async def _save_state(self, operation: ops.SaveState, record: OperationRecord) -> Outcome:
-        spoilt = await self._windows.failed_pass(record) is not None
+        spoilt = await self._steps.failed_pass(record) is not None
         async with self._captured(operation.model_id) as state:
             written = await self._checkpoints.write(
                 operation.path,

@@ -17,8 +17,7 @@ from tinsmith.engine.model_operations import ModelOperation, ModelOperations
 from tinsmith.engine.models import BatchOperation, Models
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.recovery_points import RecoveryPoints
-from tinsmith.engine.steps import Steps
-from tinsmith.engine.windows import Windows, discarded
+from tinsmith.engine.steps import Steps, discarded
 from tinsmith.failpoints import durable_boundary
 from tinsmith.scheduler import Limits, Pending, Scheduler
 
@@ -103,7 +102,6 @@ class Training:
         engine: EngineContext,
         queue: TrainingQueue,
         models: Models,
-        windows: Windows,
         steps: Steps,
         operations: ModelOperations,
         recovery_points: RecoveryPoints,
@@ -112,7 +110,6 @@ class Training:
         self._engine = engine
         self._queue = queue
         self._models = models
-        self._windows = windows
         self._steps = steps
         self._operations = operations
         self._recovery_points = recovery_points
@@ -172,7 +169,7 @@ class Training:
         """Discard the steps whose window holds a failed pass: drop their gradients, and return their results."""
         found: dict[str, ops.Result] = {}
         for record in (each.record for each in taken if each.record.kind == "optim_step"):
-            failed = await self._windows.failed_pass(record)
+            failed = await self._steps.failed_pass(record)
             if failed is not None:
                 await self._models.drop_gradient(record.subject_id)
                 found[record.request_id] = discarded(failed)
@@ -198,7 +195,6 @@ class Training:
 
     def _finished(self, claimed: Claimed, outcome: Outcome) -> Finished:
         """Note that an operation has run on its model."""
-        self._windows.ran(claimed.record, outcome.result)
         self._recovery_points.ran(claimed.record.subject_id, claimed.record.seq_id)
         step, steps = self._steps.ran(claimed.record, outcome.result, outcome.loaded_steps)
         return Finished(claimed=claimed, outcome=outcome, step=step, steps=steps)

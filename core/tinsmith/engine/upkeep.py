@@ -1,0 +1,62 @@
+"""What an engine does at intervals, whatever it runs: it fails what waits behind gaps, and gives places to models."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from tinsmith.backend import TrainerCapabilities
+from tinsmith.engine.context import EngineContext
+from tinsmith.engine.failures import with_retries
+from tinsmith.settings import QuotaSettings
+from tinsmith.steady_clock import SteadyClock
+from tinsmith.store import PlaceLimits
+
+_MIN_LOOK_S: Final = 1.0
+_MAX_LOOK_S: Final = 60.0
+_NEVER: Final = datetime.fromtimestamp(0, UTC)
+
+
+async def close_gaps(engine: EngineContext) -> None:
+    """Until cancelled, fail what has waited too long behind a missing seq_id."""
+    clock, timeout_s = SteadyClock(), engine.options.gap_timeout_s
+    while True:
+        await asyncio.sleep(min(5.0, timeout_s / 4))
+        now, steady_s = clock.read()
+        if steady_s < timeout_s:
+            continue  # nothing ran here for a while, so clients may have been unable to send what is missing
+        older_than = now - timedelta(seconds=timeout_s)
+        await with_retries(engine.store.fail_gaps, engine.base_model, older_than=older_than)
+
+
+async def admit_models(engine: EngineContext, trainer: TrainerCapabilities) -> None:
+    """Until cancelled, admit waiting models whenever there may be a place for them on the backend.
+
+    A model cannot get a place while no engine runs, so this one waits as long before it gives any up.
+    """
+    clock, quotas = SteadyClock(), engine.options.quotas
+    look_s = min(max(quotas.place_wait_s / 4, _MIN_LOOK_S), _MAX_LOOK_S)
+    while True:
+        now, steady_s = clock.read()
+        wait_s = quotas.place_wait_s
+        give_up_before = now - timedelta(seconds=wait_s) if steady_s >= wait_s else _NEVER
+        limits = _limits(engine.base_model, quotas, trainer, give_up_before)
+        await with_retries(engine.store.admit_models, engine.lease, limits)
+        await engine.store.wait_for_places(engine.base_model, look_s)
+
+
+def _limits(
+    base_model: str, quotas: QuotaSettings, trainer: TrainerCapabilities, give_up_before: datetime
+) -> PlaceLimits:
+    max_models = trainer.max_models
+    full = trainer.max_full_models or None  # 0: the engine refuses such a model, which need not wait
+    of_them = "" if full is None else f", {full} of them with LoRA rank 0"
+    settings = "max_models" if full is None else "max_models or max_full_models"
+    return PlaceLimits(
+        max_models=max_models,
+        max_full_models=full,
+        kept=quotas.kept(max_models),
+        give_up_before=give_up_before,
+        failure=f"no place for a model of {base_model!r} became free within {quotas.place_wait_s:.0f} s "
+        f"(quotas.place_wait_s); it holds {max_models} models{of_them}: end sessions that you no longer need, try "
+        f"again later, or ask the operator to raise the backend's {settings}",
+    )
