@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tinsmith_vllm import fused_draws
-from tinsmith_vllm.draws import draw, places, weights_of
+from tinsmith_vllm.draws import draw, places
+from tinsmith_vllm.token_weights import weights_of
 
 VOCAB = 2 * fused_draws.BLOCK + 800  # the last block is not full
 TYPES = {"logits": "*fp32", "largest": "*fp32", "sums": "*i64", "places": "*fp64", "tokens": "*i64"}

@@ -3,10 +3,9 @@
 vLLM gives each request that has a seed a random generator, and launches a kernel for every one of them in every step.
 Here a row needs one number, which is hashed on the host: its place in the cumulative distribution.
 
-A token's weight is an integer, computed from its logit and the row's largest one by operations that every device
-rounds alike: no exp, and no product that is fused with an addition. Weights are summed as integers. So a row's token
-depends neither on the other rows, nor on the order of additions, nor on the device, nor on the release of vLLM. On
-GPUs, kernels of our own do the same in two passes over the logits (fused_draws.py).
+A token's weight is an integer (token_weights.py), and weights are summed as integers. So a row's token depends neither
+on the other rows, nor on the order of additions, nor on the device, nor on the release of vLLM. On GPUs, kernels of our
+own do the same in two passes over the logits (fused_draws.py).
 
 Runs in vLLM's workers. Array suffixes: R = rows, V = vocabulary.
 """
@@ -17,15 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-LOG2_E: Final = 1.4426950408889634
-POWERS: Final = (1.0, 0.6931471824645996, 0.24022646, 0.05550329, 0.00961852, 0.001339986, 0.00015337578)
-"""Coefficients of 2**f for f in [-0.5, 0.5], lowest power first: 1e-7 of it at most."""
-LEAST: Final = -64.0
-"""What is below 2**LEAST of the likeliest token has no weight, as anything below 2**-ONE_BITS."""
-ONE_BITS: Final = 40
-"""The likeliest token weighs 2**ONE_BITS, and the sum of 2**18 tokens still fits 63 bits."""
-EXPONENT: Final = 127 + ONE_BITS
-"""Added to n, the exponent field of the float32 number 2**(n + ONE_BITS)."""
+from tinsmith_vllm.token_weights import weights_of
 
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -48,24 +39,6 @@ def draw_by_torch(logits_RV: torch.Tensor, places_R: torch.Tensor) -> torch.Tens
     ends_RV = weights_of(logits_RV).cumsum(dim=-1)
     wanted_R = (places_R * ends_RV[:, -1]).floor().long()
     return torch.searchsorted(ends_RV, wanted_R[:, None], right=True)[:, 0].clamp_(max=logits_RV.shape[-1] - 1)
-
-
-def weights_of(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Return round(2**ONE_BITS exp(logit - largest)), about: int64 [R, V]. Rows that are not finite have none.
-
-    Each operation is one of torch, so that no compiler fuses two of them.
-    """
-    largest_R1 = logits_RV.amax(dim=-1, keepdim=True)
-    finite_R1 = largest_R1.isfinite()
-    exponents = (logits_RV - largest_R1.where(finite_R1, 0.0)).mul_(LOG2_E).clamp_(min=LEAST)
-    whole = (exponents + 0.5).floor_()
-    rest = exponents.sub_(whole)
-    powers = rest * POWERS[-1]
-    for coefficient in POWERS[-2:0:-1]:
-        powers.add_(coefficient).mul_(rest)
-    powers.add_(POWERS[0])
-    scale = whole.int().add_(EXPONENT).bitwise_left_shift_(23).view(torch.float32)
-    return powers.mul_(scale).long().mul_(finite_R1)
 
 
 def places(seeds: Any, positions: Any) -> npt.NDArray[np.float64]:

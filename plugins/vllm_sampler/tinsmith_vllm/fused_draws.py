@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tinsmith_vllm.draws import EXPONENT, LEAST, LOG2_E, POWERS
+from tinsmith_vllm.token_weights import EXPONENT, LEAST, LOG2_E, POWERS
 
 BLOCK: Final = 4096
 OPTIONS: Final[dict[str, Any]] = {"num_warps": 8, "enable_fp_fusion": False}
@@ -104,7 +104,7 @@ def _largest_of_row(largest, row, blocks, ALL: tl.constexpr):
 
 @triton.jit
 def _weights(x, largest):
-    """Do what `draws.weights_of` does, in the same order."""
+    """Do what `token_weights.weights_of` does, in the same order."""
     finite = (largest > -_INF) & (largest < _INF)
     exponents = tl.maximum((x - tl.where(finite, largest, 0.0)) * _LOG2_E, _LEAST)
     whole = tl.floor(exponents + 0.5)
