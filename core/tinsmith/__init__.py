@@ -35,6 +35,7 @@ from tinsmith.errors import (
     UserError,
 )
 from tinsmith.expert_load import expert_metrics
+from tinsmith.fair_lock import FairLock
 from tinsmith.hook_values import (
     ErrorAnswer,
     OperationFinished,
@@ -75,7 +76,6 @@ from tinsmith.scheduler import Batch, Limits, Pending, Scheduler, SchedulerSpec
 from tinsmith.scratch import Scratch
 from tinsmith.settings import Settings, child_environment
 from tinsmith.tracking import track
-from tinsmith.turns import Turns
 
 __all__ = [
     "BUILTIN_LOSSES",
@@ -96,6 +96,7 @@ __all__ = [
     "ErrorAnswer",
     "ExpertArray",
     "Failed",
+    "FairLock",
     "FloatArray",
     "Forward",
     "ForwardBackward",
@@ -139,7 +140,6 @@ __all__ = [
     "TopLogprobs",
     "TrainerCapabilities",
     "TrainingBackend",
-    "Turns",
     "UnsupportedError",
     "UserError",
     "are_finite",

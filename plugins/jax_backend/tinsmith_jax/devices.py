@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from tinsmith import LossSpec, Progress, Turns
+from tinsmith import FairLock, LossSpec, Progress
 from tinsmith_jax import native, runtime
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import Buckets
@@ -75,13 +75,13 @@ class Devices:
             replays=setup.routing_replay and model.experts is not None,
         )
         self.programs = Programs(progress, alone=jax.process_count() == 1)
-        turns = Turns()
-        self.training = TrainingDevice(base, self.train_programs, programs=self.programs, turns=turns)
+        device_lock = FairLock()
+        self.training = TrainingDevice(base, self.train_programs, programs=self.programs, device_lock=device_lock)
         self.sampling: SamplingDevice | None = None
         if setup.samples:
             self.sampling = sampling_device(
                 budget, limits, model, base, layout,
-                programs=self.programs, turns=turns, routing_replay=setup.routing_replay,
+                programs=self.programs, device_lock=device_lock, routing_replay=setup.routing_replay,
             )  # fmt: skip
         self.facts = Facts(name=device_name(layout), limits=limits, buckets=self.train_programs.buckets, budget=budget)
 

@@ -15,12 +15,12 @@ from tinsmith import (
     AdamParams,
     Array,
     ConfigError,
+    FairLock,
     FloatArray,
     IntArray,
     LoraConfig,
     ModelState,
     Progress,
-    Turns,
 )
 from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith.workers import MakeLauncher, StateFiles, WorkerGroup
@@ -84,13 +84,13 @@ class Workers:
 
     def __init__(self, group: WorkerGroup[MeshWorker]) -> None:
         self._group = group
-        self._turns = Turns()
+        self._device_lock = FairLock()
         self._numbers = itertools.count()
         self._dropped: deque[int] = deque()
 
     def run(self, part: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of a part on all workers. Return what the first answers."""
-        with self._turns.turn():
+        with self._device_lock:
             if self._dropped:
                 numbers = [self._dropped.popleft() for _ in range(len(self._dropped))]
                 self._group.call(MeshWorker.run, "adapters", HeldAdapters.drop.__name__, (numbers,), {})
@@ -101,7 +101,7 @@ class Workers:
 
     def load_state(self, model_id: str, state: ModelState) -> None:
         """Make each worker read its shard of a model's state. If one cannot, the model stays unchanged on all."""
-        with self._turns.turn():
+        with self._device_lock:
             for error in self._group.call(MeshWorker.load_state, model_id, state):
                 if error is not None:
                     raise error

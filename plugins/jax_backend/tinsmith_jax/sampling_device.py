@@ -1,6 +1,6 @@
 """The sampler's device state: the pages of the key-value cache, and the rows of adapters.
 
-Takes and returns NumPy arrays. One thread calls it, and every dispatch takes a turn on the device.
+Takes and returns NumPy arrays. One thread calls it, and every dispatch holds the lock of the device.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Final
 import jax
 import numpy as np
 
-from tinsmith import FloatArray, IntArray, Turns
+from tinsmith import FairLock, FloatArray, IntArray
 from tinsmith_jax import adapters
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs
@@ -43,10 +43,12 @@ _KEPT_BYTES: Final = 1 << 29  # that pages may take for prefixes which nobody us
 class SamplingDevice:
     """Owns the cache and the resident adapters. Its arrays are donated, so nothing else may hold them."""
 
-    def __init__(self, base: Base, sampling_programs: SamplingPrograms, *, programs: Programs, turns: Turns) -> None:
+    def __init__(
+        self, base: Base, sampling_programs: SamplingPrograms, *, programs: Programs, device_lock: FairLock
+    ) -> None:
         self.shape = sampling_programs.shape
         self._base, self._sampling = base, sampling_programs
-        self._programs, self._turns = programs, turns
+        self._programs, self._device_lock = programs, device_lock
         self.config = sampling_programs.config
         self.reset()
 
@@ -68,7 +70,7 @@ class SamplingDevice:
     def write_adapter(self, row: int, adapter: adapters.Adapter, scale: float) -> None:
         """Write an adapter of any rank class to a row, counted over all shards."""
         write = self._program("write_adapter", adapter["head"][0].shape[-1])
-        with self._turns.turn():
+        with self._device_lock:
             self._resident = jax.block_until_ready(write(self._resident, adapter, np.int32(row), np.float32(scale)))
 
     def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None:
@@ -84,7 +86,7 @@ class SamplingDevice:
         num_places = next(size for size in shape.prefill_tiles if size >= max(map(len, of_shards)))
         program = self._program("prefill", num_places)
         packed = _pack(of_shards, num_places, shape)
-        with self._turns.turn():
+        with self._device_lock:
             read = program(self._weights, self._cache, packed)
             self._cache, hidden, experts = jax.block_until_ready(read)
         self._hidden = {
@@ -111,7 +113,7 @@ class SamplingDevice:
             part = targets_TK[:, first : first + TARGET_COLUMNS]
             padded = np.full((TILE, TARGET_COLUMNS), -1, np.int32)
             padded[: len(part), : part.shape[1]] = part
-            with self._turns.turn():
+            with self._device_lock:
                 scored = jax.block_until_ready(program(self._weights, hidden_TH, place, padded, np.bool_(want_top)))
             parts.append(np.asarray(scored[0])[: len(part), : part.shape[1]])
             top = scored[1:] if top is None else top
@@ -128,14 +130,14 @@ class SamplingDevice:
             source[place], target[place] = copy.source, copy.target
             used[copy.shard] += 1
         program = self._program("copy")
-        with self._turns.turn():
+        with self._device_lock:
             self._cache = jax.block_until_ready(program(self._cache, source, target))
 
     def decode(self, slots: SlotInput, num_steps: int) -> Drawn:
         """Draw up to `num_steps` tokens for each row that has some left."""
         dispatch = dispatch_of(slots, min(num_steps, self.shape.max_steps))
         program = self._program("decode")
-        with self._turns.turn():
+        with self._device_lock:
             drawn = program(self._weights, self._cache, dispatch)
             self._cache, steps = jax.block_until_ready(drawn)
             made = int(steps.num_steps)
@@ -152,7 +154,7 @@ class SamplingDevice:
 
         Only where they take memory again once something is put there; see SamplingShape.grows.
         """
-        with self._turns.turn():
+        with self._device_lock:
             self._sampling.how.give_back(self._cache, self._resident, pages, rows)
 
     def all_programs(self) -> list[Program]:
@@ -174,7 +176,7 @@ def sampling_device(
     layout: Layout | None,
     *,
     programs: Programs,
-    turns: Turns,
+    device_lock: FairLock,
     routing_replay: bool = False,
 ) -> SamplingDevice:
     """Prepare the sampler's slots. With `routing_replay`, samples come with their experts if the model has any."""
@@ -190,7 +192,7 @@ def sampling_device(
         gathers_once=budget.gathers_once,
     )
     sampling_programs = SamplingPrograms(config=model, shape=shape, base_shapes=base, layout=layout)
-    return SamplingDevice(base, sampling_programs, programs=programs, turns=turns)
+    return SamplingDevice(base, sampling_programs, programs=programs, device_lock=device_lock)
 
 
 def _kept_pages(limits: Limits, model: ModelConfig) -> int:

@@ -1,6 +1,6 @@
 """The sampling half of the jax backend on its own, for models that another backend trains."""
 
-from tinsmith import BackendContext, SamplerCapabilities, Turns
+from tinsmith import BackendContext, FairLock, SamplerCapabilities
 from tinsmith.huggingface import StopRules
 from tinsmith_jax import native, runtime
 from tinsmith_jax.compilation import Programs
@@ -36,7 +36,7 @@ class JaxSampler(Sampler):
         self._programs = Programs(context.progress)
         device = sampling_device(
             budget, limits, model, base, layout,
-            programs=self._programs, turns=Turns(), routing_replay=context.routing_replay,
+            programs=self._programs, device_lock=FairLock(), routing_replay=context.routing_replay,
         )  # fmt: skip
         rules = StopRules.of_model(context.model_directory)
         capabilities = SamplerCapabilities(

@@ -1,6 +1,6 @@
 """The devices' side of training: the arrays of every model, and the programs that work on them.
 
-Takes and returns NumPy arrays, and names models. One thread calls it, and every program takes a turn on the device.
+Takes and returns NumPy arrays, and names models. One thread calls it, and every program holds the lock of the device.
 
 All arrays are immutable, and a step replaces a model's references. A snapshot is therefore just a reference to the
 current weights; later training makes new arrays.
@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from tinsmith import AdamParams, Array, Failed, LoraConfig, ModelState, Turns, step_result
+from tinsmith import AdamParams, Array, Failed, FairLock, LoraConfig, ModelState, step_result
 from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith_jax import adapters, memory, optimizer, state_slices
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
@@ -76,9 +76,9 @@ class _Model:
 class TrainingDevice:
     """Its caller checks operations: all models that are named exist, and those of one call have one rank class."""
 
-    def __init__(self, base: Base, train_programs: TrainPrograms, *, programs: Programs, turns: Turns) -> None:
+    def __init__(self, base: Base, train_programs: TrainPrograms, *, programs: Programs, device_lock: FairLock) -> None:
         self._base = base
-        self._turns = turns
+        self._device_lock = device_lock
         self._programs = programs
         self._train = train_programs
         self.config = train_programs.config
@@ -177,7 +177,7 @@ class TrainingDevice:
     def score(self, one: TrainingPass) -> Scored:
         run = self._programs.get(self._program("score", one.bucket, replays=one.stream.replays))
         weights, _ = self._rows(one)
-        with self._pass_named(one.bucket), self._turns.turn():
+        with self._pass_named(one.bucket), self._device_lock:
             return _on_host(*run(self._base, weights, *self._arguments(one.stream)))
 
     def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]:
@@ -188,7 +188,7 @@ class TrainingDevice:
         There are one or two. A model of the first is `apart` in the second. Raise OutOfMemoryError, and change nothing,
         if there is no memory for all.
         """
-        with self._turns.turn():
+        with self._device_lock:
             others = [self._beside.submit(self._run_gradients, each) for each in passes[1:]]
             try:
                 ran = [self._run_gradients(passes[0])]
@@ -207,7 +207,7 @@ class TrainingDevice:
             found = [not all(map(_is_finite, jax.tree.leaves(model.gradients))) for model in pending]
         else:
             programs = [self._programs.get(self._train.not_finite(model.padded_rank)) for model in pending]
-            with self._turns.turn():
+            with self._device_lock:
                 flags = [run(model.gradients) for run, model in zip(programs, pending, strict=True)]
                 found = [bool(flag) for flag in flags]
         return [model_id for model_id, diverged in zip(models, found, strict=True) if diverged]
@@ -253,7 +253,7 @@ class TrainingDevice:
         """Step models, but for refused ones, or none. Return the norms of their gradients before clipping."""
         models = [self._models[model_id] for model_id, _ in steps]
         programs = [self._programs.get(self._train.step(model.padded_rank)) for model in models]
-        with out_of_memory_named(f"the optimizer steps of {len(models)} models", "end a session"), self._turns.turn():
+        with out_of_memory_named(f"the optimizer steps of {len(models)} models", "end a session"), self._device_lock:
             stepped = [
                 self._stepped(run, model, adam) for run, model, (_, adam) in zip(programs, models, steps, strict=True)
             ]

@@ -17,11 +17,11 @@ from sqlalchemy.engine import URL
 from sqlalchemy.pool import StaticPool
 
 from tinsmith.errors import ConfigError, StoreError
+from tinsmith.fair_lock import FairLock
 from tinsmith.file_systems import NETWORK, file_system_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Channel, Database, Dialect, SharedStatements, make_engine
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
-from tinsmith.turns import Turns
 
 _STRENGTH: Final = ("off", "normal", "full")
 _TRY_MS: Final = 4
@@ -49,7 +49,7 @@ class SqliteDialect(Dialect):
     """Relaxed commits are written to the log without a sync. The next durable commit syncs them with itself.
 
     SQLite has one writer at a time, and gives the lock to whoever happens to ask when it is free. So the writers of a
-    process take turns: one with much to write would keep out the other.
+    process share a fair lock: one with much to write would keep out the other.
     """
 
     def __init__(self, url: URL, config: SqlStoreConfig) -> None:
@@ -61,7 +61,7 @@ class SqliteDialect(Dialect):
             raise ConfigError(msg)
         self.path = Path(url.database).expanduser().absolute()
         self._config = config
-        self.turns = Turns()
+        self.write_lock = FairLock()
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class SqliteDialect(Dialect):
             pragmas = self._pragmas(min("normal", mode, key=_STRENGTH.index))
         begin = partial(_begin_writing, self._config.busy_timeout_s)
         pragmas = (*pragmas, f"busy_timeout = {_TRY_MS}")  # of BEGIN; after it, a transaction waits for nobody
-        return SqliteDatabase(self.path, begin=begin, pragmas=pragmas, turns=self.turns)
+        return SqliteDatabase(self.path, begin=begin, pragmas=pragmas, write_lock=self.write_lock)
 
     def wakeups(self) -> Channel:
         return SocketWakeUps(self.path.with_name(self.path.name + ".wake"))
@@ -112,7 +112,7 @@ class SqliteDialect(Dialect):
 
 
 class SqliteDatabase(Database):
-    """A connection. Connections of one process that write share their `turns`."""
+    """A connection. Connections of one process that write share their `write_lock`."""
 
     def __init__(
         self,
@@ -120,17 +120,16 @@ class SqliteDatabase(Database):
         *,
         begin: Callable[[Connection], None],
         pragmas: tuple[str, ...],
-        turns: Turns | None = None,
+        write_lock: FairLock | None = None,
     ) -> None:
         super().__init__(_engine(path, pragmas))
         self._path = path
-        self._turns = turns
+        self._write_lock = write_lock
         self._connection: Connection | None = None
         event.listen(self._engine, "begin", begin)
 
     def _transact(self, work: Callable[[Connection], T], commit: Callable[[Connection], None]) -> T:
-        turn = nullcontext() if self._turns is None else self._turns.turn()
-        with turn:
+        with nullcontext() if self._write_lock is None else self._write_lock:
             connection = self._connected()
             connection.begin()
             try:

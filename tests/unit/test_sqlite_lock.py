@@ -65,7 +65,7 @@ async def test_a_writer_that_has_just_written_goes_behind_the_other_one_of_its_p
     def first(_: Connection) -> None:
         order.append("a result")
         give_up_at = time.monotonic() + WAIT_S
-        while not dialect.turns.num_waiting and time.monotonic() < give_up_at:
+        while not dialect.write_lock.num_waiting and time.monotonic() < give_up_at:
             time.sleep(0.001)
 
     def note(what: str, _: Connection) -> None:
