@@ -1,0 +1,184 @@
+"""The gated delta rule over packed sequences: its values, its gradients, and that nothing passes between neighbours."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
+
+from tinsmith import Array
+from tinsmith_jax.gated_delta import DeltaInputs, advance, convolved, empty_state, gated_delta, step
+from tinsmith_jax.tiles import TILE
+
+LENGTHS = (7, 130)
+KEY_HEADS, HEADS, KEY, VALUE, CHANNELS = 2, 4, 16, 8, 24
+
+
+@pytest.fixture
+def wide() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def drawn(tokens: int, seed: int, dtype: Any = np.float32) -> DeltaInputs:
+    """Return inputs as a model has them: some tokens decay the state by much, others hardly."""
+    random = np.random.default_rng(seed)
+    shapes = ((KEY_HEADS, KEY), (KEY_HEADS, KEY), (HEADS, VALUE))
+    q, k, v = (random.normal(size=(tokens, *shape)).astype(dtype) for shape in shapes)
+    decay = -np.exp(random.normal(scale=2, size=(tokens, HEADS)) - 2).astype(dtype)
+    return DeltaInputs(q, k, v, decay, random.uniform(size=(tokens, HEADS)).astype(dtype))
+
+
+def sequences(dtype: Any = np.float32) -> list[DeltaInputs]:
+    return [drawn(length, seed, dtype) for seed, length in enumerate(LENGTHS)]
+
+
+def pack(each: Sequence[Array]) -> tuple[Array, Array, list[slice]]:
+    """Lay sequences into a stream as the trainer does. What pads them is not zero."""
+    padded, first, places, tile = [], [], [], 0
+    for x in each:
+        number = -(-len(x) // TILE)
+        rest = np.full((number * TILE - len(x), *x.shape[1:]), -0.5, x.dtype)
+        padded.append(np.concatenate([x, rest]))
+        first += [tile] * number
+        places.append(slice(tile * TILE, tile * TILE + len(x)))
+        tile += number
+    return np.concatenate(padded), np.array(first, np.int32), places
+
+
+def packed(each: Sequence[DeltaInputs]) -> tuple[DeltaInputs, Array, list[slice]]:
+    parts = [pack(x) for x in zip(*each, strict=True)]
+    return DeltaInputs(*(part[0] for part in parts)), parts[0][1], parts[0][2]
+
+
+def one_by_one(inputs: DeltaInputs) -> Array:
+    """Apply the rule to one sequence as it is written down."""
+    out: Array = jax.jit(jax.lax.scan, static_argnums=0)(step, empty_state(inputs), inputs)[1]
+    return out
+
+
+def counts_of(like: Array, places: Sequence[slice]) -> Array:
+    """Return what to multiply a stream's results by, so that each of a token's counts in a gradient, and no other."""
+    found = np.zeros(like.shape, like.dtype)
+    for place in places:
+        found[place] = np.cos(np.arange(found[place].size)).reshape(found[place].shape)
+    return found
+
+
+def gap(found: Array, expected: Array) -> float:
+    return float(np.linalg.norm(np.asarray(found) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.usefixtures("wide")
+def test_chunks_of_packed_sequences_agree_with_the_rule_token_by_token() -> None:
+    alone = sequences(np.float64)
+    stream, first_n, places = packed(alone)
+    found, pull_back = jax.vjp(jax.jit(lambda x: gated_delta(x, first_n)), stream)
+    counts = counts_of(found, places)
+    (gradients,) = pull_back(counts)
+    for place, own in zip(places, alone, strict=True):
+        expected, pull_back_own = jax.vjp(one_by_one, own)
+        assert gap(found[place], expected) < 1e-9
+        for each, expected_each in zip(gradients, pull_back_own(counts[place])[0], strict=True):
+            assert gap(each[place], expected_each) < 1e-9
+
+
+def test_rule_agrees_with_transformers_on_each_sequence_alone() -> None:
+    alone = sequences()
+    stream, first_n, places = packed(alone)
+    found, pull_back = jax.vjp(jax.jit(lambda x: gated_delta(x, first_n)), stream)
+    counts = counts_of(found, places)
+    (gradients,) = pull_back(counts)
+    for place, own in zip(places, alone, strict=True):
+        given = [torch.from_numpy(x)[None].requires_grad_() for x in own]
+        q, k = (x.repeat_interleave(HEADS // KEY_HEADS, dim=2) for x in given[:2])
+        expected, _ = torch_chunk_gated_delta_rule(q, k, *given[2:], use_qk_l2norm_in_kernel=True)
+        assert gap(found[place], expected[0].detach().numpy()) < 1e-5
+        (expected[0] * torch.from_numpy(counts[place])).sum().backward()
+        for each, theirs in zip(gradients, given, strict=True):
+            assert theirs.grad is not None
+            assert gap(each[place], theirs.grad[0].numpy()) < 1e-5
+
+
+def test_convolution_agrees_with_transformers_on_each_sequence_alone() -> None:
+    random = np.random.default_rng(0)
+    weight = random.normal(size=(CHANNELS, 4)).astype(np.float32)
+    alone = [random.normal(size=(length, CHANNELS)).astype(np.float32) for length in LENGTHS]
+    stream, first_n, places = pack(alone)
+    found, pull_back = jax.vjp(jax.jit(lambda x: convolved(x, weight, first_n)), stream)
+    counts = counts_of(found, places)
+    (gradient,) = pull_back(counts)
+    for place, own in zip(places, alone, strict=True):
+        given = torch.from_numpy(own.T)[None].requires_grad_()
+        expected = causal_conv1d_fn(given, torch.from_numpy(weight))[0].T
+        assert gap(found[place], expected.detach().numpy()) < 1e-5
+        (expected * torch.from_numpy(counts[place])).sum().backward()
+        assert given.grad is not None
+        assert gap(gradient[place], given.grad[0].numpy().T) < 1e-5
+
+
+def test_a_sequence_keeps_its_bits_whatever_its_neighbours_hold() -> None:
+    """NaNs before and after it change nothing. In a longer stream it has the same bits."""
+    random = np.random.default_rng(0)
+    weight = random.normal(size=(CHANNELS, 4)).astype(np.float32)
+
+    @jax.jit
+    def compute(stream: DeltaInputs, mixed: Array, first_n: Array, counts: Array) -> Any:
+        def both(stream: DeltaInputs, mixed: Array) -> Any:
+            return gated_delta(stream, first_n), convolved(mixed, weight, first_n)
+
+        found, pull_back = jax.vjp(both, stream, mixed)
+        return found, pull_back((counts, jnp.broadcast_to(counts[:, 0, :1], mixed.shape)))
+
+    def results(each: Sequence[DeltaInputs], which: int) -> list[Array]:
+        stream, first_n, places = packed(each)
+        place = places[which]
+        mixed = np.tile(stream.v[:, 0], (1, CHANNELS // VALUE))
+        counts = counts_of(stream.v, [place])
+        found = compute(stream, mixed, first_n, counts)
+        return [np.asarray(x)[place] for x in jax.tree.leaves(found)]
+
+    before, own, after = drawn(100, 1), drawn(130, 2), drawn(70, 3)
+    broken = [jax.tree.map(lambda x: np.full_like(x, np.nan), x) for x in (before, after)]
+    alone = results([own], 0)
+    assert all(np.isfinite(x).all() for x in alone)
+    for neighbours, which in ([before, own, after], 1), ([broken[0], own, broken[1]], 1), ([own, before, after], 0):
+        for found, expected in zip(results(neighbours, which), alone, strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_nothing_of_a_gradient_reaches_a_neighbour() -> None:
+    stream, first_n, places = packed(sequences())
+    mixed = stream.v.reshape(len(stream.v), -1)
+    weight = np.ones((mixed.shape[1], 4), np.float32)
+
+    def both(stream: DeltaInputs, mixed: Array) -> Any:
+        return gated_delta(stream, first_n), convolved(mixed, weight, first_n)
+
+    _, pull_back = jax.vjp(jax.jit(both), stream, mixed)
+    for place, foreign in zip(places, (slice(TILE, None), slice(TILE)), strict=True):
+        counts = counts_of(stream.v, [place])
+        for gradient in jax.tree.leaves(pull_back((counts, counts.reshape(mixed.shape)))):
+            assert gradient[place].any()
+            assert not gradient[foreign].any()
+
+
+def test_a_prompt_may_be_read_in_parts_with_padding() -> None:
+    """The state after some tokens, and what follows, do not depend on how they were cut, nor on what pads a chunk."""
+    own = drawn(100, 0)
+    state, out = jax.jit(advance)(empty_state(own), DeltaInputs(*(x[:40] for x in own)))
+    padded = DeltaInputs(*(np.concatenate([x[40:], np.full_like(x[:4], np.nan)]) for x in own))
+    state, rest = jax.jit(advance)(state, padded.masked(np.arange(64) < 60))
+    expected_state, expected = jax.jit(jax.lax.scan, static_argnums=0)(step, empty_state(own), own)
+    assert gap(np.concatenate([out, rest[:60]]), np.asarray(expected)) < 1e-5
+    assert gap(state, np.asarray(expected_state)) < 1e-5
+
+
+def test_sizes_of_chunks_agree() -> None:
+    stream, first_n, _ = packed(sequences())
+    whole, parts = (jax.jit(gated_delta, static_argnames="chunk")(stream, first_n, chunk=chunk) for chunk in (TILE, 16))
+    assert gap(parts, np.asarray(whole)) < 1e-5

@@ -1,0 +1,140 @@
+"""The gated delta rule and its short convolution, over sequences that start on tile boundaries.
+
+Every value head has a matrix S [dk, dv] as its state. A token decays it, corrects what it returns for the token's key,
+and reads it with the token's query (Gated DeltaNet, arXiv 2412.06464):
+
+    S = exp(g) S;   S = S + k (beta (v - k S))^T;   o = q S / sqrt(dk)
+
+with queries and keys of length 1. `advance` takes a chunk of tokens at once: a triangular system yields their
+corrections (the WY form), and all else is products of matrices. States are float32, or wider if the values are.
+
+A sequence starts with a state of zeros, and with nothing before its first token. Both are chosen, not multiplied by
+zero, so that nothing of a neighbour passes: neither its values, nor a NaN, nor a gradient.
+
+Legend: T = tokens, n = tiles, c = tokens of a chunk, H = value heads, N = key heads (H is a multiple of N), dk and dv =
+sizes of their heads, C = channels of the convolution, w = its width.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tinsmith_jax.jax_types import Jax
+from tinsmith_jax.tiles import TILE
+
+_SMALL = 1e-6  # is added to the square of a length
+
+
+class DeltaInputs(NamedTuple):
+    """What the rule takes of tokens, whose axis comes first."""
+
+    q: Jax  # [T, N, dk]
+    k: Jax  # [T, N, dk]
+    v: Jax  # [T, H, dv]
+    log_decay: Jax  # g [T, H], not above 0
+    beta: Jax  # [T, H]
+
+    def masked(self, is_token: Jax) -> "DeltaInputs":
+        """Return inputs that leave the state alone where there is no token. `is_token` is [T]."""
+        return DeltaInputs(*(jnp.where(is_token.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in self))
+
+
+def gated_delta(inputs: DeltaInputs, first_n: Jax, *, chunk: int = TILE) -> Jax:
+    """Apply the rule to each sequence of a packed stream; `first_n` is the first tile of each tile's sequence.
+
+    Return [T, H, dv] in the dtype of the values. `chunk` divides TILE. For reverse differentiation, only the states
+    between the chunks are kept. All shapes in the loop are constant, so that the length of the stream changes no bit
+    (see attention.py); it has at least two rounds.
+    """
+    T, per_tile = inputs.v.shape[0], TILE // chunk
+    in_chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), inputs)
+    index = jnp.arange(T // chunk, dtype=jnp.int32)
+    starts = index == jnp.repeat(first_n, per_tile, total_repeat_length=T // chunk) * per_tile
+
+    @jax.checkpoint
+    def one_chunk(state: Jax, given: tuple[DeltaInputs, Jax]) -> tuple[Jax, Jax]:
+        own, starts_here = given
+        return advance(jnp.where(starts_here, 0, state), own)
+
+    _, out = jax.lax.scan(one_chunk, empty_state(inputs), (in_chunks, starts))
+    return out.reshape(inputs.v.shape).astype(inputs.v.dtype)
+
+
+def empty_state(inputs: DeltaInputs) -> Jax:
+    """Return the state [H, dk, dv] before a sequence."""
+    return jnp.zeros((inputs.v.shape[1], inputs.k.shape[-1], inputs.v.shape[-1]), _wide(inputs.v.dtype))
+
+
+def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
+    """Take a chunk of one sequence's tokens. Return the state [H, dk, dv] after them, and the output [c, H, dv]."""
+    q, k, v, g, beta = _by_head(inputs)
+    c = v.shape[1]
+    total = jnp.cumsum(g, axis=1)
+    earlier = np.tril(np.ones((c, c), np.bool_))
+    decays = jnp.exp(jnp.where(earlier, total[:, :, None] - total[:, None, :], -jnp.inf))
+    system = _dot("hik,hjk->hij", k * beta[..., None], k) * decays
+    shrunk = jnp.exp(total)[..., None]
+    joined = jnp.concatenate([v, k * shrunk], axis=-1) * beta[..., None]
+    solved = jax.lax.linalg.triangular_solve(system, joined, left_side=True, lower=True, unit_diagonal=True)
+    values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
+    corrections = values - _dot("hik,hkv->hiv", keys, state)
+    scores = _dot("hik,hjk->hij", q, k) * decays
+    out = _dot("hik,hkv->hiv", q * shrunk, state) + _dot("hij,hjv->hiv", scores, corrections)
+    left = jnp.exp(total[:, -1:] - total)[..., None]
+    new = state * jnp.exp(total[:, -1])[:, None, None] + _dot("hik,hiv->hkv", k * left, corrections)
+    return new, out.transpose(1, 0, 2)
+
+
+def step(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
+    """Take one token as the rule says, where the token's axis is left out. Return the state, and the output [H, dv]."""
+    q, k, v, g, beta = (x[:, 0] for x in _by_head(jax.tree.map(lambda x: x[None], inputs)))
+    state = state * jnp.exp(g)[:, None, None]
+    correction = (v - (state * k[..., None]).sum(axis=1)) * beta[:, None]
+    state = state + k[..., None] * correction[:, None, :]
+    return state, (state * q[..., None]).sum(axis=1)
+
+
+def _by_head(inputs: DeltaInputs) -> tuple[Jax, ...]:
+    """Return wide inputs, heads first: queries and keys of length 1, queries scaled, for each value head."""
+    wide = _wide(inputs.v.dtype)
+    q, k, v, g, beta = (jnp.swapaxes(x.astype(wide), 0, 1) for x in inputs)
+    group = v.shape[0] // k.shape[0]
+    q, k = (jnp.repeat(_of_length_1(x), group, axis=0) for x in (q, k))
+    return q * k.shape[-1] ** -0.5, k, v, g, beta
+
+
+def _of_length_1(x: Jax) -> Jax:
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _SMALL)
+
+
+def _wide(dtype: Jax) -> Jax:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _dot(form: str, a: Jax, b: Jax) -> Jax:
+    return jnp.einsum(form, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+# The convolution ------------------------------------------------------------------------------------------------------
+
+
+def convolved(x_TC: Jax, weight_Cw: Jax, first_n: Jax) -> Jax:
+    """Convolve each channel over the last `w` tokens of its sequence, the latest last. Return [T, C]."""
+    n, reach = first_n.shape[0], weight_Cw.shape[1] - 1
+    x = x_TC.reshape(n, TILE, -1)
+    before = jnp.concatenate([jnp.zeros_like(x[:1, -reach:]), x[:-1, -reach:]])
+    continues = jnp.arange(n, dtype=jnp.int32) != first_n
+    before = jnp.where(continues[:, None, None], before, 0)
+    return convolve(jnp.concatenate([before, x], axis=1), weight_Cw).reshape(x_TC.shape)
+
+
+def convolve(x_C: Jax, weight_Cw: Jax) -> Jax:
+    """Convolve [..., w - 1 + tokens, C], which begins with the tokens before: return [..., tokens, C]."""
+    width = weight_Cw.shape[1]
+    tokens = x_C.shape[-2] - width + 1
+    wide = _wide(x_C.dtype)
+    taps = (x_C[..., i : i + tokens, :].astype(wide) * weight_Cw[:, i].astype(wide) for i in range(width))
+    total: Jax = sum(taps, start=jnp.zeros((), wide))
+    return total.astype(x_C.dtype)
