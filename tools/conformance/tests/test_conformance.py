@@ -1,0 +1,180 @@
+"""The checks against our server, which must pass them, with faults, which they must find, and against a broken one."""
+
+import ast
+import json
+import subprocess
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conformance_faults import FAULTS
+from typer.testing import CliRunner
+
+import tinsmith_conformance
+from tinsmith.commands.cli import build_group
+from tinsmith.plugins.loading import Plugins
+from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith_conformance import plugin
+from tinsmith_conformance.checks import CHECKS
+from tinsmith_conformance.command import main, run
+from tinsmith_conformance.registry import Check, selected
+from tinsmith_conformance.runner import Runner
+from tinsmith_conformance.tester import Target
+from tinsmith_conformance.verdicts import Outcome, Verdict
+from tinsmith_conformance.worker import outcome_of
+
+HERE = Path(__file__).parent
+PACKAGE = Path(tinsmith_conformance.__file__).parent
+SHORT = ("wire/1", "wire/21", "ordering/3", "idempotency/3", "poisoned/3", "losses/2", "losses/24")
+FAST_FAULTS = ("gradients replace each other", "sequence ids are left out", "an ended session may beat")
+BY_TITLE = {check.title: check for check in CHECKS}
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the SDK
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("toy")) as server:
+        yield server
+
+
+def target(url: str) -> Target:
+    return Target(url=url, model="toy", key="tml-a", other_key="tml-b")
+
+
+def test_every_check_can_be_named_and_says_what_its_failure_means() -> None:
+    assert len({check.name for check in CHECKS}) == len({check.title for check in CHECKS}) == len(CHECKS)
+    assert all(check.meaning.endswith(".") and "{case}" not in check.title + check.meaning for check in CHECKS)
+
+
+def test_our_server_passes(toy: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole, as the command: the table, the JSON and the exit code."""
+    only = [part for name in SHORT for part in ("--only", name)]
+    with pytest.raises(SystemExit) as ended:
+        main(["--url", toy.url, "--model", "toy", "--json", str(tmp_path / "card.json"), *only])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0, shown
+    assert f"{len(SHORT)} of {len(SHORT)} checks" in shown
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert card["total"] == {"passed": len(SHORT), "failed": 0, "skipped": 0}
+    assert [each["check"] for each in card["checks"]] == [check.name for check in selected(CHECKS, SHORT)]
+
+
+@contextmanager
+def faulty_server(data_dir: Path, *faults: str) -> Iterator[str]:
+    command = [sys.executable, str(HERE / "faulty_server.py"), str(data_dir), *faults]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url, "the faulty server did not start"
+        try:
+            yield url
+        finally:
+            process.stdin.close()
+
+
+def test_faults_are_found(toy: RunningServer, tmp_path: Path) -> None:
+    """Three at once. Each check passes without them."""
+    with faulty_server(tmp_path, *FAST_FAULTS) as url:
+        for fault in FAST_FAULTS:
+            check = BY_TITLE[FAULTS[fault].check]
+            assert outcome_of(check.run, target(toy.url)).verdict is Verdict.PASSED, fault
+            assert outcome_of(check.run, target(url)).verdict is Verdict.FAILED, fault
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in FAST_FAULTS])
+def test_each_fault_is_found(toy: RunningServer, tmp_path: Path, fault: str) -> None:
+    check = BY_TITLE[FAULTS[fault].check]
+    with faulty_server(tmp_path, fault) as url:
+        outcome = outcome_of(check.run, target(url))
+    assert outcome.verdict is Verdict.FAILED, f"{check.name}: {outcome}"
+
+
+@pytest.mark.thorough
+def test_our_server_passes_every_check(toy: RunningServer) -> None:
+    wrong = {
+        check.name: outcome.detail
+        for check, outcome in Runner(target(toy.url)).outcomes(CHECKS)
+        if outcome.verdict is not Verdict.PASSED and "image" not in check.title
+    }
+    assert wrong == {}
+
+
+class _Broken(BaseHTTPRequestHandler):
+    """Answers with something else, and healthz never."""
+
+    released = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.path.endswith("healthz"):
+            self.released.wait()
+            return
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_response(200)
+        self.send_header("content-length", "7")
+        self.end_headers()
+        self.wfile.write(b"rubbish")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_broken_server_fails_its_checks_and_the_run_goes_on() -> None:
+    checks = selected(CHECKS, ("wire/1", "wire/7", "wire/8"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Broken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        runner = Runner(target(f"http://127.0.0.1:{server.server_port}"), limit_s=5)
+        outcomes = {check.name: outcome for check, outcome in runner.outcomes(checks)}
+        _Broken.released.set()
+        server.shutdown()
+    assert [each.verdict for each in outcomes.values()] == [Verdict.FAILED] * 3
+    assert "not JSON" in outcomes["wire/1"].detail
+    assert outcomes["wire/7"].detail == "no end after 5 s"
+    assert "not JSON" in outcomes["wire/8"].detail
+
+
+def test_an_interrupted_run_shows_what_was_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Runner, checks: list[Check]) -> Iterator[tuple[Check, Outcome]]:
+        yield checks[0], Outcome(verdict=Verdict.PASSED, detail="", seconds=0.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "outcomes", interrupted)
+    file = tmp_path / "card.json"
+    options = {"url": "http://x", "model": "x", "key": "tml-a", "other_key": "tml-b", "json": file, "limit": 1.0}
+    assert run(Namespace(**options, only=[], list=False)) == 130
+    assert f"1 of {len(CHECKS)} checks" in capsys.readouterr().out
+    assert json.loads(file.read_text())["total"]["passed"] == 1
+
+
+def test_only_names_checks_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--url", "http://x", "--model", "x", "--only", "wire/9999"])
+    assert ended.value.code == 2
+    assert "no check or group is called 'wire/9999'" in capsys.readouterr().out
+
+
+def test_nothing_imports_tinsmith() -> None:
+    for source in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            assert not [each for each in names if each.split(".")[0] == "tinsmith"], source
+
+
+def test_tinsmith_offers_the_command() -> None:
+    plugins = Plugins.load([plugin])
+    shown = CliRunner().invoke(build_group(plugins), ["conformance", "--list"], obj=plugins, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    assert "wire/1" in shown.stdout

@@ -1,0 +1,20 @@
+"""All checks, in the order in which they run."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tinsmith_conformance.checks import idempotency, losses, ordering, poisoned, wire
+from tinsmith_conformance.data import TOKENS, learned
+from tinsmith_conformance.registry import Check
+from tinsmith_conformance.tester import Tester
+
+GROUPS: Final = (wire.GROUP, ordering.GROUP, idempotency.GROUP, poisoned.GROUP, losses.GROUP)
+CHECKS: Final[tuple[Check, ...]] = tuple(check for group in GROUPS for check in group.checks)
+
+
+def warm_up(tester: Tester) -> None:
+    """Have the server load and compile what most checks use, so that their limits in time do not count it."""
+    model = tester.model()
+    model.step([learned()])
+    model.sampler().draw(TOKENS)
