@@ -23,19 +23,25 @@ Frequencies = npt.NDArray[np.float32]
 class Rope:
     """Angles are `position * inv_freq`; cos and sin are multiplied by `factor` (1 except for yarn)."""
 
-    inv_freq: tuple[float, ...]  # [head_dim / 2], exact float32 values
+    inv_freq: tuple[float, ...]  # [rotated dimensions of a head / 2], exact float32 values
     factor: float = 1.0
 
 
-def read_rope(config: Mapping[str, Json], head_dim: int, source: str) -> Rope:
-    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Raise ConfigError for unknown types."""
+def read_rope(config: Mapping[str, Json], head_dim: int, source: str, *, partial: float | None = None) -> Rope:
+    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Raise ConfigError for unknown types.
+
+    `partial`: the share of each head's dimensions, the first ones, that the model's code rotates unless its config says
+    otherwise. None: that code rotates all, whatever the config says, so another share is refused.
+    """
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    if float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+    share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or partial or 1.0)
+    if partial is None and share != 1.0:
         msg = f"{source}: partial rotary embeddings are not supported, use a model without partial_rotary_factor"
         raise ConfigError(msg)
-    plain = (1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))).astype(np.float32)
+    rotated = int(head_dim * share)
+    plain = (1.0 / theta ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))).astype(np.float32)
     try:
         match kind:
             case "default":
@@ -45,7 +51,7 @@ def read_rope(config: Mapping[str, Json], head_dim: int, source: str) -> Rope:
             case "llama3":
                 return _rope(_llama3(plain, parameters))
             case "yarn":
-                return _yarn(plain, theta, head_dim, parameters, int(config["max_position_embeddings"]))
+                return _yarn(plain, theta, rotated, parameters, int(config["max_position_embeddings"]))
     except KeyError as error:
         msg = f"{source}: rope type {kind!r} needs {error.args[0]!r}, which the config lacks"
         raise ConfigError(msg) from error

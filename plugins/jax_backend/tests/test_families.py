@@ -58,6 +58,11 @@ class TestQwen3(OneCache):
     settings: ClassVar = {"head_dim": 32}
 
 
+class TestQwen35(OneCache):
+    architecture = "Qwen3_5ForCausalLM"
+    settings: ClassVar = {"head_dim": 32, "layer_types": ["full_attention"] * 2, "attention_bias": True}
+
+
 class TestMistral(OneCache):
     architecture = "MistralForCausalLM"
     settings: ClassVar = {"sliding_window": WINDOW}

@@ -50,14 +50,21 @@ def edit(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_frequencies(kind: str) -> None:
-    parameters = {"rope_type": kind, "rope_theta": 10_000.0, **ROPES[kind]}
+def test_rotary_frequencies(kind: str, share: float) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 10_000.0, "partial_rotary_factor": share, **ROPES[kind]}
     config = LlamaConfig(hidden_size=128, num_attention_heads=4, rope_parameters=parameters)
     inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    ours = read_rope({"rope_parameters": parameters, "max_position_embeddings": 2048}, 32, "config.json")
+    ours = read_rope({"rope_parameters": parameters, "max_position_embeddings": 2048}, 32, "config.json", partial=1.0)
     np.testing.assert_allclose(ours.inv_freq, inv_freq.numpy(), rtol=1e-6)
     assert ours.factor == pytest.approx(factor)
+
+
+def test_a_part_of_each_head_rotates_only_where_a_model_does_so() -> None:
+    assert read_rope({}, 32, "", partial=0.25) == read_rope({"partial_rotary_factor": 0.25}, 32, "", partial=1.0)
+    with pytest.raises(ConfigError, match="partial rotary embeddings are not supported"):
+        read_rope({"partial_rotary_factor": 0.25}, 32, "")
 
 
 def test_the_older_spelling_of_rope() -> None:

@@ -213,7 +213,7 @@ class Costs:
         experts = shape.experts
         inner = shape.intermediate_size if experts is None else experts.intermediate_size * experts.top_k
         whole, *divided, rank = factors[self.computing.on_cpu]
-        sizes = (inner, shape.q_size, shape.kv_size)
+        sizes = (inner, shape.linear_shapes()[ATTENTION[0]][1], shape.kv_size)
         in_parts = sum(factor * size for factor, size in zip(divided, sizes, strict=True)) // parts
         return whole * shape.hidden_size + in_parts + rank * self.max_lora_rank
 

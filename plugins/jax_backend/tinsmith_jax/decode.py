@@ -33,7 +33,7 @@ from tinsmith_jax import adapters, expert_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged, row_products
-from tinsmith_jax.layers import Places, activated, by_scale, plus_bias, rms_norm, rope, scaled, with_kinds
+from tinsmith_jax.layers import Places, activated, by_scale, gated, plus_bias, rms_norm, rope, scaled, with_kinds
 from tinsmith_jax.mesh import Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_adapters import AdapterRows
@@ -322,11 +322,11 @@ def _layers(
         cos_sin, window = places.for_kind(weights.get("kind"))
         h_NTH = normed(x_NTH, "input_norm")
         qkv_NTo = plus_bias(dense(h_NTH, "qkv"), weights, "qkv_bias")
-        q_NThD, k_NTJD, v_NTJD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
+        q_NThD, k_NTJD, v_NTJD, gate_NThD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
         q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
         q_NThD, k_NTJD = scaled(rope(q_NThD, *cos_sin), config), rope(k_NTJD, *cos_sin)
         cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD, axes)
-        out_NTo = _attend(q_NThD, cache, index, tiles, count, window, axes)
+        out_NTo = gated(_attend(q_NThD, cache, index, tiles, count, window, axes), gate_NThD)
         x_NTH = add(x_NTH, dense(out_NTo, "o"), deltas(out_NTo, "o")[0], "attention_out_norm", "o_bias")
         h_NTH = normed(x_NTH, "post_norm")
         if experts is not None:

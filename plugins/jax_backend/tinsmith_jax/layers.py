@@ -135,6 +135,11 @@ def scaled(q: Jax, config: ModelConfig) -> Jax:
     return (q.astype(jnp.float32) * (config.attention.scale * config.head_dim**0.5)).astype(q.dtype)
 
 
+def gated(attended: Jax, gate: Jax | None) -> Jax:
+    """Gate what attention gives [..., heads * d], if the model does so. `gate`: [..., heads, d]."""
+    return attended if gate is None else attended * jax.nn.sigmoid(gate).reshape(attended.shape)
+
+
 def activated(gate: Jax, up: Jax, config: ModelConfig) -> Jax:
     """Return what an MLP projects down."""
     if config.activation == "silu":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, Json, Rope, decoder_shape, read_rope
+from tinsmith.huggingface import ATTENTION, DecoderShape, Json, Rope, decoder_shape, read_rope
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """What the gate of an MLP passes through, as transformers names it."""
@@ -33,6 +33,7 @@ class Attention:
     o_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None  # of each head of queries and keys, or of all heads together
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    gated: bool = False  # q_proj gives each head's query and a gate; the sigmoid of this multiplies what o_proj reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,10 @@ class ModelConfig(DecoderShape):
     def vector_weights(self) -> int:
         return sum(size for _, size in self.vectors().values())
 
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        shapes = DecoderShape.linear_shapes(self)
+        return {**shapes, ATTENTION[0]: (self.hidden_size, 2 * self.q_size)} if self.attention.gated else shapes
+
     def vectors(self) -> dict[str, tuple[tuple[str, ...], int]]:
         """Return the vectors of a layer by name: the tensors that are joined, and the size of the whole."""
         found: dict[str, tuple[tuple[str, ...], int]] = {}
@@ -86,7 +91,7 @@ class ModelConfig(DecoderShape):
             found["k_norm"] = ("self_attn.k_norm.weight",), self.head_dim if heads else self.kv_size
         if self.attention.qkv_bias:
             biases = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
-            found["qkv_bias"] = biases, self.q_size + 2 * self.kv_size
+            found["qkv_bias"] = biases, sum(self.linear_shapes()[path][1] for path in ATTENTION[:3])
         if self.attention.o_bias:
             found["o_bias"] = ("self_attn.o_proj.bias",), self.hidden_size
         return found

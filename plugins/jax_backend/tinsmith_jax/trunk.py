@@ -24,6 +24,7 @@ from tinsmith_jax.layers import (
     activated,
     by_scale,
     by_tile,
+    gated,
     kept,
     lora_delta,
     normed,
@@ -125,13 +126,17 @@ def lora_of(names: tuple[str, ...], adapter: Jax, sums: Jax) -> Lora:
     return Lora(A, B, (tuple(sums[name][0] for name in names), tuple(sums[name][1] for name in names)))
 
 
-def split_qkv(qkv: Jax, deltas: tuple[Jax, ...], config: ModelConfig) -> tuple[Jax, Jax, Jax]:
-    """Split the fused projection and add the LoRA parts: [..., heads or kv heads, d] each."""
-    parts = jnp.split(qkv, (config.q_size, config.q_size + config.kv_size), axis=-1)
+def split_qkv(qkv: Jax, deltas: tuple[Jax, ...], config: ModelConfig) -> tuple[Jax, Jax, Jax, Jax | None]:
+    """Split the fused projection and add the LoRA parts: [..., heads or kv heads, d] each.
+
+    The last one is the gate of the queries' heads, or None.
+    """
+    keys = qkv.shape[-1] - 2 * config.kv_size
+    parts = jnp.split(qkv, (keys, keys + config.kv_size), axis=-1)
     q, k, v = (
         (part + delta).reshape(*part.shape[:-1], -1, config.head_dim) for part, delta in zip(parts, deltas, strict=True)
     )
-    return q, k, v
+    return (q[..., ::2, :], k, v, q[..., 1::2, :]) if config.attention.gated else (q, k, v, None)
 
 
 def qk_norm(
@@ -165,11 +170,11 @@ def _attention_block(
     (cos, sin), window = places.for_kind(weights.get("kind"))
     h_TH = axes.enter_tensor(normed(x_TH, weights, "input_norm", config))
     deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles, axes, "outputs")
-    q, k, v = split_qkv(plus_bias(h_TH @ axes.whole(weights["qkv"], 0), weights, "qkv_bias"), deltas, config)
-    q, k, v = kept((q, k, v))
+    projected = split_qkv(plus_bias(h_TH @ axes.whole(weights["qkv"], 0), weights, "qkv_bias"), deltas, config)
+    q, k, v, gate = kept(projected)
     q, k = qk_norm(q, k, weights, config, apply=partial(by_tile, kernels=axes.kernels))
     q, k = scaled(rope(q, cos, sin), config), rope(k, cos, sin)
-    attended = packed_attention(q, k, v, first_n, axes.kernels, window)
+    attended = gated(packed_attention(q, k, v, first_n, axes.kernels, window), gate)
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles, axes, "inputs")
     product = plus_bias(axes.leave_tensor(attended @ axes.whole(weights["o"], 1)), weights, "o_bias")
     return _add(x_TH, (product, delta), weights, "attention_out_norm", config)
