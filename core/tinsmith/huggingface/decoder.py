@@ -11,6 +11,8 @@ from tinsmith.json_values import Json
 
 ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP: Final = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+SHARED_EXPERT: Final = tuple(f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+"""The expert that computes every token, where a model has one."""
 HEAD: Final = "lm_head"
 
 EXPERTS: Final = ("mlp.experts.w1", "mlp.experts.w3", "mlp.experts.w2")
@@ -29,6 +31,7 @@ class ExpertShape:
     top_k: int  # experts that compute each token
     intermediate_size: int  # of one expert
     normalized: bool  # whether the weights of a token's experts add up to 1
+    shared_size: int = 0  # of the expert that computes every token, times a gate; 0: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +69,25 @@ class DecoderShape:
             own = self.q_size + 2 * self.kv_size
         return 2 * self.hidden_size + own
 
+    @property
+    def plain_modules(self) -> tuple[str, ...]:
+        """The paths of a layer's linear modules that an adapter may train, other than the routed experts'."""
+        if self.experts is None:
+            return (*ATTENTION, *MLP)
+        return (*ATTENTION, *SHARED_EXPERT) if self.experts.shared_size else ATTENTION
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return (in, out) of each linear module of a layer, keyed by its path within the layer, and of the head.
 
-        Experts are not among them.
+        Routed experts are not among them.
         """
         hidden, inner = self.hidden_size, self.intermediate_size
+        shared = 0 if self.experts is None else self.experts.shared_size
         shapes = [(hidden, self.q_size), (hidden, self.kv_size), (hidden, self.kv_size), (self.q_size, hidden)]
         shapes += [(hidden, inner), (hidden, inner), (inner, hidden)]
-        return {**dict(zip((*ATTENTION, *MLP), shapes, strict=True)), HEAD: (hidden, self.vocab_size)}
-
-
-_WITH_EXPERTS: Final = ("Qwen3MoeForCausalLM",)
+        shapes += [(hidden, shared), (hidden, shared), (shared, hidden)] if shared else []
+        paths = (*ATTENTION, *MLP, *(SHARED_EXPERT if shared else ()))
+        return {**dict(zip(paths, shapes, strict=True)), HEAD: (hidden, self.vocab_size)}
 
 
 def decoder_shape(config: Mapping[str, Json], path: Path, *, supported: Collection[str]) -> DecoderShape:
@@ -90,20 +100,22 @@ def decoder_shape(config: Mapping[str, Json], path: Path, *, supported: Collecti
     if class_name not in supported:
         msg = f"{path}: architecture {class_name!r} is not supported, only {', '.join(supported)}"
         raise ConfigError(msg)
+    experts = bool(config.get("num_experts") or config.get("num_local_experts"))
+    inner = "moe_intermediate_size" if experts and "intermediate_size" not in config else "intermediate_size"
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return DecoderShape(
             class_name=class_name,
             vocab_size=int(config["vocab_size"]),
             hidden_size=hidden,
-            intermediate_size=int(config["intermediate_size"]),
+            intermediate_size=int(config[inner]),
             num_layers=int(config["num_hidden_layers"]),
             num_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
             max_position=int(config["max_position_embeddings"]),
             tied=bool(config.get("tie_word_embeddings", False)),
-            experts=_expert_shape(config, path) if class_name in _WITH_EXPERTS else None,
+            experts=_expert_shape(config, path) if experts else None,
             int8=read_int8(config, path),
         )
     except KeyError as error:
@@ -121,4 +133,5 @@ def _expert_shape(config: Mapping[str, Json], path: Path) -> ExpertShape:
         top_k=int(config["num_experts_per_tok"]),
         intermediate_size=int(config["moe_intermediate_size"]),
         normalized=bool(config.get("norm_topk_prob", False)),
+        shared_size=int(config.get("shared_expert_intermediate_size") or 0),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinsmith.huggingface.decoder import ATTENTION, HEAD, MLP, DecoderShape
+from tinsmith.huggingface.decoder import HEAD, DecoderShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +41,13 @@ def weight_counts(shape: DecoderShape) -> WeightCounts:
     """Count the weights of a decoder."""
     linear = shape.linear_shapes()
     experts = _expert_weights(shape)
-    shared = [linear[path] for path in (ATTENTION if experts else (*ATTENTION, *MLP))]
-    matrices = sum(inputs * outputs for inputs, outputs in shared) + experts
-    router = 0 if shape.experts is None else shape.hidden_size * shape.experts.num_experts
+    plain = [linear[path] for path in shape.plain_modules]
+    matrices = sum(inputs * outputs for inputs, outputs in plain) + experts
     return WeightCounts(
         embedding=shape.vocab_size * shape.hidden_size,
-        layer=matrices + shape.vector_weights + router,
+        layer=matrices + shape.vector_weights + _router_weights(shape),
         matrices=matrices,
-        scales=_scales(shape, shared),
+        scales=_scales(shape, plain),
         experts=experts,
         num_layers=shape.num_layers,
         norm=shape.hidden_size,
@@ -62,11 +61,18 @@ def _expert_weights(shape: DecoderShape) -> int:
     return shape.experts.num_experts * 3 * shape.hidden_size * shape.experts.intermediate_size
 
 
-def _scales(shape: DecoderShape, shared: Sequence[tuple[int, int]]) -> int:
-    """Count the scales of a layer's matrices; `shared`: (in, out) of those that are not an expert's."""
+def _router_weights(shape: DecoderShape) -> int:
+    """Count those that choose experts, and that gate the shared one."""
+    if shape.experts is None:
+        return 0
+    return shape.hidden_size * (shape.experts.num_experts + bool(shape.experts.shared_size))
+
+
+def _scales(shape: DecoderShape, plain: Sequence[tuple[int, int]]) -> int:
+    """Count the scales of a layer's matrices; `plain`: (in, out) of those that are not a routed expert's."""
     if shape.int8 is None:
         return 0
-    found = sum(outputs * shape.int8.num_scales(inputs) for inputs, outputs in shared)
+    found = sum(outputs * shape.int8.num_scales(inputs) for inputs, outputs in plain)
     if shape.experts is not None:
         hidden, inner = shape.hidden_size, shape.experts.intermediate_size
         each = 2 * inner * shape.int8.num_scales(hidden) + hidden * shape.int8.num_scales(inner)
@@ -77,8 +83,7 @@ def _scales(shape: DecoderShape, shared: Sequence[tuple[int, int]]) -> int:
 def adapter_weights(shape: DecoderShape, rank: int) -> int:
     """Count the weights of an adapter on everything that can have one: attention, MLP or experts, and the head."""
     linear = shape.linear_shapes()
-    in_layers = (*ATTENTION, *MLP) if shape.experts is None else ATTENTION
-    layer = sum(sum(linear[path]) for path in in_layers) + _adapted_experts(shape)
+    layer = sum(sum(linear[path]) for path in shape.plain_modules) + _adapted_experts(shape)
     return rank * (shape.num_layers * layer + sum(linear[HEAD]))
 
 

@@ -63,6 +63,24 @@ class TestQwen35(OneCache):
     settings: ClassVar = {"head_dim": 32, "layer_types": ["full_attention"] * 2, "attention_bias": True}
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+
+class TestQwen35Moe(OneCache):
+    architecture = "Qwen3_5MoeForCausalLM"
+    settings: ClassVar = {"head_dim": 32, "layer_types": ["full_attention"] * 2, **EXPERTS}
+
+
+class TestQwen2Moe(OneCache):
+    architecture = "Qwen2MoeForCausalLM"
+    settings: ClassVar = EXPERTS
+
+
 class TestMistral(OneCache):
     architecture = "MistralForCausalLM"
     settings: ClassVar = {"sliding_window": WINDOW}

@@ -1,8 +1,9 @@
 """LoRA adapters as pytrees: shapes, seeded initial values, canonical (PEFT) names, stacks of adapters, snapshots.
 
 An adapter is {"layers": {module: (A [L, in, r], B [L, r, out])}, "head": (A [H, r], B [r, V])} in float32. Modules are
-q, k, v, o, gate, up, down. r is the adapter's rank padded to its rank class, which depends on that rank alone. Padding
-and untrained modules are zero in both A and B: they change no output, and their gradient is exactly zero.
+q, k, v, o, gate, up, down, and those of the shared expert where a model has one. r is the adapter's rank padded to its
+rank class, which depends on that rank alone. Padding and untrained modules are zero in both A and B: they change no
+output, and their gradient is exactly zero.
 
 Of a model with experts, the factors that face the experts' inner values are each expert's own: B of gate and up is
 [L, E, r, I], A of down is [L, E, I, r]. The experts share the other ones.
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith import Array, LoraConfig, Snapshot, UserError
-from tinsmith.huggingface import ATTENTION, EXPERTS, HEAD, MLP, draw_lora_A, weight_name
+from tinsmith.huggingface import ATTENTION, EXPERTS, HEAD, MLP, SHARED_EXPERT, draw_lora_A, weight_name
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.model_config import ModelConfig
 
@@ -26,6 +27,7 @@ Adapter = Jax  # a pytree as above, of jax or NumPy arrays
 
 HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), (*ATTENTION, *MLP), strict=True))
 """Where a dense model has each module."""
+_SHARED: Mapping[str, str] = dict(zip(("shared_gate", "shared_up", "shared_down"), SHARED_EXPERT, strict=True))
 _ATTENTION = frozenset({"q", "k", "v", "o"})
 _COPYING: Final = 4  # threads that copy weights
 
@@ -54,20 +56,26 @@ class _Module:
 
 def _modules(config: ModelConfig) -> tuple[_Module, ...]:
     shapes = config.linear_shapes()
-    dense = [
+    plain = [
         _Module(name=name, path=path, size_in=shapes[path][0], size_out=shapes[path][1])
-        for name, path in HF_MODULES.items()
+        for name, path in {**HF_MODULES, **_SHARED}.items()
+        if path in config.plain_modules
     ]
     if config.experts is None:
-        return tuple(dense)
+        return tuple(plain)
     hidden, inner, number = config.hidden_size, config.experts.intermediate_size, config.experts.num_experts
     gate, up, down = EXPERTS
     return (
-        *dense[: len(ATTENTION)],
+        *plain,
         _Module(name="gate", path=gate, size_in=hidden, size_out=inner, own="B", num_experts=number),
         _Module(name="up", path=up, size_in=hidden, size_out=inner, own="B", num_experts=number),
         _Module(name="down", path=down, size_in=inner, size_out=hidden, own="A", num_experts=number),
     )
+
+
+def layer_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the modules of every layer that an adapter may train."""
+    return tuple(module.name for module in _modules(config))
 
 
 class DeviceSnapshot(Snapshot):
@@ -101,7 +109,7 @@ class JaxSnapshot(DeviceSnapshot):
 
 def trained_modules(lora: LoraConfig) -> frozenset[str]:
     """Return the names of the modules that the flags select; the output head is "head"."""
-    names = {name for name in HF_MODULES if (lora.train_attn if name in _ATTENTION else lora.train_mlp)}
+    names = {name for name in (*HF_MODULES, *_SHARED) if (lora.train_attn if name in _ATTENTION else lora.train_mlp)}
     return frozenset(names | {"head"} if lora.train_unembed else names)
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from tinsmith.huggingface import ATTENTION, HEAD, MLP, DecoderShape, weight_counts
+from tinsmith.huggingface import ATTENTION, HEAD, DecoderShape, weight_counts
 from tinsmith_jax.rank_classes import class_of, rank_classes
 from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 
 FLOAT: Final = 4  # bytes of what adapters, gradients and moments are kept in
 ITEM: Final = {"float32": 4, "bfloat16": 2}  # of base weights and activations
-_BY_INPUTS: Final = frozenset({"self_attn.o_proj", "mlp.down_proj"})
+_BY_INPUTS: Final = frozenset({"self_attn.o_proj", "mlp.down_proj", "mlp.shared_expert.down_proj"})
 """The modules whose inputs `tensor` divides; of the others it divides the outputs."""
 
 _TARGET: Final = 24  # per token and target: what a loss takes and gives
@@ -97,10 +97,9 @@ class Costs:
     def base(self) -> int:
         """The weights. Norms and routers are whole on every device."""
         counts, item = weight_counts(self.shape), self.computing.base_item
-        experts = self.shape.experts
         linear = self.shape.linear_shapes()
-        in_layer = (*ATTENTION, *MLP) if experts is None else ATTENTION
-        matrices = sum(inputs * outputs for inputs, outputs in (linear[path] for path in in_layer)) + counts.experts
+        plain = (linear[path] for path in self.shape.plain_modules)
+        matrices = sum(inputs * outputs for inputs, outputs in plain) + counts.experts
         whole = counts.num_layers * (counts.layer - matrices) + counts.norm
         divided = counts.embedding + counts.head + counts.num_layers * matrices
         return (whole + divided // (self.computing.fsdp * self.computing.tensor)) * item
@@ -211,7 +210,11 @@ class Costs:
         """Return bytes per token. With experts, a token's are taken to be as one MLP of their size together."""
         shape, parts = self.shape, self.computing.tensor
         experts = shape.experts
-        inner = shape.intermediate_size if experts is None else experts.intermediate_size * experts.top_k
+        inner = (
+            shape.intermediate_size
+            if experts is None
+            else experts.intermediate_size * experts.top_k + experts.shared_size
+        )
         whole, *divided, rank = factors[self.computing.on_cpu]
         sizes = (inner, shape.linear_shapes()[ATTENTION[0]][1], shape.kv_size)
         in_parts = sum(factor * size for factor, size in zip(divided, sizes, strict=True)) // parts
@@ -223,7 +226,7 @@ class Costs:
     def _factors(self) -> Iterator[_Factor]:
         shape, parts = self.shape, self.computing.tensor
         linear, layers = shape.linear_shapes(), shape.num_layers
-        for path in (*ATTENTION, *MLP) if shape.experts is None else ATTENTION:
+        for path in shape.plain_modules:
             inputs, outputs = linear[path]
             by_inputs = path in _BY_INPUTS
             yield _Factor(inputs, layers, parts if by_inputs else 1, same_axis=True)

@@ -52,9 +52,9 @@ from tinsmith_jax.sampling_values import (
     expert_dtype,
     experts_of_token,
 )
-from tinsmith_jax.trunk import embed, qk_norm, split_qkv
+from tinsmith_jax.trunk import embed, qk_norm, shared_weight, split_qkv
 
-_MATRICES = {"qkv": 0, "o": 1, "gate_up": 0, "down": 1}
+_MATRICES = {"qkv": 0, "o": 1, "gate_up": 0, "down": 1, "shared_gate_up": 0, "shared_down": 1}
 """The matrices of a layer, with the axis along which `fsdp` divides each."""
 
 _FLOOR = -1e30
@@ -318,6 +318,7 @@ def _layers(
         def normed(x_NTH: jax.Array, name: str) -> jax.Array:
             return norm(x_NTH, weights[name]) if name in weights else x_NTH
 
+        mlp = partial(_mlp, dense=dense, deltas=deltas, config=config)
         add = partial(_add, weights=weights, norm=norm, config=config, axes=axes)
         cos_sin, window = places.for_kind(weights.get("kind"))
         h_NTH = normed(x_NTH, "input_norm")
@@ -331,19 +332,32 @@ def _layers(
         h_NTH = normed(x_NTH, "post_norm")
         if experts is not None:
             mlp_NTH, chosen = _expert_mlp(h_NTH, index, weights, experts, config, lora, axes)
+            if "shared_down" in weights:
+                shared_NTH = axes.total(sum(mlp(h_NTH, "shared_")))
+                mlp_NTH += by_tile(partial(shared_weight, weights=weights), h_NTH) * shared_NTH
             returned = chosen.astype(expert_dtype(config)) if how.shape.returns_experts else None
             return (x_NTH + by_scale(normed(mlp_NTH, "mlp_out_norm"), config.residual_scale), cache), returned
-        gate_NTo, up_NTo = jnp.split(dense(h_NTH, "gate_up"), 2, axis=-1)
-        d_gate_NTo, d_up_NTo = deltas(h_NTH, "gate", "up")
-        gate_NTo, up_NTo = gate_NTo + d_gate_NTo, up_NTo + d_up_NTo
-        inner_NTo = activated(gate_NTo, up_NTo, config)
-        x_NTH = add(x_NTH, dense(inner_NTo, "down"), deltas(inner_NTo, "down")[0], "mlp_out_norm")
-        return (x_NTH, cache), None
+        return (add(x_NTH, *mlp(h_NTH), "mlp_out_norm"), cache), None
 
     scanned = (jnp.arange(config.num_layers), layers)
     (x_NTH, cache), chosen = lax.scan(layer, (x_NTH, cache), scanned)
     out_NTH = by_scale(norm(x_NTH, base["final_norm"]), config.logits_scale)
     return cache, out_NTH, None if chosen is None else jnp.swapaxes(chosen, 0, 1)
+
+
+def _mlp(
+    h_NTH: jax.Array,
+    prefix: str = "",
+    *,
+    dense: Callable[[jax.Array, str], jax.Array],
+    deltas: Callable[..., tuple[jax.Array, ...]],
+    config: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the product, and its LoRA part. `prefix`: of the names of the weights and modules."""
+    gate_NTo, up_NTo = jnp.split(dense(h_NTH, f"{prefix}gate_up"), 2, axis=-1)
+    d_gate_NTo, d_up_NTo = deltas(h_NTH, f"{prefix}gate", f"{prefix}up")
+    inner_NTo = activated(gate_NTo + d_gate_NTo, up_NTo + d_up_NTo, config)
+    return dense(inner_NTo, f"{prefix}down"), deltas(inner_NTo, f"{prefix}down")[0]
 
 
 def _expert_mlp(

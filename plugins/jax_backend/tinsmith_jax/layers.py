@@ -58,12 +58,14 @@ def rms_norm(x: Jax, weight: Jax, eps: float) -> Jax:
 def by_tile(compute: Callable[[Jax], Jax], x_T: Jax, kernels: Kernels) -> Jax:
     """Apply `compute` to [TILE, ...] blocks of the first axis; on a CPU, one after the other.
 
-    XLA:CPU compiles a reduction over more than two axes differently once the array exceeds some size, and then rounds
-    differently. Blocks of one size keep a row's bits independent of the number of rows.
+    XLA:CPU compiles a reduction over more than two axes, or a product with one column, differently once the array
+    exceeds some size, and then rounds differently. Blocks of one size keep a row's bits independent of how many there
+    are.
     """
     if not kernels.equal_blocks:
         return compute(x_T)
-    return jax.lax.map(compute, x_T.reshape(-1, TILE, *x_T.shape[1:])).reshape(x_T.shape)
+    blocks = jax.lax.map(compute, x_T.reshape(-1, TILE, *x_T.shape[1:]))
+    return blocks.reshape(x_T.shape[0], *blocks.shape[2:])
 
 
 def rope_angles(positions: Jax, inv_freq: tuple[float, ...], factor: float) -> tuple[Jax, Jax]:

@@ -253,15 +253,17 @@ _leave.defvjp(lambda axes, x: (axes.total(x), None), lambda _, __, d_x: (d_x,))
 _BASE: Final[Mapping[str, Spec]] = {
     "qkv": Spec(None, FSDP, TENSOR),
     "gate_up": Spec(None, FSDP, TENSOR),
+    "shared_gate_up": Spec(None, FSDP, TENSOR),
     "o": Spec(None, TENSOR, FSDP),
     "down": Spec(None, TENSOR, FSDP),
+    "shared_down": Spec(None, TENSOR, FSDP),
     "qkv_bias": Spec(None, TENSOR),
     "expert_gate_up": Spec(None, TENSOR, FSDP),
     "expert_down": Spec(None, TENSOR, None, FSDP),
 }
 VOCABULARY: Final = Spec(TENSOR, FSDP)
 _EXPERTS: Final = Spec(None, TENSOR, None, None)
-_COLUMNS: Final = frozenset({"q", "k", "v", "gate", "up"})
+_COLUMNS: Final = frozenset({"q", "k", "v", "gate", "up", "shared_gate", "shared_up"})
 """The modules whose outputs are divided over `tensor`; those of the others are inputs."""
 
 
@@ -346,6 +348,8 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
     inner = {"intermediate_size": model.intermediate_size}
     if model.experts is not None:
         inner = {"num_experts": model.experts.num_experts}
+        if model.experts.shared_size:
+            inner["shared_expert_intermediate_size"] = model.experts.shared_size
     for axis, parts, sizes in (
         (FSDP, axes.fsdp, {"hidden_size": model.hidden_size}),
         (

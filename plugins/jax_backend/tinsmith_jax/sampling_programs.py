@@ -32,7 +32,6 @@ from tinsmith_jax.sampling_values import (
     cache_shapes,
 )
 from tinsmith_jax.tiles import TILE
-from tinsmith_jax.trunk import LAYER_MODULES
 
 Kind = Literal["decode", "prefill", "write_adapter", "score", "copy"]
 
@@ -185,12 +184,14 @@ class SamplingPrograms:
 
     @property
     def _resident_specs(self) -> Jax:
-        return self.how.resident_specs(resident_specs(LAYER_MODULES, experts=self.config.experts is not None))
+        return self.how.resident_specs(
+            resident_specs(adapters.layer_modules(self.config), experts=self.config.experts is not None)
+        )
 
     @property
     def adapter_specs(self) -> Jax:
         """Return how an adapter is divided that is to be put into a slot."""
-        return adapter_specs(LAYER_MODULES, experts=self.config.experts is not None)
+        return adapter_specs(adapters.layer_modules(self.config), experts=self.config.experts is not None)
 
     @property
     def cache(self) -> Cache:

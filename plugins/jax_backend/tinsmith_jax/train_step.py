@@ -25,7 +25,7 @@ from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.tiles import TILE, Tiles
-from tinsmith_jax.trunk import LAYER_MODULES, packed_forward
+from tinsmith_jax.trunk import packed_forward
 from tinsmith_jax.weights import Base
 
 
@@ -252,11 +252,11 @@ class TrainPrograms:
     @property
     def adapter_specs(self) -> Jax:
         """Return how the weights of an adapter are divided."""
-        return adapter_specs(LAYER_MODULES, experts=self.config.experts is not None)
+        return adapter_specs(adapters.layer_modules(self.config), experts=self.config.experts is not None)
 
     def state_specs(self, padded_rank: int) -> Jax:
         """Return how the gradients and moments of an adapter are divided."""
-        return state_specs(LAYER_MODULES, adapters.shapes(self.config, padded_rank), self.axes)
+        return state_specs(adapters.layer_modules(self.config), adapters.shapes(self.config, padded_rank), self.axes)
 
     def _stream(self, bucket: Bucket, *, replays: bool) -> tuple[Jax, ...]:
         T, K = bucket.num_tokens * self.axes.num_streams, bucket.num_targets

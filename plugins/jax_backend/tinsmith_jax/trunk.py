@@ -4,7 +4,7 @@ Legend: T = tokens (a multiple of TILE), n = T / TILE tiles, k = adapters in the
 H = hidden, d = head_dim.
 
 A stack of adapters is {"layers": {module: (A [L, k, in, r], B [L, k, r, out])}, "head": (A [k, H, r], B [k, r, V])} in
-float32, module names as in `LAYER_MODULES` (adapters.py makes it). An expert's own factors are [L, E, k, ...].
+float32 (adapters.py makes it). An expert's own factors are [L, E, k, ...].
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
@@ -40,8 +39,6 @@ from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import Tiles
 from tinsmith_jax.weights import Base
-
-LAYER_MODULES = tuple(HF_MODULES)
 
 
 def packed_forward(  # noqa: PLR0913 - what a compiled program works on
@@ -189,14 +186,20 @@ def _add(x_TH: Jax, parts: tuple[Jax, ...], weights: Jax, norm: str, config: Mod
 
 def _mlp_block(x_TH: Jax, weights: Jax, config: ModelConfig, adapter: Jax, sums: Jax, tiles: Tiles, axes: Axes) -> Jax:
     h_TH = axes.enter_tensor(normed(x_TH, weights, "post_norm", config))
-    gate, up = jnp.split(h_TH @ axes.whole(weights["gate_up"], 0), 2, axis=-1)
-    d_gate, d_up = lora_delta(h_TH, lora_of(("gate", "up"), adapter, sums), tiles, axes, "outputs")
+    return _add(x_TH, _mlp(h_TH, weights, config, adapter, sums, tiles, axes), weights, "mlp_out_norm", config)
+
+
+def _mlp(
+    h_TH: Jax, weights: Jax, config: ModelConfig, adapter: Jax, sums: Jax, tiles: Tiles, axes: Axes, prefix: str = ""
+) -> tuple[Jax, Jax]:
+    """Return the product and its LoRA part. `prefix`: of the names of the weights and modules."""
+    gate, up = jnp.split(h_TH @ axes.whole(weights[f"{prefix}gate_up"], 0), 2, axis=-1)
+    modules = lora_of((f"{prefix}gate", f"{prefix}up"), adapter, sums)
+    d_gate, d_up = lora_delta(h_TH, modules, tiles, axes, "outputs")
     gate, up = kept((gate + d_gate, up + d_up))
     inner = activated(gate, up, config)
-    (delta,) = lora_delta(inner, lora_of(("down",), adapter, sums), tiles, axes, "inputs")
-    return _add(
-        x_TH, (axes.leave_tensor(inner @ axes.whole(weights["down"], 1)), delta), weights, "mlp_out_norm", config
-    )
+    (delta,) = lora_delta(inner, lora_of((f"{prefix}down",), adapter, sums), tiles, axes, "inputs")
+    return axes.leave_tensor(inner @ axes.whole(weights[f"{prefix}down"], 1)), delta
 
 
 def _expert_block(
@@ -210,14 +213,23 @@ def _expert_block(
     axes: Axes,
 ) -> tuple[Jax, Jax]:
     """Return the hidden states, and the experts that compute each token, whichever shards have them."""
-    h_TH = axes.enter_tensor(normed(x_TH, weights, "post_norm", config))
+    whole_TH = normed(x_TH, weights, "post_norm", config)
+    h_TH = axes.enter_tensor(whole_TH)
     assert config.experts is not None
     routing = route(h_TH, weights["router"], config, weights.get("replayed"))
     own = routing.of_shard(config.experts.num_experts // axes.tensor, h_TH.dtype, axes)
     lora = _expert_lora(adapter)
     totals = None if sums is None else _expert_lora(sums)
     out_TH = expert_mlp(h_TH, own, of_layer(weights, experts, axes), lora, tiles, totals, axes)
+    if "shared_down" in weights:
+        product, delta = _mlp(h_TH, weights, config, adapter, sums, tiles, axes, "shared_")
+        out_TH += by_tile(partial(shared_weight, weights=weights), whole_TH, axes.kernels) * (product + delta)
     return _add(x_TH, (out_TH,), weights, "mlp_out_norm", config), routing.chosen_TC
+
+
+def shared_weight(h_TH: Jax, weights: Jax) -> Jax:
+    """Return what the expert that computes every token counts, [..., 1]."""
+    return jax.nn.sigmoid(h_TH @ weights["shared_weight"])
 
 
 def _expert_lora(modules: Jax) -> ExpertLora:

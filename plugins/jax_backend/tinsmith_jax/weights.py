@@ -14,7 +14,8 @@ Matrices are of the type that is asked for; or all of bfloat16 beside norms of f
 the kernels widen them where they multiply.
 
 A model with E experts has, in place of the last two, "router" [L, H, E], "expert_gate_up" [L, E, H, 2 I] and
-"expert_down" [L, E, I, H].
+"expert_down" [L, E, I, H]. If an expert computes every token, it is "shared_gate_up" and "shared_down", and
+"shared_weight" [L, H, 1] gives its gate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
 from tinsmith import Array, Progress
-from tinsmith.huggingface import WeightFiles
+from tinsmith.huggingface import SHARED_EXPERT, WeightFiles
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import empty
 from tinsmith_jax.mesh import VOCABULARY, Index, Layout, Spec, base_specs, put_parts
@@ -47,6 +48,11 @@ _DENSE: Mapping[str, Sequence[str]] = {
     "down": ("mlp.down_proj",),
 }
 _ROUTED: Mapping[str, Sequence[str]] = {**_ATTENTION, "router": ("mlp.gate",)}
+_SHARED: Mapping[str, Sequence[str]] = {
+    "shared_gate_up": SHARED_EXPERT[:2],
+    "shared_down": SHARED_EXPERT[2:],
+    "shared_weight": ("mlp.shared_expert_gate",),
+}
 _EXPERTS: Mapping[str, Sequence[str]] = {"expert_gate_up": ("gate_proj", "up_proj"), "expert_down": ("down_proj",)}
 
 
@@ -91,6 +97,9 @@ class _Loader:
         if config.experts is not None:
             self._matrices, self._experts = _ROUTED, _EXPERTS
             self._shapes["mlp.gate"] = (config.hidden_size, config.experts.num_experts)
+            if config.experts.shared_size:
+                self._matrices = {**_ROUTED, **_SHARED}
+                self._shapes["mlp.shared_expert_gate"] = (config.hidden_size, 1)
 
     def load(self, progress: Progress) -> Base:
         config = self._config

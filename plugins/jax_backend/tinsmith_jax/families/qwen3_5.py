@@ -8,8 +8,9 @@ from tinsmith_jax import Attention, LayerKind, ModelConfig, Norms, decoder, fami
 
 
 @family("Qwen3_5ForCausalLM")
+@family("Qwen3_5MoeForCausalLM")
 def qwen3_5(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    config = {"head_dim": 256, **config}
+    config = {"head_dim": 256, "norm_topk_prob": True, **config}
     bias = bool(config.get("attention_bias"))
     rope = read_rope(config, head_dim(config), str(path), partial=0.25)
     return decoder(

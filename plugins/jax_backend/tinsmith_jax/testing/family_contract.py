@@ -4,6 +4,7 @@ transformers computes in float64, and each sequence by itself. Differences are L
 """
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
@@ -30,8 +31,10 @@ from tinsmith import (
     SampleOutput,
     SamplingParams,
 )
+from tinsmith.huggingface import StoredTensors, adapter_weights, weight_counts
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.families import read_config
 from tinsmith_jax.testing.torch_reference import TorchModel
 
 TINY: Final[Mapping[str, Any]] = {
@@ -107,6 +110,12 @@ class FamilyContract:
     @pytest.fixture
     def reference(self, model_path: Path, backend: JaxBackend, model_id: str) -> TorchModel:
         return TorchModel(model_path, _LORA, backend.capture_state(model_id).weights, torch.float64)
+
+    def test_plans_count_all_weights(self, backend: JaxBackend, model_path: Path, model_id: str) -> None:
+        config, stored = read_config(model_path), StoredTensors.of(model_path, "model").shapes()
+        assert weight_counts(config).total == sum(map(math.prod, stored.values()))
+        adapted = backend.capture_state(model_id).weights
+        assert adapter_weights(config, _LORA.rank) == sum(array.size for array in adapted.values())
 
     def test_logprobs(self, backend: JaxBackend, model_id: str, reference: TorchModel) -> None:
         """The sequences are packed side by side."""

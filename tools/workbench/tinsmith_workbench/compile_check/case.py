@@ -26,7 +26,6 @@ from tinsmith_jax.sampling_programs import SamplingPrograms
 from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.tiles import MAX_ADAPTERS
 from tinsmith_jax.train_step import TrainPrograms
-from tinsmith_jax.trunk import LAYER_MODULES
 from tinsmith_jax.weights import Base
 from tinsmith_workbench.compile_check.chips import Chip, read_slice
 from tinsmith_workbench.compile_check.formula import Cost, Pass, Step
@@ -123,7 +122,7 @@ class Case:
 
     @property
     def _resident(self) -> Any:
-        rows = self.layout.placed_tree(resident_specs(LAYER_MODULES))
+        rows = self.layout.placed_tree(resident_specs(adapters.layer_modules(self.config)))
         return jax.tree.map(_placed, self.sample.resident, rows)
 
     def held_arguments(self, kind: str) -> int:
@@ -144,7 +143,7 @@ class Case:
                 return self.base_bytes() + self.sampling_bytes()
 
     def _weights_bytes(self, rank: int) -> int:
-        return self._adapter_bytes(rank, adapter_specs(LAYER_MODULES))
+        return self._adapter_bytes(rank, adapter_specs(adapters.layer_modules(self.config)))
 
     def _state_bytes(self, rank: int) -> int:
         return self._adapter_bytes(rank, self.train.state_specs(rank))
