@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.commands.cli import build_group
-from tinsmith.errors import NotFoundError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.curves import thinned
 from tinsmith.server.routes import metrics
+from tinsmith.store import SessionRecord
 from tinsmith.testing.harness import RunningServer, running_server
 
 WAIT_S = 300
@@ -110,10 +110,11 @@ def test_a_run_takes_a_limited_number_of_bytes(curves: Curves, monkeypatch: pyte
 
 
 def test_a_run_that_is_deleted_while_it_is_listed_is_left_out(curves: Curves, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def gone(session_id: str) -> None:
-        raise NotFoundError(session_id)
+    async def gone(session_ids: Collection[str]) -> dict[str, SessionRecord]:
+        assert curves.training.get_info().model_id.split(":")[0] in session_ids
+        return {}
 
-    monkeypatch.setattr(curves.store, "get_session", gone)
+    monkeypatch.setattr(curves.store, "find_sessions", gone)
     assert curves.http.get("/runs").raise_for_status().json()["runs"] == []
 
 
@@ -129,6 +130,18 @@ def test_another_tenant_sees_no_run(curves: Curves) -> None:
         assert answer.text == unknown.text.replace("none", curves.run_id)
     assert curves.http.get("/runs", headers=stranger).json()["runs"] == []
     assert "x" not in curves.get()
+
+
+def test_without_keys_whoever_sends_none_sees_all_runs_and_changes_none(curves: Curves, tmp_path: Path) -> None:
+    with httpx.Client(base_url=f"{curves.url}/api/v1", timeout=WAIT_S) as http:
+        assert curves.run_id in [each["run_id"] for each in http.get("/runs").json()["runs"]]
+        assert http.get(curves.path).json()["steps"] == 3
+        assert http.post(curves.path, json={"points": []}).status_code == 401
+        assert http.get("/training_runs").status_code == 401
+    keys = [{"key": "tml-secret", "tenant": "ann"}]
+    with running_server(tmp_path, server={"api_keys": keys}, engines=False) as server:
+        for path in ("/runs", "/runs/none/metrics", "/run_events?run=none"):
+            assert httpx.get(f"{server.url}/api/v1{path}", timeout=WAIT_S).status_code == 401
 
 
 def test_a_stream_tells_of_each_new_step(curves: Curves) -> None:

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -31,6 +31,21 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield browser
 
 
+def _photographer(browser: Browser, directory: Path) -> Callable[[str], None]:
+    """Return what takes pictures of a view in all sizes and colours, and holds that nothing is wider than the page."""
+    pictures = Path(os.environ.get("PAGE_PICTURES", directory))
+    sizes = {"desktop": (1280, 800), "phone": (390, 844)}
+
+    def take(view: str) -> None:
+        for device, (width, height) in sizes.items():
+            for dark in (False, True):
+                browser.look(width=width, height=height, dark=dark)
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, device)
+                browser.picture(pictures / f"{view}-{device}-{'dark' if dark else 'light'}.png")
+
+    return take
+
+
 def test_the_page_needs_no_key_and_no_other_host(server: RunningServer) -> None:
     page = httpx.get(server.url, timeout=WAIT_S)
     assert page.status_code == 200
@@ -48,24 +63,11 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
     first, second = (client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S) for _ in range(2))
     trained(first, 2)
-    pictures = Path(os.environ.get("PAGE_PICTURES", tmp_path))
-    sizes = {"desktop": (1280, 800), "phone": (390, 844)}
-
-    def take(view: str) -> None:
-        for device, (width, height) in sizes.items():
-            for dark in (False, True):
-                browser.look(width=width, height=height, dark=dark)
-                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, device)
-                browser.picture(pictures / f"{view}-{device}-{'dark' if dark else 'light'}.png")
-
+    take = _photographer(browser, tmp_path)
     browser.look(width=1280, height=800, dark=False)
-    browser.open(server.url)
-    browser.until("document.activeElement?.id === 'key'")
-    assert server.url in browser.evaluate("document.querySelector('#snippet').textContent")
-    take("key")
-    browser.evaluate("document.querySelector('#key').value = 'tml-ann'")
-    browser.press("Enter")
+    browser.open(server.url)  # which has no keys, so its page asks for none
     browser.until("document.querySelectorAll('#rows tr').length === 2")
+    assert browser.evaluate("document.querySelector('#forget').hidden")
     take("runs")
 
     run_id = first.get_info().model_id
@@ -90,10 +92,21 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     assert browser.problems == []
 
 
-def test_a_key_that_is_not_known_asks_again(tmp_path: Path, browser: Browser) -> None:
+def test_a_server_with_keys_asks_for_one_until_it_is_known(tmp_path: Path, browser: Browser) -> None:
     keys = [{"key": "tml-secret", "tenant": "ann"}]
     with running_server(tmp_path, server={"api_keys": keys}) as server:
-        browser.open(f"{server.url}/#key=tml-wrong")
+        browser.open(server.url)
+        browser.until("document.activeElement?.id === 'key'")
+        assert server.url in browser.evaluate("document.querySelector('#snippet').textContent")
+        assert browser.evaluate("document.querySelector('#problem').hidden")
+        _photographer(browser, tmp_path)("key")
+        browser.evaluate("document.querySelector('#key').value = 'tml-secret'")
+        browser.press("Enter")
+        browser.until("!document.querySelector('#runs').hidden && !document.querySelector('#none').hidden")
+        assert browser.evaluate("sessionStorage.getItem('key')") == "tml-secret"
+        browser.evaluate("document.querySelector('#forget').click()")
+        browser.until("document.activeElement?.id === 'key'")
+        browser.open(f"{server.url}/?again#key=tml-wrong")
         browser.until("document.querySelector('#problem')?.hidden === false && !document.querySelector('#ask').hidden")
         assert "not known" in browser.evaluate("document.querySelector('#problem').textContent")
         browser.open(f"{server.url}/#key=tml-secret")

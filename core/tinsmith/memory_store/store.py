@@ -153,6 +153,11 @@ class MemoryStore(RequestStore):
         return self._memory.session(session_id).record
 
     @_transaction
+    def find_sessions(self, session_ids: Collection[str]) -> dict[str, SessionRecord]:
+        known = self._memory.sessions
+        return {each: known[each].record for each in session_ids if each in known}
+
+    @_transaction
     def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
         found = [each.record for each in self._memory.sessions.values() if tenant in (None, each.record.tenant)]
         found.sort(key=lambda each: (each.created_at, each.session_id), reverse=True)

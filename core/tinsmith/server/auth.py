@@ -16,6 +16,7 @@ from tinsmith.errors import AuthenticationError, NotFoundError, TinsmithError
 from tinsmith.hook_values import Principal
 from tinsmith.operations import ReadRight
 from tinsmith.plugins.loading import Plugins
+from tinsmith.server.api_keys import credential_of
 from tinsmith.server.context import Context
 from tinsmith.server.known import KnownRequest, KnownRun, KnownSession
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
@@ -88,6 +89,18 @@ async def caller_of(request: Request, context: Context) -> Principal:
 
 
 Caller = Annotated[Principal, Depends(caller_of)]
+
+_OPERATOR: Final = Principal(tenant="(operator)", name="operator", admin=True)
+
+
+async def viewer_of(request: Request, context: Context) -> Principal:
+    """As `caller_of`, for what is only read: who sends no key to a server without keys is its operator."""
+    if not credential_of(request.headers) and context.is_operator(None):
+        return _OPERATOR
+    return await caller_of(request, context)
+
+
+Viewer = Annotated[Principal, Depends(viewer_of)]
 
 
 AccessScope = Literal["owned", "accessible"]

@@ -125,6 +125,7 @@ class SqlStore(RequestStore):
     # sessions
     create_session = _over(sessions.create_session)
     get_session = _read(sessions.get)
+    find_sessions = _read(sessions.find)
     list_sessions = _read(sessions.list_all)
     count_live_sessions = _read(sessions.count_live)
     update_session = _durable(sessions.update)

@@ -1,6 +1,7 @@
 """The store, for the REST server: clients' sessions."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -17,6 +18,10 @@ class Sessions(ABC):
 
     @abstractmethod
     async def get_session(self, session_id: str) -> SessionRecord: ...
+
+    @abstractmethod
+    async def find_sessions(self, session_ids: Collection[str]) -> dict[str, SessionRecord]:
+        """Return those of these sessions that exist, by their ids: up to 1,000 in one read."""
 
     @abstractmethod
     async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:

@@ -81,6 +81,13 @@ class RequestStoreContract(
         with pytest.raises(NotFoundError, match="'s9'"):
             await store.get_session("s9")
 
+    async def test_sessions_are_found_together(self, store: RequestStore) -> None:
+        sessions = {name: a_session(name, display_name=name) for name in ("s1", "s2", "s3")}
+        for each in sessions.values():
+            await store.create_session(each, idempotency_key=None)
+        assert await store.find_sessions({"s1", "s3", "s9"}) == {name: sessions[name] for name in ("s1", "s3")}
+        assert await store.find_sessions([]) == {}
+
     async def test_a_session_is_created_once_per_key_and_tenant(self, store: RequestStore) -> None:
         first = await store.create_session(a_session("s1"), idempotency_key="k")
         assert await store.create_session(a_session("s2"), idempotency_key="k") == first

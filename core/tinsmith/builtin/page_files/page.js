@@ -7,10 +7,11 @@ const COLOURS = { // light, dark; told apart by people who see no red or green, 
   dark: ["#6cb0ff", "#ffa657", "#3fd0a0", "#e29be2", "#ff8b93", "#aab4be", "#4fd1e5", "#e3c84f"],
 };
 const FIRST = [/loss/, /reward/, /norm/, /kl/, /tokens_per_s/]; // these charts come first
-const PAGE = 100;
+const PAGE = 1000; // runs of one answer
+const ROWS = 100; // drawn at a time: a browser takes a second for a thousand
 const MAX_POINTS = 1000;
 
-const state = { runs: [], total: 0, chosen: new Set(), shown: [], charts: new Map(), stream: null, frame: 0 };
+const state = { runs: [], total: 0, rows: ROWS, chosen: new Set(), shown: [], charts: new Map(), stream: null, frame: 0 };
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 // The key and the API
@@ -26,7 +27,8 @@ function readKey() {
 }
 
 async function ask(path, options = {}) {
-  const answer = await fetch(`/api/v1${path}`, { ...options, headers: { "x-api-key": readKey() ?? "" } });
+  const key = readKey(); // a server without keys asks for none
+  const answer = await fetch(`/api/v1${path}`, { ...options, headers: key ? { "x-api-key": key } : {} });
   if (answer.ok) return answer;
   const detail = await answer.json().then((body) => body.detail ?? body.message, () => answer.statusText);
   throw Object.assign(new Error(typeof detail === "string" ? detail : answer.statusText), { status: answer.status });
@@ -34,9 +36,10 @@ async function ask(path, options = {}) {
 
 function tell(error) {
   if (error.status === 401) {
+    const refused = readKey() !== null;
     sessionStorage.removeItem("key");
     showForm();
-    if (!error.quiet) say(error.message);
+    if (refused) say(error.message);
   } else say(error.message);
 }
 
@@ -47,7 +50,7 @@ function say(text) {
 
 function show(id) {
   for (const each of ["ask", "runs", "curves"]) $(each).hidden = each !== id;
-  $("forget").hidden = id === "ask";
+  $("forget").hidden = readKey() === null;
 }
 
 function showForm() {
@@ -64,7 +67,7 @@ async function showRuns() {
   stop();
   show("runs");
   document.title = "tinsmith";
-  state.runs = [];
+  Object.assign(state, { runs: [], rows: ROWS });
   await older();
   $("main").focus();
 }
@@ -86,6 +89,12 @@ async function older() {
   });
 }
 
+async function more() {
+  state.rows += ROWS;
+  if (state.rows > state.runs.length && state.runs.length < state.total) await older();
+  else drawRuns();
+}
+
 function textOf(run) {
   const labels = Object.entries(run.user_metadata ?? {}).flat();
   return [run.run_id, run.name, run.base_model, run.state, run.tenant, run.project_id, ...run.tags, ...labels].join(" ").toLowerCase();
@@ -94,10 +103,10 @@ function textOf(run) {
 function drawRuns() {
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const found = state.runs.filter((run) => words.every((word) => textOf(run).includes(word)));
-  $("rows").replaceChildren(...found.map(rowOf));
+  $("rows").replaceChildren(...found.slice(0, state.rows).map(rowOf));
   $("none").hidden = found.length > 0;
   $("none").textContent = state.runs.length ? "No run has these words." : "No runs yet: one begins when a script creates a training client.";
-  $("more").hidden = state.runs.length >= state.total;
+  $("more").hidden = found.length <= state.rows && state.runs.length >= state.total;
   $("compare").disabled = state.chosen.size < 1;
   $("compare").textContent = state.chosen.size ? `Compare ${state.chosen.size}` : "Compare";
 }
@@ -296,7 +305,6 @@ function stop() {
 // What is asked for
 
 function route() {
-  if (!readKey()) return showForm();
   const ids = new URLSearchParams(location.hash.slice(1)).getAll("run").slice(0, COLOURS.light.length);
   (ids.length ? showCurves([...new Set(ids)]) : showRuns()).catch(tell);
 }
@@ -312,9 +320,9 @@ $("ask").onsubmit = (event) => {
   $("key").value = "";
   route();
 };
-$("forget").onclick = () => { sessionStorage.removeItem("key"); showForm(); };
-$("filter").oninput = drawRuns;
-$("more").onclick = () => older().catch(tell);
+$("forget").onclick = () => { sessionStorage.removeItem("key"); route(); };
+$("filter").oninput = () => { state.rows = ROWS; drawRuns(); };
+$("more").onclick = () => more().catch(tell);
 $("compare").onclick = () => { location.hash = new URLSearchParams([...state.chosen].map((id) => ["run", id])); };
 $("pick").oninput = draw;
 $("smooth").oninput = draw;

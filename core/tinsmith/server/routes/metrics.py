@@ -11,10 +11,10 @@ import orjson
 from fastapi import APIRouter, Query
 from fastapi.responses import Response, StreamingResponse
 
-from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.json_values import Json
 from tinsmith.protocol import wire
-from tinsmith.server.auth import AccessScope, Caller, own_run, readable_run, visible_tenant
+from tinsmith.server.auth import AccessScope, Caller, Viewer, own_run, readable_run, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.curves import Step, finite, joined, series_of
 from tinsmith.server.json_routes import JsonRoute
@@ -37,28 +37,24 @@ _STREAM_S: Final = 60.0  # then the reader asks again, and its key is checked ag
 
 @router.get("/runs", response_model_exclude_none=True)
 async def list_runs(
-    caller: Caller,
+    caller: Viewer,
     context: Context,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     access_scope: AccessScope = "accessible",
 ) -> wire.RunSummaries:
-    """List runs, newest first: those of the caller, or of all tenants for an administrator."""
+    """List runs, newest first: those of the caller, or of all tenants for an administrator.
+
+    This and the other routes that the page reads need no key on a server without keys: they show all runs then.
+    """
     tenant = visible_tenant(caller, access_scope)
     runs, total = await context.store.list_runs(tenant, limit=limit, offset=offset)
-    sessions = {name: await _session(context.store, name) for name in {run.session_id for run in runs}}
-    return wire.RunSummaries(
-        runs=[_summary(run, session) for run in runs if (session := sessions[run.session_id]) is not None],
+    sessions = await context.store.find_sessions({run.session_id for run in runs})
+    found = [(run, sessions.get(run.session_id)) for run in runs]
+    return wire.RunSummaries(  # without the runs that were deleted with their session meanwhile
+        runs=[_summary(run, session) for run, session in found if session is not None],
         cursor=wire.Cursor(offset=offset, limit=limit, total_count=total),
     )
-
-
-async def _session(store: RequestStore, session_id: str) -> SessionRecord | None:
-    """Return None for a session that was deleted, with its runs, since these were listed."""
-    try:
-        return await store.get_session(session_id)
-    except NotFoundError:
-        return None
 
 
 def _summary(run: RunRecord, session: SessionRecord) -> wire.RunSummary:
@@ -102,7 +98,7 @@ def _measured(point: wire.LoggedPoint) -> Measured:
 @router.get("/runs/{model_id}/metrics", response_model=wire.RunCurves)
 async def get_metrics(
     model_id: str,
-    caller: Caller,
+    caller: Viewer,
     context: Context,
     max_points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
     name: Annotated[list[str] | None, Query(max_length=MOST_NAMES)] = None,
@@ -111,14 +107,14 @@ async def get_metrics(
     run = await readable_run(context, caller, model_id)
     names = None if name is None else frozenset(name)
 
-    def to_json(steps: list[Step]) -> str:
-        series = series_of(steps, max_points=max_points, names=names)
+    def to_json(rows: list[MetricsRow]) -> str:
+        series = series_of(joined(rows), max_points=max_points, names=names)
         return wire.RunCurves(run_id=model_id, steps=run.steps, series=series).model_dump_json()
 
-    return await context.large_answers.build(caller.tenant, partial(_read_steps, context.store, model_id), to_json)
+    return await context.large_answers.build(caller.tenant, partial(_read_rows, context.store, model_id), to_json)
 
 
-async def _read_steps(store: RequestStore, model_id: str, from_step: int = 0) -> list[Step]:
+async def _read_rows(store: RequestStore, model_id: str, from_step: int = 0) -> list[MetricsRow]:
     rows: list[MetricsRow] = []
     page = await store.read_metrics(model_id, from_step=from_step, limit=_PAGE)
     while page:
@@ -127,12 +123,12 @@ async def _read_steps(store: RequestStore, model_id: str, from_step: int = 0) ->
         if len(page) < _PAGE:
             break
         page = await store.read_metrics(model_id, from_step=last.step, after=last.seq_id, limit=_PAGE)
-    return joined(rows)
+    return rows
 
 
 @router.get("/run_events", response_class=StreamingResponse)
 async def run_events(
-    caller: Caller, context: Context, run: Annotated[list[str], Query(min_length=1, max_length=_MOST_RUNS)]
+    caller: Viewer, context: Context, run: Annotated[list[str], Query(min_length=1, max_length=_MOST_RUNS)]
 ) -> StreamingResponse:
     """Stream the newest steps of runs as they come, as server-sent events, for a minute: then ask again.
 
@@ -172,7 +168,7 @@ async def _follow(store: RequestStore, run: RunRecord, queue: asyncio.Queue[byte
             written = await store.wait_for_metrics(run.model_id, known=known, timeout_s=_STREAM_S)
             if written > known:
                 known = written
-                steps = await _read_steps(store, run.model_id, max(newest - _TAIL, 0))
+                steps = joined(await _read_rows(store, run.model_id, max(newest - _TAIL, 0)))
                 points = {step[0]: _point(step) for step in steps}
                 changed = [point for step, point in points.items() if sent.get(step) != point]
                 newest, sent = max(newest, *points, 0), points

@@ -1,7 +1,7 @@
 """Clients' sessions: their beginning, their heartbeats, and their end, which unloads their models."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
@@ -30,6 +30,9 @@ _MOST: Final = 256  # heartbeats in one transaction
 
 _SESSION = SESSIONS.c.session_id == bindparam("wanted")
 _GET = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).where(_SESSION)
+_FIND = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).where(
+    SESSIONS.c.session_id.in_(bindparam("ids", expanding=True))
+)
 _SILENT = (
     sqlalchemy.select(SESSIONS.c.session_id)
     .where(OPEN, SESSIONS.c.last_seen_at < bindparam("before", type_=Microseconds()))
@@ -74,6 +77,11 @@ def get(connection: Connection, session_id: str, *, lock: bool = False) -> Sessi
     if row is None:
         raise missing("session", session_id)
     return to_record(row, SessionRecord)
+
+
+def find(connection: Connection, session_ids: Collection[str]) -> dict[str, SessionRecord]:
+    rows = connection.execute(_FIND, {"ids": list(session_ids)})
+    return {row.session_id: to_record(row, SessionRecord) for row in rows}
 
 
 def list_all(connection: Connection, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
