@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,6 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """Exempt all that was imported from garbage collection: a collection would look at millions of objects."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
@@ -93,11 +93,16 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def _group(nodeid: str) -> str:
     """Return the test's group; by default its file."""
-    path = Path(nodeid.partition("::")[0])
+    return _group_of_file(nodeid.partition("::")[0])
+
+
+@cache
+def _group_of_file(file: str) -> str:
+    path = Path(file)
     for name, members in _GROUPS:
         if any(path.is_relative_to(member) for member in members):
             return name
-    return "postgres" if path.stem in _ON_POSTGRES else str(path)
+    return "postgres" if path.stem in _ON_POSTGRES else file
 
 
 def _mark_repetitions(items: Iterable[pytest.Item]) -> None:

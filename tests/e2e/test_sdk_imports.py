@@ -25,7 +25,6 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 
@@ -39,6 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model in PEFT, with a random adapter, and where the adapter was saved."""
+    peft = pytest.importorskip("peft")  # here: it takes longer to import than all tests take to collect
     directory = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
