@@ -18,19 +18,16 @@ from tinsmith.server.curves import thinned
 from tinsmith.server.routes import metrics
 from tinsmith.store import SessionRecord
 from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith.testing.sdk_data import datum
 
 WAIT_S = 300
 
 
 def trained(training: tinker.TrainingClient, steps: int) -> list[float]:
     """Return what each pass told its client of the loss."""
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([1, 2, 3]),
-        loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
-    )
     told = []
     for _ in range(steps):
-        passed = training.forward_backward([datum], "cross_entropy")
+        passed = training.forward_backward([datum([1, 2, 3, 4])], "cross_entropy")
         training.optim_step(tinker.AdamParams(learning_rate=0.1)).result(WAIT_S)
         told.append(passed.result(WAIT_S).metrics["loss:sum"])
     return told
