@@ -19,7 +19,7 @@ from tinsmith.testing.harness import RunningServer, running_server
 KEYS = [{"key": f"tml-{name}", "tenant": name, "admin": name == "admin"} for name in ("hoarder", "neighbour", "admin")]
 SERVER = {"api_keys": KEYS, "long_poll_s": 0.05}
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
-LARGE = 512, 128  # sequences and tokens of each in a large request: 1 MiB
+LARGE = 128, 512  # sequences and tokens of each in a large request: 1 MiB
 TOY = ModelSettings(name="toy", backend=PluginSection.model_validate({"plugin": "toy", "max_batch_tokens": 1 << 16}))
 
 

@@ -76,7 +76,7 @@ class Tenant:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
-    with running_server(tmp_path, engines=False, server={"api_keys": KEYS, "long_poll_s": 0.05}) as running:
+    with running_server(tmp_path, engines=False, server={"api_keys": KEYS, "long_poll_s": 0.5}) as running:
         yield running
 
 
