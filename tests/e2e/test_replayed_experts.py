@@ -27,7 +27,10 @@ from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import logprobs, rl_datum
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.thorough,  # test_routing_replay.py has the toy backend, and tests of plugins what they compute
+]
 
 WAIT_S = 600  # the first operations compile
 KEY = "tml-test"
@@ -48,12 +51,12 @@ VLLM: dict[str, Any] = {"plugin": "vllm", "max_model_len": 128, "kv_cache_bytes"
 BFLOAT16 = {"backend": {**JAX, "dtype": "bfloat16"}, "sampler": {**VLLM, "dtype": "bfloat16"}}
 PAIRS = [
     pytest.param(({"backend": JAX}, 1e-4), id="jax"),
-    pytest.param(({"backend": {**JAX, **MESH}}, 1e-4), id="jax-mesh", marks=pytest.mark.thorough),
-    pytest.param(({"backend": JAX, "sampler": JAX_SAMPLER}, 1e-4), id="jax-and-jax", marks=pytest.mark.thorough),
-    pytest.param(({"backend": JAX, "sampler": VLLM}, 1e-3), id="jax-and-vllm", marks=pytest.mark.thorough),
-    pytest.param((BFLOAT16, 0.05), id="jax-and-vllm-bfloat16", marks=pytest.mark.thorough),
-    pytest.param(({"backend": MEGATRON, "sampler": JAX_SAMPLER}, 1e-4), id="megatron-jax", marks=pytest.mark.thorough),
-    pytest.param(({"backend": MEGATRON, "sampler": VLLM}, 1e-3), id="megatron-vllm", marks=pytest.mark.thorough),
+    pytest.param(({"backend": {**JAX, **MESH}}, 1e-4), id="jax-mesh"),
+    pytest.param(({"backend": JAX, "sampler": JAX_SAMPLER}, 1e-4), id="jax-and-jax"),
+    pytest.param(({"backend": JAX, "sampler": VLLM}, 1e-3), id="jax-and-vllm"),
+    pytest.param((BFLOAT16, 0.05), id="jax-and-vllm-bfloat16"),
+    pytest.param(({"backend": MEGATRON, "sampler": JAX_SAMPLER}, 1e-4), id="megatron-jax"),
+    pytest.param(({"backend": MEGATRON, "sampler": VLLM}, 1e-3), id="megatron-vllm"),
 ]
 
 
@@ -195,7 +198,6 @@ def scripted(
     return seen, model.save_state("end").result(timeout=WAIT_S).path
 
 
-@pytest.mark.thorough  # in `make test`, test_routing_replay.py restarts a server with the toy backend
 def test_a_kill_changes_no_bits(launcher: Launcher, tmp_path: Path) -> None:
     """Engines die between sample and pass, in the pass, and when they compute it again; then a model is left alone."""
     write_undecided_model(tmp_path / "model")

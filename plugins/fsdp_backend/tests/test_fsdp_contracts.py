@@ -32,6 +32,8 @@ class TestFsdpTrainingAbuse(TrainingAbuseContract):
 
 
 class TestFsdpFullFineTuningQwen3(FullFineTuningContract):
+    every = 9
+
     @pytest.fixture
     def backend(self, two_ranks: FsdpBackend) -> FsdpBackend:
         return two_ranks

@@ -54,13 +54,15 @@ def counted(
     ("settings", "world", "tenants", "model"),
     [
         pytest.param({**FAST, "activation_checkpointing": True}, 1, 1, SMALL, marks=pytest.mark.thorough),
-        ({**FAST, "activation_checkpointing": True}, 8, 4, SMALL),
+        pytest.param({**FAST, "activation_checkpointing": True}, 8, 4, SMALL, marks=pytest.mark.thorough),
         ({**FAST, "activation_checkpointing": True}, 8, 4, INT8),
         ({**FAST, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**STRICT, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**FAST, "activation_checkpointing": True, "shard_size": 1}, 8, 4, SMALL),
-        ({**FAST, "activation_checkpointing": True, "tensor_parallel": 4}, 8, 1, SMALL),
         ({**FAST, "activation_checkpointing": False, "tensor_parallel": 2}, 2, 1, SMALL),
+        pytest.param(
+            {**FAST, "activation_checkpointing": True, "tensor_parallel": 4}, 8, 1, SMALL, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_what_is_counted_is_within_a_tenth_of_what_the_program_takes(
@@ -93,7 +95,9 @@ def test_a_step_takes_what_is_counted() -> None:
     assert found.step - found.resident == pytest.approx(STEP_BYTES * weights, rel=0.02)
 
 
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "tp"), [(4, 1), (4, 2), *(pytest.param(few, 1, marks=pytest.mark.thorough) for few in (1, 2))]
+)
 def test_gradients_of_single_sequences_are_counted_on_any_number_of_ranks(world: int, tp: int) -> None:
     """Each rank gets those of all others before it adds them up: two were counted."""
     config = FsdpConfig.model_validate({**STRICT, "max_lora_rank": 64, "tensor_parallel": tp, "shard_size": 1})

@@ -93,11 +93,12 @@ def test_scripts_on_two_ranks_and_the_jax_sampler(int8: bool, tmp_path: Path, mo
 OTHERS = ("limits", "peft_training", "drawing", "sampling", "plain_vllm", "served")
 
 
+@pytest.mark.thorough  # tests/unit/test_gpu_benchmark.py has its limits and what it keeps
 @pytest.mark.parametrize(
     "parts",
     [
         pytest.param(("training",), id="training"),
-        pytest.param(OTHERS, id="others", marks=pytest.mark.thorough),
+        pytest.param(OTHERS, id="others"),
     ],
 )
 @pytest.mark.timeout(900)

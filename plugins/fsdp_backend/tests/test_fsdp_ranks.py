@@ -78,7 +78,7 @@ def test_tensor_parallel_ranks_compute_the_same(
     try:
         for loaded in backend.loaded:
             assert loaded.parameter_bytes < loaded.total_bytes
-        for lora in (*(LoraConfig(rank=rank, seed=rank) for rank in (1, 5, 16)), LoraConfig(rank=0, seed=0)):
+        for lora in (*(LoraConfig(rank=rank, seed=rank) for rank in (1, 16)), LoraConfig(rank=0, seed=0)):
             compare_steps(one_rank, backend, lora)
     finally:
         backend.close()

@@ -22,11 +22,11 @@ from tinsmith_workbench.rehearsal.rows import Row, Work, row_of
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = {"2 whole": {"nproc_per_node": 2, "shard_size": 1}, "2 of 2": {"nproc_per_node": 4, "shard_size": 2}}
+LAYOUTS = {"2 of 2": {"nproc_per_node": 4, "shard_size": 2}, "2 whole": {"nproc_per_node": 2, "shard_size": 1}}
 ADAM = AdamParams(learning_rate=1e-3, weight_decay=0.1, grad_clip_norm=1.0)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=["2 of 2", pytest.param("2 whole", marks=pytest.mark.thorough)])
 def replicas(
     request: pytest.FixtureRequest, fsdp_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FsdpBackend]:

@@ -28,7 +28,7 @@ FORMS = {
     "fast": {"nproc_per_node": 2, "isolation": "fast", "activation_checkpointing": True},
     "kept layers": {"nproc_per_node": 2, "isolation": "fast", "reshard_after_forward": False},
 }
-RARE = ("kept layers", "replicas")
+RARE = ("kept layers", "replicas", "whole")
 
 
 @pytest.fixture(

@@ -42,6 +42,7 @@ _WITH_PROGRAMS_OF_THEIR_OWN = (
     "test_several_targets_per_token",
     "test_tokens_without_experts_are_the_routers",
     "test_replay_does_not_reach_others",
+    "test_routers_own_choice_is_counted",
 )
 _OF_FAMILIES = "test_logprobs"
 _QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -89,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave tests of the shipped suites to `make test-all` that need programs of their own.
 
     In `make test`, test_jax_parity.py compares several targets per token with torch, and test_jax_routing_replay.py
-    replayed sequences beside others. test_families.py compares logprobs.
+    replayed sequences beside others, and what was counted of them. test_families.py compares logprobs.
     """
     for item in items:
         here = item.path.parent == Path(__file__).parent and isinstance(item, pytest.Function)

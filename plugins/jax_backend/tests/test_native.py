@@ -225,7 +225,12 @@ def test_what_xla_trains_in_bfloat16_it_samples_as_well(models: dict[str, Path],
 @pytest.mark.parametrize(
     ("kind", "max_lora_rank"),
     # a rank of half a vector is compiled otherwise: 8 with AVX-512, 4 with AVX2
-    [("qwen3", 16), ("qwen3", 8), ("qwen3", 4), ("narrow", 16), ("bfloat16", 16)],
+    [
+        ("qwen3", 16),
+        ("qwen3", 8),
+        ("bfloat16", 16),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("qwen3", 4), ("narrow", 16))),
+    ],
 )
 async def test_a_sequence_has_the_bits_that_it_has_alone(
     models: dict[str, Path], jax_cache: Path, kind: str, max_lora_rank: int, repetitions: int
@@ -331,7 +336,7 @@ def test_gradients_have_the_bits_that_they_have_alone(
     backend.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.thorough)])
 def test_the_head_has_the_same_bits_in_chunks(
     tiny_models: dict[str, Path], jax_cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -396,7 +401,9 @@ def test_short_vectors_compute_the_same(tmp_path: Path) -> None:
 OLD_GCC = ("-U__GNUC__", "-D__GNUC__=11", "-D__builtin_shufflevector=is_not_in_GCC_11")
 OTHER_MACHINES = [
     pytest.param("c++", (), id="as here"),
-    pytest.param("c++", ("-U__AVX512F__", *OLD_GCC), id="without AVX-512, in the words of GCC 11"),
+    pytest.param(
+        "c++", ("-U__AVX512F__", *OLD_GCC), id="without AVX-512, in the words of GCC 11", marks=pytest.mark.thorough
+    ),
     pytest.param("c++", ("-U__AVX512F__", "-U__AVX2__"), id="without AVX2", marks=pytest.mark.thorough),
     pytest.param("g++-11", (), id="by GCC 11", marks=pytest.mark.thorough),  # it contracted no products of one column
 ]

@@ -25,7 +25,13 @@ TRITON = BATCHED | {"triton": True, "interpret": True}
 LORAS = {"a": LoraConfig(rank=4, seed=1), "b": LoraConfig(rank=8, seed=2)}
 
 
-@pytest.fixture(params=[pytest.param(BATCHED, id="by XLA"), pytest.param(TRITON, id="kernels for GPUs")])
+@pytest.fixture(
+    params=[
+        pytest.param(BATCHED, id="by XLA"),
+        # test_sampling_kernels.py has the kernels, one by one
+        pytest.param(TRITON, id="kernels for GPUs", marks=pytest.mark.thorough),
+    ]
+)
 async def batched(
     request: pytest.FixtureRequest,
     contract_backend: JaxBackend,

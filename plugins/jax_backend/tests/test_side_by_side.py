@@ -92,8 +92,15 @@ def assert_same(found: Found, expected: Found) -> None:
         pytest.param([("m", [20]), ("n", [20]), ("o", [20]), ("n", [5])], [[128, 128]], id="some of both"),
         pytest.param([("m", [64] * 5)], [[256, 128]], id="unequal"),
         # a sequence of nine tiles needs more rows than there are
-        pytest.param([("m", [64, 9 * 64, 64, 64])], [[128], [1024, 128]], id="a long one after"),
-        pytest.param([("m", [64]), ("n", [9 * 64, 64])], [[128, 1024], [128]], id="a long one of another model"),
+        pytest.param(
+            [("m", [64, 9 * 64, 64, 64])], [[128], [1024, 128]], id="a long one after", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            [("m", [64]), ("n", [9 * 64, 64])],
+            [[128, 1024], [128]],
+            id="a long one of another model",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_company_of_passes_changes_no_bit(

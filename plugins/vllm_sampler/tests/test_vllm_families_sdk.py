@@ -15,16 +15,17 @@ from tinsmith.testing.sdk_data import datum, logprobs, step
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,  # test_vllm_sdk.py samples what JAX trained, and test_vllm_parity.py what FSDP did
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),  # connections that the SDK leaves to the collector
 ]
 
 AGREE = 1e-3  # what is promised between two engines in float32
 WAIT_S = 600
-OTHERS = ("llama", "qwen3", "mistral")
+FAMILIES = ("qwen2", "llama", "qwen3", "mistral")
 
 
-@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(each, marks=pytest.mark.thorough) for each in OTHERS)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_default_flags_train_save_and_sample(family: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model = {
         "name": f"tiny/{family}",
