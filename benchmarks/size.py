@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-DISTRIBUTIONS: Final = ("core", "plugins", "tools")
+DISTRIBUTIONS: Final = ("core", "libraries", "plugins", "tools")
 SUITES: Final = "tinsmith.testing"
 ENDPOINT: Final = "routes/training.py"
 
@@ -74,7 +74,7 @@ def check_out(revision: str, tree: Path) -> None:
 
 
 def read_modules(tree: Path) -> dict[str, Module]:
-    """Return the modules of the product and its plugins by name, without tests and migrations' versions."""
+    """Return the modules of the product, its libraries and plugins by name, without tests and migrations' versions."""
     modules = {}
     for root in DISTRIBUTIONS:
         for path in sorted((tree / root).rglob("*.py")):

@@ -22,9 +22,9 @@ from pathlib import Path
 from tinsmith import BUILTIN_LOSSES, AdamParams, BackendContext, CreateModel, LoraConfig, ModelState, OptimStep
 from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith.workers import TrainingProgram
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_workers import TrainingProgram
 
 MODEL = "m"
 MIB = 1 << 20

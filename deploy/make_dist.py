@@ -1,4 +1,4 @@
-"""`make dist`: builds wheels and source distributions of tinsmith, its plugins and tools into dist/.
+"""`make dist`: builds wheels and source distributions of tinsmith, its libraries, plugins and tools into dist/.
 
     python deploy/make_dist.py [--into dist] [--url https://example.org/team/tinsmith]
 

@@ -39,18 +39,21 @@ from tinsmith.settings.sources import Flag
 from tinsmith_jax.families import built_in
 from tinsmith_workbench.pages import generators
 from tinsmith_workbench.plugin import tinsmith_register_commands as add_workbench
+from tinsmith_workers.plugin import tinsmith_register_commands as add_worker
 
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 CORE = DOCS.parent / "core" / "tinsmith"
+WORKERS = DOCS.parent / "libraries" / "workers" / "tinsmith_workers"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PUBLIC_PACKAGES = (
     "tinsmith",
     "tinsmith.stores",
     "tinsmith.testing",
     "tinsmith.huggingface",
-    "tinsmith.workers",
-    "tinsmith.torch_workers",
+    "tinsmith_workers",
+    "tinsmith_workers.torch",
+    "tinsmith_workers.testing",
 )
 _LONGEST_ALIAS = 80
 
@@ -123,9 +126,11 @@ def command_tables() -> str:
     )
 
 
-def workbench_commands() -> str:
+def commands_of(add: Callable[[typer.Typer], None]) -> str:
+    """Return the commands that a plugin adds."""
     group = typer.Typer()
-    add_workbench(group)
+    group.callback()(lambda: None)  # or one command would be the whole group
+    add(group)
     return "\n\n".join(_command_section(*each, "###") for each in _commands(typer.main.get_command(group)))
 
 
@@ -250,10 +255,11 @@ def failpoint_table() -> str:
 
 
 def package_table() -> str:
-    """Return every package of the core, with the first paragraph of its docstring."""
+    """Return every package of the core and of its libraries, with the first paragraph of its docstring."""
     rows = ["| Package | Subject |", "|---|---|"]
-    for file in sorted(CORE.rglob("__init__.py")):
-        name = ".".join(file.parent.relative_to(CORE.parent).parts)
+    found = ((root.parent, file) for root in (CORE, WORKERS) for file in sorted(root.rglob("__init__.py")))
+    for root, file in found:
+        name = ".".join(file.parent.relative_to(root).parts)
         if "migrations" not in name:  # Alembic's folders
             doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
             assert doc is not None, f"{name} has no docstring"
@@ -323,7 +329,8 @@ def _alias(value: ast.expr | None) -> str:
 @cache
 def _source(module: str) -> ast.Module:
     """Return the parsed source, for which nothing is imported: neither torch nor anybody's plugins."""
-    path = CORE.parent.joinpath(*module.split("."))
+    root = WORKERS if module.startswith(WORKERS.name) else CORE
+    path = root.parent.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text(encoding="utf-8"))
 
@@ -434,7 +441,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,
-    "workbench-commands": workbench_commands,
+    "workers-commands": partial(commands_of, add_worker),
+    "workbench-commands": partial(commands_of, add_workbench),
     "comparison": partial(measured, "comparison.json", "comparison/page"),
     "where-time-goes": partial(measured, "where-time-goes.json", "comparison/split_page"),
     "gpu": partial(measured, "gpu.json", "gpu_parts/page", "Nothing was measured on a GPU yet."),

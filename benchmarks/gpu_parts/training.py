@@ -28,7 +28,6 @@ from gpu_parts.kernels import by_kind
 from tinsmith.huggingface import DecoderShape, adapter_weights
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, LoraConfig
-from tinsmith.workers import AdapterLayout, MicroBatch, ModelStep, Segment, alone, deal, segments
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.admission import Budget, budget_of
@@ -41,6 +40,7 @@ from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.trainer import Trainer
+from tinsmith_workers import AdapterLayout, MicroBatch, ModelStep, Segment, alone, deal, segments
 
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
 TENANTS = (1, 16)

@@ -36,6 +36,7 @@ from tinsmith.errors import (
 )
 from tinsmith.expert_load import expert_metrics
 from tinsmith.fair_lock import FairLock
+from tinsmith.gpus import count_gpus, lacks_gpus
 from tinsmith.hook_values import (
     ErrorAnswer,
     OperationFinished,
@@ -144,10 +145,12 @@ __all__ = [
     "UserError",
     "are_finite",
     "child_environment",
+    "count_gpus",
     "diverged",
     "expert_metrics",
     "find_compiler",
     "hookimpl",
+    "lacks_gpus",
     "log_privately",
     "run_tethered",
     "step_result",

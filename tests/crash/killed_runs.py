@@ -24,7 +24,7 @@ from tinsmith.testing.harness import TOY, running_server
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.saved_files import read_saved
 from tinsmith.testing.sdk_data import TOKENS, logprobs, ragged
-from tinsmith.workers.launching import INDEX
+from tinsmith_workers.launching import INDEX
 
 STEPS = 20
 WAIT_S = 600
@@ -116,7 +116,7 @@ class Served:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    return process.cmdline()[1:] == ["-m", "tinsmith.workers"]  # empty once it has ended
+    return process.cmdline()[1:] == ["-m", "tinsmith_workers"]  # empty once it has ended
 
 
 @contextmanager

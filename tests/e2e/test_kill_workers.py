@@ -25,10 +25,10 @@ from tinsmith import failpoints
 from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.ports import hold_port
-from tinsmith.testing.workers_contract import wait_until_ended
-from tinsmith.workers.keys import KEY
-from tinsmith.workers.launching import COORDINATOR, INDEX, NUM_WORKERS
-from tinsmith.workers.launching import WAIT_S as WORKER_WAIT_S
+from tinsmith_workers.keys import KEY
+from tinsmith_workers.launching import COORDINATOR, INDEX, NUM_WORKERS
+from tinsmith_workers.launching import WAIT_S as WORKER_WAIT_S
+from tinsmith_workers.testing.contract import wait_until_ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]
 
@@ -209,7 +209,7 @@ class Hosts(threading.Thread):
         death = self._armed[rank] = next((each for each in self.deaths[:1] if each.rank == rank), None)
         own = {INDEX: str(rank), failpoints.VARIABLE: str(death or "")}
         return subprocess.Popen(
-            [sys.executable, "-m", "tinsmith.workers"], env={**os.environ, **self._variables, **own}
+            [sys.executable, "-m", "tinsmith_workers"], env={**os.environ, **self._variables, **own}
         )
 
     def stop(self) -> None:

@@ -23,8 +23,8 @@ from tinsmith.settings import DataDir
 from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.sdk_data import TOKENS, datum, logprobs, step
-from tinsmith.workers.keys import KEY
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_workers.keys import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_bytes
 from email.message import Message
@@ -18,9 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md"), *ROOT.glob("tools/*/README.md")}
-)
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[a-z]*/*/README.md")})
 INSTALLS = re.compile(r"(?:^|[`\s/])(?:uv )?pip install ([^`\n#&)]+)")
 OURS = re.compile(r"tinsmith|^\.|\s\.")
 NAME = re.compile(r'^name = "(.+)"', re.MULTILINE)
@@ -65,7 +64,7 @@ def targets(message: Message) -> list[str]:
 def test_every_wheel_can_be_shown_by_an_index(dist: Path) -> None:
     """With its licence, classifiers, and a description whose links lead somewhere."""
     wheels = descriptions(dist)
-    assert len(wheels) == 1 + len(list(ROOT.glob("*/*/pyproject.toml")))  # the core, plugins and tools
+    assert len(wheels) == 1 + len(list(ROOT.glob("*/*/pyproject.toml")))  # the core beside them
     for name, message in wheels.items():
         assert [each for each in targets(message) if not each.startswith(("https://", "http://"))] == [], name
         assert message["License-Expression"] == "Apache-2.0"
@@ -109,6 +108,17 @@ def test_every_documented_command_can_be_resolved(dist: Path) -> None:
             extras = set(rest.rstrip("]").split(",")) - {""}
             offered = set(wheels[name].get_all("Provides-Extra") or [])
             assert extras <= offered or page == "docs/how-to/write-a-loss.md", f"{page}: {word}; offered: {offered}"
+
+
+def test_a_documented_command_of_the_clone_names_all_of_ours_that_it_needs() -> None:
+    """Or pip would look for the others in an index, which has none."""
+    for page, words in documented():
+        places = {word.partition("[")[0] for word in words if word.startswith(".")}
+        if "." in places:
+            projects = [tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"] for place in places]
+            needed = {Requirement(each).name for project in projects for each in project["dependencies"]}
+            missing = {name for name in needed if name.startswith("tinsmith")} - {each["name"] for each in projects}
+            assert not missing, f"{page}: {' '.join(words)}"
 
 
 def test_who_has_a_gpu_is_told_to_install_jax_for_it(dist: Path) -> None:

@@ -8,9 +8,9 @@ import attention_on_cpu
 import torch
 from torch._dynamo.utils import counters
 
-from tinsmith.workers import Worker
 from tinsmith_fsdp import attention
 from tinsmith_fsdp.rank import Rank
+from tinsmith_workers import Worker
 
 
 class ObservedRank(Rank):

@@ -8,8 +8,8 @@ from gpu_harness import ON_CPU, add_models, farthest, observed, passes, scored
 from observed_rank import ObservedRank
 
 from tinsmith.errors import OutOfMemoryError
-from tinsmith.workers import WorkerDiedError
 from tinsmith_fsdp.shortage import RECOVERS
+from tinsmith_workers import WorkerDiedError
 
 ROOM = 24 << 20
 

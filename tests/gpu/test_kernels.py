@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from gpu_harness import ON_CPU, relative
 
-from tinsmith.torch_workers import varlen_attention
 from tinsmith_fsdp.grouped import grouped
 from tinsmith_fsdp.int8 import int8_linear
 from tinsmith_megatron import low_rank
 from tinsmith_vllm.draws import draw, places
+from tinsmith_workers.torch import varlen_attention
 
 CLOSE = 2e-2  # of bfloat16: it keeps 8 bits, and sums are float32
 Work = Callable[..., torch.Tensor]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.commands import cli
-from tinsmith.commands.cli import TOOLS
+from tinsmith.commands.cli import ELSEWHERE
 from tinsmith.commands.flags import base_model_name_of, settings_flags, take_model
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.plugins.loading import Plugins
@@ -127,9 +127,9 @@ def test_a_plugins_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert result.stdout == "hello from a plugin\n"
 
 
-@pytest.mark.parametrize(("command", "tool"), TOOLS.items())
-def test_who_types_a_command_of_a_tool_without_it_learns_what_to_install(command: str, tool: str) -> None:
-    with pytest.raises(UserError, match=rf"`tinsmith {command}` comes with tinsmith-{tool}, which is not installed"):
+@pytest.mark.parametrize(("command", "place"), ELSEWHERE.items())
+def test_who_types_a_command_of_a_distribution_that_is_missing_learns_its_name(command: str, place: str) -> None:
+    with pytest.raises(UserError, match=rf"`tinsmith {command}` comes with tinsmith-{Path(place).name}, which is not"):
         CliRunner().invoke(cli.build_group(Plugins()), [command, "--help"], catch_exceptions=False)
 
 

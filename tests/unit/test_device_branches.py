@@ -11,8 +11,7 @@ from typing import Final
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    ROOT / "core/tinsmith/workers",
-    ROOT / "core/tinsmith/torch_workers",
+    *sorted(ROOT.glob("libraries/*/tinsmith_*/")),
     *sorted(ROOT.glob("plugins/*/tinsmith_*/")),
 )
 _OF_PLATFORMS: Final = frozenset({"type", "platform"})
@@ -35,20 +34,20 @@ NO_SHIM = "test_where_there_is_a_gpu_nothing_is_taken_from_the_shim"
 UNCHANGED = "test_on_gpus_nothing_is_changed_that_only_cpus_need"
 
 FORCED_BY: Mapping[str, str] = {
-    "torch_workers.adamw:adamw_": (
+    "tinsmith_workers.torch.adamw:adamw_": (
         "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
     ),
-    "torch_workers.head:_chunks": FSDP + ROWS,
-    "torch_workers.models:free_what_is_unused": FSDP + THERE_AND_BACK,
-    "torch_workers.process_group:_computes_on_gpus": FSDP + NO_CPU,
-    "torch_workers.process_group:join_process_group": FSDP + "test_ranks_on_gpus_meet_by_nccl",
-    "torch_workers.process_group:worker_device": FSDP + "test_a_rank_takes_the_gpu_of_its_place",
-    "torch_workers.rank:TorchRank.load": FSDP + SHARE,
-    "torch_workers.sleeping:SleepingTensors._copy": FSDP + ASLEEP,
-    "torch_workers.sleeping:SleepingTensors._synchronize": FSDP + ASLEEP,
-    "torch_workers.transfers:HostCopies.__init__": FSDP + THERE_AND_BACK,
-    "torch_workers.transfers:to_device": FSDP + THERE_AND_BACK,
-    "torch_workers.transfers:wait_for": (
+    "tinsmith_workers.torch.head:_chunks": FSDP + ROWS,
+    "tinsmith_workers.torch.models:free_what_is_unused": FSDP + THERE_AND_BACK,
+    "tinsmith_workers.torch.process_group:_computes_on_gpus": FSDP + NO_CPU,
+    "tinsmith_workers.torch.process_group:join_process_group": FSDP + "test_ranks_on_gpus_meet_by_nccl",
+    "tinsmith_workers.torch.process_group:worker_device": FSDP + "test_a_rank_takes_the_gpu_of_its_place",
+    "tinsmith_workers.torch.rank:TorchRank.load": FSDP + SHARE,
+    "tinsmith_workers.torch.sleeping:SleepingTensors._copy": FSDP + ASLEEP,
+    "tinsmith_workers.torch.sleeping:SleepingTensors._synchronize": FSDP + ASLEEP,
+    "tinsmith_workers.torch.transfers:HostCopies.__init__": FSDP + THERE_AND_BACK,
+    "tinsmith_workers.torch.transfers:to_device": FSDP + THERE_AND_BACK,
+    "tinsmith_workers.torch.transfers:wait_for": (
         "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_is_waited_for_before_scores_are_read"
     ),
     "tinsmith_fsdp.attention:packed_attention": (
@@ -95,14 +94,14 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_vllm.draws:draw": (
         "plugins/vllm_sampler/tests/test_vllm_fused_draws.py::test_rows_on_a_gpu_go_to_the_kernels"
     ),
-    "workers.config:TrainingWorkersConfig.computes_on_cpu": (
+    "tinsmith_workers.config:TrainingWorkersConfig.computes_on_cpu": (
         "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION
     ),
-    "workers.config:TrainingWorkersConfig.num_devices": (
+    "tinsmith_workers.config:TrainingWorkersConfig.num_devices": (
         "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION
     ),
-    "workers.starting:agreed_device": (FSDP + "test_a_worker_that_computes_elsewhere_than_asked_is_refused"),
-    "workers.training_backend:WorkersBackend.describe": MEGATRON + CLAIMS,
+    "tinsmith_workers.starting:agreed_device": (FSDP + "test_a_worker_that_computes_elsewhere_than_asked_is_refused"),
+    "tinsmith_workers.training_backend:WorkersBackend.describe": MEGATRON + CLAIMS,
 }
 """By module and function: a test that takes the side of GPUs with a stand-in for one."""
 

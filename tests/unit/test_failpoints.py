@@ -15,16 +15,17 @@ import pytest
 from processes import Launcher
 
 import tinsmith
+import tinsmith_workers
 from tinsmith import failpoints
 
 FULL, BROKEN = f"errno {errno.ENOSPC}", f"errno {errno.EIO}"
-CORE = Path(tinsmith.__file__).parent
+PACKAGES = [Path(each.__file__).parent for each in (tinsmith, tinsmith_workers)]
 
 
 def marked() -> Iterator[tuple[str, str, str]]:
     """Yield module, qualified name and boundary of every function that carries the decorator, or is made with it."""
-    for file in CORE.rglob("*.py"):
-        module = ".".join(("tinsmith", *file.relative_to(CORE).with_suffix("").parts))
+    for root, file in ((package.parent, file) for package in PACKAGES for file in package.rglob("*.py")):
+        module = ".".join(file.relative_to(root).with_suffix("").parts)
         tree = ast.parse(file.read_text(encoding="utf-8"))
         scopes = [("", tree), *((f"{each.name}.", each) for each in tree.body if isinstance(each, ast.ClassDef))]
         for prefix, scope in scopes:

@@ -18,7 +18,7 @@ from tinsmith.processes import engine_child
 from tinsmith.processes.engine_child import EngineChild
 from tinsmith.scratch import Scratch
 from tinsmith.settings import Settings
-from tinsmith.testing.workers_contract import alive, wait_until_ended
+from tinsmith_workers.testing.contract import alive, wait_until_ended
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = dict(os.environ)
@@ -236,12 +236,12 @@ OTHERS = {
     "core/tinsmith/processes/engine_child.py": "an engine calls end_with, and its supervisor ends its group",
     "core/tinsmith/checkpoints/atomic_directory.py": "writes beside the target; housekeeping sweeps",
     "core/tinsmith/checkpoints/tools/rewriting.py": "writes beside the target, which it then replaces",
-    "core/tinsmith/workers/state_files.py": "keeps files for as long as their readers; locks and sweeps for itself",
+    "libraries/workers/tinsmith_workers/state_files.py": "keeps files as long as their readers; sweeps for itself",
     "core/tinsmith/sql_store/databases/socket_wakeups.py": "one directory, which all processes share",
     "core/tinsmith/commands/doctor/probe.py": "a file without a name",
     "plugins/jax_backend/tinsmith_jax/native/library.py": "leaves markers on purpose, for the next process",
     "core/tinsmith/testing/postgres.py": "of tests, as another user; a watcher removes it",
-    "core/tinsmith/testing/forked_workers.py": "of tests; ends with them",
+    "libraries/workers/tinsmith_workers/testing/forked_workers.py": "of tests; ends with them",
 }
 MODULES = {"subprocess": {"run", "call", "check_call", "check_output", "Popen", "getoutput"}, "tempfile": set()}
 NAMES = {"create_subprocess_exec", "create_subprocess_shell", "fork", "forkpty", "posix_spawn", "system", "popen"}
@@ -267,7 +267,7 @@ def starts(file: Path) -> Iterator[int]:
 
 
 def test_every_process_and_every_temporary_file_has_one_way_or_a_reason() -> None:
-    roots = (ROOT / "core", *ROOT.glob("plugins/*/tinsmith_*"), *ROOT.glob("tools/*/tinsmith_*"))
+    roots = (ROOT / "core", *(path for path in ROOT.glob("[a-z]*/*/tinsmith_*") if path.is_dir()))
     files = [file for root in roots for file in root.rglob("*.py")]
     found = {str(file.relative_to(ROOT)): lines for file in files if (lines := [*starts(file)])}
     assert found.keys() == ONE_WAY | OTHERS.keys(), found

@@ -30,8 +30,8 @@ from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.store import StoreContext
-from tinsmith.workers import host, launching
-from tinsmith.workers.config import WorkersConfig
+from tinsmith_workers import host, launching
+from tinsmith_workers.config import WorkersConfig
 
 KEY, TOKEN, PASSWORD, WORKER_KEY = "tml-hunter2", "hf_swordfish", "op%2Fensesame", "abracadabra"
 SECRETS = (KEY, TOKEN, PASSWORD, "op/ensesame", WORKER_KEY)

@@ -11,8 +11,8 @@ import torch
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import Array, Datum, ForwardBackward
 from tinsmith.testing import reference
-from tinsmith.torch_workers import LossTable
-from tinsmith.workers.sequences import segments
+from tinsmith_workers.sequences import segments
+from tinsmith_workers.torch import LossTable
 
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
 CONFIG = {"clip_low_threshold": 0.97, "clip_high_threshold": 1.05}

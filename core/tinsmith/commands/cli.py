@@ -19,7 +19,7 @@ from tinsmith.commands.doctor.command import add_doctor_command
 from tinsmith.commands.plan import add_plan_command
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
-from tinsmith.commands.serving import add_serving_commands, add_worker_command
+from tinsmith.commands.serving import add_serving_commands
 from tinsmith.commands.track import add_track_command
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
@@ -28,8 +28,12 @@ from tinsmith.settings.environment import remember_credentials
 from tinsmith.settings.secrets import cleaned
 
 WORKBENCH: Final = ("simulate", "rehearse", "rehearsal-table", "compile-check", "compile-table", "megatron-plan")
-TOOLS: Final = {**dict.fromkeys(WORKBENCH, "workbench"), "conformance": "conformance"}
-"""Commands of other distributions."""
+ELSEWHERE: Final = {
+    **dict.fromkeys(WORKBENCH, "tools/workbench"),
+    "conformance": "tools/conformance",
+    "worker": "libraries/workers",
+}
+"""Commands of other distributions that come from this repository, and where they are there."""
 _SURROGATES: Final = ("\ud800", "\udfff")
 """What Python decodes bytes to that its file system encoding does not know."""
 _EXIT_FAILED: Final = 1
@@ -38,12 +42,13 @@ _EXIT_USAGE: Final = 2
 
 class CommandGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Raise UserError for a command of a tool that nobody has added."""
-        tool = TOOLS.get(args[0])
-        if tool is not None and self.get_command(ctx, args[0]) is None:
+        """Raise UserError for a command of another distribution of ours that nobody has added."""
+        place = ELSEWHERE.get(args[0])
+        if place is not None and self.get_command(ctx, args[0]) is None:
+            distribution = f"tinsmith-{place.rpartition('/')[2]}"
             msg = (
-                f"`tinsmith {args[0]}` comes with tinsmith-{tool}, which is not installed here, or is broken (see "
-                f"`tinsmith plugins`); pip install ./tools/{tool} in a clone, 'tinsmith[{tool}]' from wheels"
+                f"`tinsmith {args[0]}` comes with {distribution}, which is not installed here, or is broken (see "
+                f"`tinsmith plugins`); pip install ./{place} in a clone, {distribution} from wheels"
             )
             raise UserError(msg)
         return super().resolve_command(ctx, args)
@@ -79,7 +84,6 @@ def build_group(plugins: Plugins) -> typer.Typer:
     group.callback()(_of_the_group)
     add_serving_commands(group)
     add_plan_command(group)
-    add_worker_command(group)
     add_doctor_command(group)
     add_run_commands(group)
     add_track_command(group)

@@ -1,4 +1,4 @@
-"""`tinsmith serve`, `engine`, `worker` and `check-config`: what runs a server, and a check of what it would run."""
+"""`tinsmith serve`, `engine` and `check-config`: what runs a server, and a check of what it would run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from tinsmith.commands.options import (
     plugins_of,
     settings_of,
 )
-from tinsmith.errors import ConfigError
 from tinsmith.processes.before_start import obstacles, refuse
 
 
@@ -105,39 +104,3 @@ def check_config(
     settings = settings_of(context, config, arguments=model, base_model=base_model, name=name, backend=backend)
     typer.echo(settings.model_dump_json(indent=2))
     refuse(obstacles(settings, plugins_of(context)))
-
-
-def add_worker_command(group: typer.Typer) -> None:
-    group.command("worker")(worker)
-
-
-def worker(
-    coordinator: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="the engine: its backend's `control_address`", show_default=False)
-    ],
-    processes: Annotated[int, typer.Option(min=1, help="workers on this machine: the backend's `nproc_per_node`")] = 1,
-    index: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="number of this machine, from 0; default: any",
-            envvar=["JOB_COMPLETION_INDEX", "SLURM_NODEID"],
-            show_default=False,
-        ),
-    ] = None,
-    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for the engine to listen")] = 900.0,
-    again: Annotated[bool, typer.Option("--again", help="join again whenever the workers end, until killed")] = False,
-) -> None:
-    """Run this machine's workers for a backend with `launcher: scheduler`.
-
-    TINSMITH_WORKER_KEY must be set to the secret that the engine has in the same variable, 32 random
-    characters or more.
-    """
-    from tinsmith.workers.host import run_host
-    from tinsmith.workers.keys import shared_key
-
-    shared_key(os.environ)
-    if not coordinator.rpartition(":")[2].isdecimal():
-        msg = f"--coordinator {coordinator!r} is not HOST:PORT; give the backend's control_address"
-        raise ConfigError(msg)
-    raise typer.Exit(run_host(coordinator, processes=processes, index=index, wait_s=wait, again=again))

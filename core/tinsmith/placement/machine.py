@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tinsmith.gpus import count_gpus
 from tinsmith.host_memory import host_memory
 from tinsmith.lifeline import run_tethered
 from tinsmith.settings import child_environment
-from tinsmith.workers import count_gpus
 
 _QUERY: Final = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _LIMIT_S: Final = 60.0

@@ -31,7 +31,6 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
     "tinsmith.testing.store_contract",
     "tinsmith.testing.scheduler_contract",
     "tinsmith.testing.loss_contract",
-    "tinsmith.testing.workers_contract",
 )
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model  # noqa: E402 - see above
@@ -43,7 +42,6 @@ from tinsmith.testing.checkpoint_contract import CheckpointContract  # noqa: E40
 from tinsmith.testing.consistency_contract import ConsistencyContract  # noqa: E402
 from tinsmith.testing.contract import assert_close_arrays, assert_same_arrays, assert_same_state  # noqa: E402
 from tinsmith.testing.engine_driver import EngineDriver  # noqa: E402
-from tinsmith.testing.forked_workers import Nursery  # noqa: E402
 from tinsmith.testing.full_fine_tuning_contract import FullFineTuningContract  # noqa: E402
 from tinsmith.testing.full_suite import FullDriver  # noqa: E402
 from tinsmith.testing.harness import running_server  # noqa: E402
@@ -55,7 +53,6 @@ from tinsmith.testing.scheduler_contract import SchedulerContract  # noqa: E402
 from tinsmith.testing.store_contract import RequestStoreContract  # noqa: E402
 from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402
 from tinsmith.testing.training_routing import RoutingReplayContract, random_experts  # noqa: E402
-from tinsmith.testing.workers_contract import WorkersContract  # noqa: E402
 
 __all__ = [
     "CheckpointContract",
@@ -66,7 +63,6 @@ __all__ = [
     "FullFineTuningContract",
     "LossContract",
     "ModelDriver",
-    "Nursery",
     "RequestStoreContract",
     "RoutingReplayContract",
     "SamplingAbuseContract",
@@ -75,7 +71,6 @@ __all__ = [
     "TinyShape",
     "TrainingAbuseContract",
     "TrainingBackendContract",
-    "WorkersContract",
     "assert_close_arrays",
     "assert_same_arrays",
     "assert_same_state",

@@ -10,11 +10,12 @@ import pytest
 from tutorial_pages import written
 
 from tinsmith import BUILTIN_LOSSES, BackendContext, Placement
-from tinsmith.testing import Nursery, TinyShape, write_tiny_model
-from tinsmith.workers import MakeLauncher
+from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith_fsdp import backend
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_workers import MakeLauncher
+from tinsmith_workers.testing import Nursery
 
 VOCAB = 300
 WORKBENCH = Path(__file__).parents[3] / "tools" / "workbench"
@@ -87,7 +88,7 @@ def sleepy_backend(directory: Path, cache_dir: Path, **settings: object) -> Fsdp
 def forking() -> Iterator[None]:
     """Start the ranks of all backends that are made until the block ends by forking."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tinsmith.workers.group.launcher", lambda _: nursery().launch)
+        patch.setattr("tinsmith_workers.group.launcher", lambda _: nursery().launch)
         yield
 
 

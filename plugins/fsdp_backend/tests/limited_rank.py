@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tinsmith.workers import Worker
 from tinsmith_fsdp.rank import Rank
 from tinsmith_workbench.rehearsal.allocations import Allocations
+from tinsmith_workers import Worker
 
 
 class LimitedRank(Rank):

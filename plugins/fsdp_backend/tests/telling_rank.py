@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from tinsmith.torch_workers import Piece
 from tinsmith_fsdp.messages import Loaded
 from tinsmith_fsdp.rank import Rank
+from tinsmith_workers.torch import Piece
 
 
 class TellingRank(Rank):

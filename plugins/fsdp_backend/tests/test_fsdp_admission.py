@@ -9,12 +9,12 @@ from fsdp_harness import VOCAB, fork_backend, make_backend
 from tinsmith import ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
 from tinsmith.huggingface import adapter_weights, known_config, weight_counts
 from tinsmith.testing import ModelDriver, ragged_data
-from tinsmith.workers import Launch, Launcher
 from tinsmith_fsdp.admission import budget_of, least_bytes
 from tinsmith_fsdp.architecture import architecture_of, read_architecture
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.demand import demand, resolved_ranks
+from tinsmith_workers import Launch, Launcher
 
 GIB = 1 << 30
 CARD = Placement(devices=("0",), memory_bytes=73 * GIB, device_bytes=80 * GIB)

@@ -13,8 +13,8 @@ import torch
 from attention_on_cpu import HEADS, LENGTHS, SIZE, check_on_card
 from torch.nn.attention import varlen
 
-from tinsmith import torch_workers
 from tinsmith_fsdp.attention import packed_attention
+from tinsmith_workers.torch import varlen_attention
 
 OLDEST = "query key value cu_seq_q cu_seq_k max_q max_k * return_aux=None scale=None window_size=(-1,-1)"
 """The parameters of torch 2.11's `varlen_attn`, the oldest that the plugins take. `enable_gqa` came with 2.12."""
@@ -34,7 +34,7 @@ def signature_of(text: str) -> Signature:
 def attention_of_torch(monkeypatch: pytest.MonkeyPatch, called: Any) -> ModuleType:
     """Import the module anew, with another function in the place of torch's."""
     monkeypatch.setattr(varlen, "varlen_attn", called)
-    spec = importlib.util.find_spec(torch_workers.varlen_attention.__module__)
+    spec = importlib.util.find_spec(varlen_attention.__module__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

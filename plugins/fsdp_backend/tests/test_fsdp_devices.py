@@ -17,7 +17,10 @@ from attention_on_cpu import OnCard
 from fsdp_harness import make_backend
 
 from tinsmith import ConfigError, Device, Placement
-from tinsmith.torch_workers import (
+from tinsmith_fsdp.rank import Rank
+from tinsmith_workers import Launch, Launcher, WorkerDevice, alone
+from tinsmith_workers.starting import agreed_device
+from tinsmith_workers.torch import (
     HostCopies,
     Rows,
     SleepingTensors,
@@ -29,10 +32,7 @@ from tinsmith.torch_workers import (
     score,
     to_device,
 )
-from tinsmith.torch_workers.process_group import find_device, worker_device
-from tinsmith.workers import Launch, Launcher, WorkerDevice, alone
-from tinsmith.workers.starting import agreed_device
-from tinsmith_fsdp.rank import Rank
+from tinsmith_workers.torch.process_group import find_device, worker_device
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_rank_on_a_gpu_takes_its_share_and_is_deterministic_if_that_is_claimed
     device: torch.device, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[object] = []
-    monkeypatch.setattr("tinsmith.torch_workers.rank.find_device", lambda *_: device)
+    monkeypatch.setattr("tinsmith_workers.torch.rank.find_device", lambda *_: device)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: done.append(given))
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda **_: done.append("deterministic"))
     monkeypatch.setattr("tinsmith_fsdp.rank.join_mesh", partial(stop, done))
@@ -236,7 +236,7 @@ class RanksOnCards:
 def test_on_gpus_no_bits_are_claimed(
     fsdp_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.workers.starting.WorkerGroup", RanksOnCards)
+    monkeypatch.setattr("tinsmith_workers.starting.WorkerGroup", RanksOnCards)
     placement = Placement(devices=("0", "1"), memory_bytes=40 << 30, device_bytes=80 << 30)
     backend = make_backend(fsdp_models["qwen3"], tmp_path, placement=placement, device="cuda")
     found, setup = backend.trainer_capabilities, backend._setup

@@ -23,18 +23,6 @@ from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.huggingface import Kind
 from tinsmith.huggingface.state_files import lay_out
 from tinsmith.testing import assert_close_arrays, ragged_data, write_tiny_model
-from tinsmith.torch_workers import Leaves, Scores, Stepped, adamw_, to_device, wait_for
-from tinsmith.torch_workers.adamw import foreach_adamw_, fused_adamw_
-from tinsmith.workers import (
-    FAST_ISOLATION_ERROR,
-    AdapterLayout,
-    AdapterState,
-    ModelStep,
-    alone,
-    deal,
-    one_by_one,
-    segments,
-)
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture
@@ -44,6 +32,18 @@ from tinsmith_fsdp.lora import MultiLoraLinear, factors_of
 from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.trainer import Trainer
+from tinsmith_workers import (
+    FAST_ISOLATION_ERROR,
+    AdapterLayout,
+    AdapterState,
+    ModelStep,
+    alone,
+    deal,
+    one_by_one,
+    segments,
+)
+from tinsmith_workers.torch import Leaves, Scores, Stepped, adamw_, to_device, wait_for
+from tinsmith_workers.torch.adamw import foreach_adamw_, fused_adamw_
 
 pytestmark = pytest.mark.slow  # imports torch and transformers
 
@@ -310,7 +310,7 @@ def test_the_host_waits_for_nothing_inside_a_micro_batch(
         return to_device(array, device)
 
     monkeypatch.setattr(Scores, "begin_to_host", counted)
-    for module in ("tinsmith_fsdp.streams", "tinsmith.torch_workers.loss_table"):
+    for module in ("tinsmith_fsdp.streams", "tinsmith_workers.torch.loss_table"):
         monkeypatch.setattr(f"{module}.to_device", sent)
     with HostReads() as reads:
         run(trainer, backward=True, num_models=num_models)
@@ -389,7 +389,7 @@ def test_scores_are_read_when_all_micro_batches_are_done(
         return [each.logp_TK for each in found]
 
     before = results()
-    monkeypatch.setattr("tinsmith.torch_workers.head.begin_to_host", begin)
+    monkeypatch.setattr("tinsmith_workers.torch.head.begin_to_host", begin)
     for module in ("trainer", "full_model"):
         monkeypatch.setattr(f"tinsmith_fsdp.{module}.wait_for", wait)
     for one, two in zip(before, results(), strict=True):

@@ -34,9 +34,9 @@ from tinsmith.testing import (
     ragged_data,
     write_tiny_model,
 )
-from tinsmith.testing.workers_contract import alive
-from tinsmith.workers import WorkerDiedError
 from tinsmith_fsdp.backend import FsdpBackend
+from tinsmith_workers import WorkerDiedError
+from tinsmith_workers.testing.contract import alive
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
@@ -179,7 +179,7 @@ def test_a_dead_rank_ends_the_call_at_once_and_all_ranks(doomed_ranks: FsdpBacke
     wait_until(lambda: not any(map(alive, pids)))
 
 
-@pytest.mark.thorough  # tests/contract/test_workers.py does the same without torch
+@pytest.mark.thorough  # libraries/workers/tests/test_workers.py does the same without torch
 def test_ranks_end_with_a_killed_engine(fsdp_models: Mapping[str, Path], tmp_path: Path) -> None:
     with killed_engine(fsdp_models["qwen3"], tmp_path) as output:
         pids = [int(word) for word in output.readline().split()]

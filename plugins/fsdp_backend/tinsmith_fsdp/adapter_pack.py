@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from tinsmith.huggingface import HEAD
-from tinsmith.torch_workers import to_device
-from tinsmith.workers import AdapterLayout, Pair, Slot
 from tinsmith_fsdp.lora import Factors
+from tinsmith_workers import AdapterLayout, Pair, Slot
+from tinsmith_workers.torch import to_device
 
 RANK_STEP: Final = 8  # grouped products need rows aligned to 16 bytes
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tinsmith.huggingface import DecoderShape, adapter_weights, weight_counts
-from tinsmith.workers import Budget as WorkersBudget
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import ADAPTER_BYTES, FULL_BYTES, PASS_BYTES, Costs, Ranks, costs_of
+from tinsmith_workers import Budget as WorkersBudget
 
 _SHORT: Final = 1024  # tokens that a sequence may have, however little memory there is
 _STEP: Final = 128  # to which a token budget is rounded down

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from transformers.modeling_utils import AttentionInterface
 
-from tinsmith.torch_workers import varlen_attention
 from tinsmith_fsdp.streams import Stream
+from tinsmith_workers.torch import varlen_attention
 
 NAME = "tinsmith_packed"
 

@@ -15,7 +15,15 @@ from tinsmith import (
     log_privately,
 )
 from tinsmith.huggingface import DecoderShape
-from tinsmith.workers import (
+from tinsmith_fsdp import batching
+from tinsmith_fsdp.admission import Budget, budget_of
+from tinsmith_fsdp.architecture import read_architecture
+from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
+from tinsmith_fsdp.demand import resolved_ranks
+from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Setup
+from tinsmith_fsdp.program import Program
+from tinsmith_workers import (
     AdapterModelState,
     FullModelState,
     MakeLauncher,
@@ -30,14 +38,6 @@ from tinsmith.workers import (
     start_ranks,
     whole_model,
 )
-from tinsmith_fsdp import batching
-from tinsmith_fsdp.admission import Budget, budget_of
-from tinsmith_fsdp.architecture import read_architecture
-from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
-from tinsmith_fsdp.demand import resolved_ranks
-from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Setup
-from tinsmith_fsdp.program import Program
 
 Made = TypeVar("Made")
 _log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tinsmith.huggingface import ATTENTION, MLP, WeightFiles
-from tinsmith.torch_workers import LossTable, Scores, Vocabulary
 from tinsmith_fsdp import attention
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh
@@ -26,6 +25,7 @@ from tinsmith_fsdp.packed_model import PackedModel, canonical_name
 from tinsmith_fsdp.shortage import RECOVERS, Shortage
 from tinsmith_fsdp.streams import Stream
 from tinsmith_fsdp.tensor_parallel import gather_tokens
+from tinsmith_workers.torch import LossTable, Scores, Vocabulary
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer: attention and MLP take what they return
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from tinsmith.workers import MicroBatch
 from tinsmith_fsdp.messages import Owner
+from tinsmith_workers import MicroBatch
 
 
 def most_tokens(micros: Iterable[MicroBatch]) -> int:

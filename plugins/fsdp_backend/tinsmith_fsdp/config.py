@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tinsmith.workers import TrainingWorkersConfig
+from tinsmith_workers import TrainingWorkersConfig
 
 
 class FsdpConfig(TrainingWorkersConfig):

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tinsmith.torch_workers import FullModelOfWorker, LossTable, Piece, Scores, scored, wait_for
-from tinsmith.workers import Scored, Segment
 from tinsmith_fsdp.base_model import BaseModel, Part
 from tinsmith_fsdp.lora import local
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.streams import empty_stream, make_stream
+from tinsmith_workers import Scored, Segment
+from tinsmith_workers.torch import FullModelOfWorker, LossTable, Piece, Scores, scored, wait_for
 
 
 class _Shard:

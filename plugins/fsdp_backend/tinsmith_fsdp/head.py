@@ -1,7 +1,7 @@
 """The rows that the output head computes, with the adapters of a stream's groups."""
 
-from tinsmith.torch_workers import LossTable, Rows, Span, Vocabulary
 from tinsmith_fsdp.streams import Stream
+from tinsmith_workers.torch import LossTable, Rows, Span, Vocabulary
 
 
 def rows_of(stream: Stream, losses: LossTable, vocabulary: Vocabulary, size: int) -> Rows:

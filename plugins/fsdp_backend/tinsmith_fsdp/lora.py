@@ -11,10 +11,10 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tinsmith.torch_workers import Leaves
 from tinsmith_fsdp.grouped import grouped
 from tinsmith_fsdp.int8 import int8_linear
 from tinsmith_fsdp.tensor_parallel import scatter_sums
+from tinsmith_workers.torch import Leaves
 
 
 class Factors(NamedTuple):

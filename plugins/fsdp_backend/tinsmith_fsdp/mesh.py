@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tinsmith.torch_workers import join_process_group
-from tinsmith.workers import Worker
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_workers import Worker
+from tinsmith_workers.torch import join_process_group
 
 _AXES = ("replicate", "shard", "tp")  # PyTorch's names
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from tinsmith.huggingface import DecoderShape
-from tinsmith.workers import TrainingSetup
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_workers import TrainingSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tinsmith.torch_workers import LossTable, Scores, Vocabulary, score, score_with_gradients
 from tinsmith_fsdp.head import rows_of
 from tinsmith_fsdp.lora import MultiLoraLinear, local
 from tinsmith_fsdp.streams import Stream
 from tinsmith_fsdp.tensor_parallel import gather_tokens, scatter_sums
+from tinsmith_workers.torch import LossTable, Scores, Vocabulary, score, score_with_gradients
 
 
 class PackedLayer(nn.Module):

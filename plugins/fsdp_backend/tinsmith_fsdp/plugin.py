@@ -5,8 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith import BackendContext, BackendSpec, Demand, Device, Placement, TrainingBackend, find_compiler, hookimpl
-from tinsmith.workers import count_gpus
+from tinsmith import (
+    BackendContext,
+    BackendSpec,
+    Demand,
+    Device,
+    Placement,
+    TrainingBackend,
+    count_gpus,
+    find_compiler,
+    hookimpl,
+)
 from tinsmith_fsdp.config import FsdpConfig
 
 
@@ -19,8 +28,8 @@ def create(config: FsdpConfig, context: BackendContext) -> TrainingBackend:
 
 def diagnose(config: FsdpConfig, model_path: Path | None) -> Sequence[Device]:
     """Return this node's GPUs, or its CPU. Raise ConfigError if torch or the model does not suit."""
-    from tinsmith.torch_workers import local_devices
     from tinsmith_fsdp.architecture import read_architecture
+    from tinsmith_workers.torch import local_devices
 
     if model_path is not None:
         read_architecture(model_path)

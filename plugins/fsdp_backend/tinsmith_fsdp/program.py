@@ -4,8 +4,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from tinsmith import LoraConfig
-from tinsmith.workers import NotFinite, Scored, Segment, TrainingProgram, WorkersProgram
 from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Owner, Setup
+from tinsmith_workers import NotFinite, Scored, Segment, TrainingProgram, WorkersProgram
 
 
 class Training(TrainingProgram):

@@ -1,10 +1,10 @@
 """The program of a rank's process."""
 
-from tinsmith.torch_workers import TorchRank
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.mesh import join_mesh
 from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.trainer import Trainer
+from tinsmith_workers.torch import TorchRank
 
 
 class Rank(TorchRank[Setup, Loaded, Trainer]):

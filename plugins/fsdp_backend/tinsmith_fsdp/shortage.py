@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tinsmith.torch_workers import free_what_is_unused
 from tinsmith_fsdp.memory import is_out_of_memory
+from tinsmith_workers.torch import free_what_is_unused
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from tinsmith.torch_workers import Leaves, LossBatch, LossTable, to_device
-from tinsmith.workers import Segment
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.lora import Factors, factors_of
+from tinsmith_workers import Segment
+from tinsmith_workers.torch import Leaves, LossBatch, LossTable, to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tinsmith.torch_workers import all_gather_single, reduce_scatter_single
+from tinsmith_workers.torch import all_gather_single, reduce_scatter_single
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -21,7 +21,17 @@ import torch.distributed as dist
 
 from tinsmith import ConfigError, LoraConfig
 from tinsmith.huggingface import HEAD
-from tinsmith.torch_workers import (
+from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
+from tinsmith_fsdp.base_model import BaseModel
+from tinsmith_fsdp.full_model import FullModel
+from tinsmith_fsdp.memory import is_out_of_memory
+from tinsmith_fsdp.mesh import Mesh
+from tinsmith_fsdp.messages import NoMemory, NotMade, Owner, Setup
+from tinsmith_fsdp.program import Training
+from tinsmith_fsdp.shortage import PassDroppedError
+from tinsmith_fsdp.streams import Stream, empty_stream, make_stream
+from tinsmith_workers import AdapterLayout, NotFinite, Scored, Segment
+from tinsmith_workers.torch import (
     Leaves,
     LossTable,
     ModelsOfWorker,
@@ -32,16 +42,6 @@ from tinsmith.torch_workers import (
     storage_bytes,
     wait_for,
 )
-from tinsmith.workers import AdapterLayout, NotFinite, Scored, Segment
-from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
-from tinsmith_fsdp.base_model import BaseModel
-from tinsmith_fsdp.full_model import FullModel
-from tinsmith_fsdp.memory import is_out_of_memory
-from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.messages import NoMemory, NotMade, Owner, Setup
-from tinsmith_fsdp.program import Training
-from tinsmith_fsdp.shortage import PassDroppedError
-from tinsmith_fsdp.streams import Stream, empty_stream, make_stream
 
 _PIECE: Final = 1 << 22  # numbers that are copied at a time
 Made = TypeVar("Made")

@@ -11,7 +11,7 @@ import pytest
 
 from tinsmith import Scratch
 from tinsmith.testing import TinyShape, write_tiny_model
-from tinsmith.testing.workers_contract import alive, wait_until_ended
+from tinsmith_workers.testing.contract import alive, wait_until_ended
 
 LIMIT_S = 300
 COMPILER = """#!/bin/sh

@@ -42,8 +42,6 @@ from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
 from tinsmith.huggingface import StoredTensors
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.testing import SamplingAbuseContract, TrainingAbuseContract
-from tinsmith.workers import StateFiles, WorkerDiedError
-from tinsmith.workers.channel import Channel, Encoded, encode
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, MeshConfig
 from tinsmith_jax.families import read_config
@@ -51,6 +49,8 @@ from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.sampling_only import JaxSampler
 from tinsmith_jax.sampling_values import Drawn, SlotInput
+from tinsmith_workers import StateFiles, WorkerDiedError
+from tinsmith_workers.channel import Channel, Encoded, encode
 
 pytestmark = pytest.mark.slow  # workers load JAX, and compile
 

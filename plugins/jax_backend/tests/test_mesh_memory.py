@@ -13,11 +13,11 @@ import pytest
 from jax_harness import LOSSES
 
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith.testing.workers_contract import no_progress
-from tinsmith.workers import WorkerGroup
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Setup
 from tinsmith_jax.mesh_worker import SIMULATED, MeshWorker
+from tinsmith_workers import WorkerGroup
+from tinsmith_workers.testing.contract import no_progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

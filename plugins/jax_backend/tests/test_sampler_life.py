@@ -13,8 +13,8 @@ from jax_harness import add_model, local, make_backend, sampling_of
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import Failed, LoraConfig
-from tinsmith.workers import WorkerDiedError
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_workers import WorkerDiedError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -13,7 +13,6 @@ from tinsmith import (
     TrainerCapabilities,
 )
 from tinsmith.huggingface import StopRules
-from tinsmith.workers import MakeLauncher
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Devices, Setup
 from tinsmith_jax.families import read_config
@@ -24,6 +23,7 @@ from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.trainer import Trainer
+from tinsmith_workers import MakeLauncher
 
 
 class JaxBackend(Trainer, SamplingBackend):

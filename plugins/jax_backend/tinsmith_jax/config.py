@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from tinsmith import BackendConfig
-from tinsmith.workers import WorkersConfig
+from tinsmith_workers import WorkersConfig
 
 
 class MeshConfig(BackendConfig):

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import jax
 
-from tinsmith import LoraConfig, ModelState, OutOfMemoryError, TinsmithError
+from tinsmith import LoraConfig, ModelState, OutOfMemoryError, TinsmithError, count_gpus
 from tinsmith.huggingface import Targets
-from tinsmith.workers import StateProgram, StateWriter, Worker, Written, count_gpus
 from tinsmith_jax import runtime, state_slices
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.devices import Devices, Facts, Setup
@@ -18,6 +17,7 @@ from tinsmith_jax.mesh import fetch
 from tinsmith_jax.sampling_device import SamplingDevice
 from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.training_device import Held, Loaded, TrainingDevice
+from tinsmith_workers import StateProgram, StateWriter, Worker, Written
 
 SIMULATED: Final = "TINSMITH_JAX_SIMULATED_DEVICES"
 """Environment variable: how many devices each worker has on the CPU."""

@@ -23,7 +23,6 @@ from tinsmith import (
     Progress,
 )
 from tinsmith.huggingface import Kind, StoredTensors
-from tinsmith.workers import MakeLauncher, StateFiles, WorkerGroup
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter, DeviceSnapshot
 from tinsmith_jax.buckets import Bucket, Pass
@@ -36,6 +35,7 @@ from tinsmith_jax.packing import Scored, TrainingPass
 from tinsmith_jax.sampling_device import SamplingDevice
 from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput
 from tinsmith_jax.training_device import TrainingDevice
+from tinsmith_workers import MakeLauncher, StateFiles, WorkerGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,7 +14,6 @@ import numpy as np
 
 from tinsmith import Failed, diverged, log_privately, unless_diverged
 from tinsmith.huggingface import StopRules
-from tinsmith.workers import WorkerDiedError
 from tinsmith_jax.inbox import Inbox
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.prompt_reader import PromptReader
@@ -22,6 +21,7 @@ from tinsmith_jax.requests import Line, Request
 from tinsmith_jax.sampling_values import SamplerDevice, SlotInput
 from tinsmith_jax.slots import Slot, Slots
 from tinsmith_jax.suspects import Suspects
+from tinsmith_workers import WorkerDiedError
 
 logger = logging.getLogger(__name__)
 

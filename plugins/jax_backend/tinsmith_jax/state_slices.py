@@ -18,12 +18,12 @@ import numpy as np
 
 from tinsmith import Array, FloatArray, LoraConfig
 from tinsmith.huggingface import Kind, StoredTensor
-from tinsmith.workers import Slice
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter, Place
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.mesh import Index, Layout, bounds, put_parts
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_workers import Slice
 
 _PIECE: Final = 1 << 20  # numbers of a slice, about
 _ITEM: Final = 4  # bytes of a float32

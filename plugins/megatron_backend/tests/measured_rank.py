@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinsmith.workers import Worker
 from tinsmith_megatron.rank import Rank
+from tinsmith_workers import Worker
 
 _NAMES = (
     "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tinsmith import BUILTIN_LOSSES, BackendContext, Datum, ForwardBackwardOutput, Placement
-from tinsmith.testing import ModelDriver, Nursery, TinyShape, random_experts, write_tiny_model
-from tinsmith.workers import MakeLauncher
+from tinsmith.testing import ModelDriver, TinyShape, random_experts, write_tiny_model
 from tinsmith_megatron.backend import MegatronBackend
 from tinsmith_megatron.config import MegatronConfig
+from tinsmith_workers import MakeLauncher
+from tinsmith_workers.testing import Nursery
 
 VOCAB = 300
 LOSSES = {spec.name: spec for spec in BUILTIN_LOSSES}
@@ -68,7 +69,7 @@ def doomed_backend(directory: Path, cache_dir: Path, **settings: object) -> Mega
 def forking() -> Iterator[None]:
     """Start the ranks of all backends that are made until the block ends by forking."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tinsmith.workers.group.launcher", lambda _: nursery().launch)
+        patch.setattr("tinsmith_workers.group.launcher", lambda _: nursery().launch)
         yield
 
 

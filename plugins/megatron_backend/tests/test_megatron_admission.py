@@ -10,13 +10,13 @@ from megatron_harness import VOCAB, fork_backend
 from tinsmith import ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
 from tinsmith.huggingface import DecoderShape, known_config, weight_counts
 from tinsmith.testing import ModelDriver, ragged_data
-from tinsmith.workers import AdapterLayout
 from tinsmith_megatron.admission import Budget, budget_of
 from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.demand import demand
 from tinsmith_megatron.layout import Layout
 from tinsmith_megatron.memory import adapter_sizes, weights_of
+from tinsmith_workers import AdapterLayout
 
 GIB = 1 << 30
 EIGHT = Placement(devices=tuple("01234567"), memory_bytes=73 * GIB, device_bytes=80 * GIB)

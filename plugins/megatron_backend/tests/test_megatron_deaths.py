@@ -9,9 +9,9 @@ from megatron_harness import VOCAB, doomed_backend, partly_replayed
 
 from tinsmith.testing import ModelDriver, ragged_data
 from tinsmith.testing.contract import assert_same_state
-from tinsmith.testing.workers_contract import wait_until_ended
-from tinsmith.workers import WorkerDiedError
 from tinsmith_megatron.backend import MegatronBackend
+from tinsmith_workers import WorkerDiedError
+from tinsmith_workers.testing.contract import wait_until_ended
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 

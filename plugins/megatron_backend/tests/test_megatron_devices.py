@@ -16,11 +16,11 @@ import torch
 from megatron_harness import make_backend
 
 from tinsmith import ConfigError, Placement
-from tinsmith.workers import Launch, Launcher, WorkerDevice, alone
 from tinsmith_megatron import cpu_shim
 from tinsmith_megatron.attention import PackedAttention
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.rank import Rank
+from tinsmith_workers import Launch, Launcher, WorkerDevice, alone
 
 
 def test_a_rank_with_a_device_does_not_start_on_the_cpu(
@@ -105,7 +105,7 @@ def fields_of(kind: Any) -> list[str]:
 def test_on_gpus_no_bits_are_claimed(
     megatron_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.workers.starting.WorkerGroup", RankOnACard)
+    monkeypatch.setattr("tinsmith_workers.starting.WorkerGroup", RankOnACard)
     placement = Placement(devices=("0",), memory_bytes=40 << 30, device_bytes=80 << 30)
     found = make_backend(megatron_models["qwen3"], tmp_path, placement=placement, device="cuda").trainer_capabilities
     assert (found.device, found.dtype, found.deterministic, found.isolation) == ("1 x H100", "bfloat16", False, "close")

@@ -14,7 +14,7 @@ from transformers_reference import Reference
 
 from tinsmith import AdamParams, ForwardBackward, LoraConfig, ModelState, OptimStep
 from tinsmith.testing import ModelDriver, logprobs_of, ragged_data, succeeded
-from tinsmith.workers import FAST_ISOLATION_ERROR
+from tinsmith_workers import FAST_ISOLATION_ERROR
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 

@@ -15,10 +15,11 @@ from measured_rank import MeasuredRank
 from megatron_harness import VOCAB, make_backend, shape
 
 from tinsmith import AdamParams, ForwardBackward, LoraConfig
-from tinsmith.testing import ModelDriver, Nursery, ragged_data, succeeded, write_tiny_model
+from tinsmith.testing import ModelDriver, ragged_data, succeeded, write_tiny_model
 from tinsmith_megatron.backend import MegatronBackend
 from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import on_stage
+from tinsmith_workers.testing import Nursery
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tinsmith.torch_workers import Adapter
-from tinsmith.workers import Slot
+from tinsmith_workers import Slot
+from tinsmith_workers.torch import Adapter
 
 _RANK_STEP = 8  # grouped products need rows aligned to 16 bytes
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tinsmith.huggingface import DecoderShape
-from tinsmith.workers import Budget as WorkersBudget
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import Memory, adapter_sizes, on_stage
+from tinsmith_workers import Budget as WorkersBudget
 
 _F32: Final = 4
 _RUNTIME: Final = 1 << 30  # of a GPU: CUDA and NCCL; an allowance, not measured

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 
-from tinsmith.torch_workers import varlen_attention
 from tinsmith_megatron.streams import Stream
 from tinsmith_megatron.untyped import Untyped
+from tinsmith_workers.torch import varlen_attention
 
 
 class PackedAttention(nn.Module):

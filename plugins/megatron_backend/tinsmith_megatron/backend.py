@@ -13,7 +13,13 @@ from tinsmith import (
     TrainerCapabilities,
 )
 from tinsmith.huggingface import DecoderShape
-from tinsmith.workers import (
+from tinsmith_megatron.admission import STRICT_SEQUENCES, Budget, budget_of
+from tinsmith_megatron.architecture import read_architecture
+from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.messages import Loaded, Setup
+from tinsmith_megatron.parallel import check_model, check_ranks, part_of, smallest_group
+from tinsmith_megatron.program import Program
+from tinsmith_workers import (
     AdapterModelState,
     Answer,
     FullModelState,
@@ -28,12 +34,6 @@ from tinsmith.workers import (
     segments,
     start_ranks,
 )
-from tinsmith_megatron.admission import STRICT_SEQUENCES, Budget, budget_of
-from tinsmith_megatron.architecture import read_architecture
-from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.messages import Loaded, Setup
-from tinsmith_megatron.parallel import check_model, check_ranks, part_of, smallest_group
-from tinsmith_megatron.program import Program
 
 PROGRAM = "tinsmith_megatron.rank:Rank"  # of the workers
 

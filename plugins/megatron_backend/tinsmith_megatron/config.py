@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from pydantic import Field, model_validator
 
-from tinsmith.workers import TrainingWorkersConfig
+from tinsmith_workers import TrainingWorkersConfig
 
 _UNSUPPORTED: Final = {
     "context_parallel": "attention reads whole sequences here, and Megatron-core divides them with TransformerEngine "

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tinsmith.huggingface import WeightFiles
-from tinsmith.torch_workers import FullModelOfWorker, LossTable
-from tinsmith.workers import Answer, ModelPart, Segment
 from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_
@@ -18,6 +16,8 @@ from tinsmith_megatron.passes import answers, run_pipeline
 from tinsmith_megatron.shards import read, shards_of
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
+from tinsmith_workers import Answer, ModelPart, Segment
+from tinsmith_workers.torch import FullModelOfWorker, LossTable
 
 
 class FullModel(FullModelOfWorker):

@@ -5,10 +5,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from tinsmith.torch_workers import join_process_group
-from tinsmith.workers import Worker
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import Place
+from tinsmith_workers import Worker
+from tinsmith_workers.torch import join_process_group
 
 _SEED = 1  # of Megatron's generators, which nothing draws from: there is no dropout, and weights are read
 

@@ -13,9 +13,9 @@ from megatron.core.parallel_state import (
 )
 
 from tinsmith.huggingface import HEAD
-from tinsmith.torch_workers import HeadAdapters, LossTable, Rows, Span, Vocabulary
 from tinsmith_megatron.low_rank import low_rank
 from tinsmith_megatron.streams import Stream
+from tinsmith_workers.torch import HeadAdapters, LossTable, Rows, Span, Vocabulary
 
 
 def rows_of(stream: Stream, losses: LossTable, size: int, *, backward: bool) -> Rows:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from tinsmith.huggingface import DecoderShape
-from tinsmith.workers import ModelPart
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import Place, part_of
+from tinsmith_workers import ModelPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 import torch
 
-from tinsmith.torch_workers import LossTable
 from tinsmith_megatron import cpu_shim
+from tinsmith_workers.torch import LossTable
 
 if not torch.cuda.is_available():
     cpu_shim.install()

@@ -26,8 +26,8 @@ from functools import cache
 
 from tinsmith import LoraConfig
 from tinsmith.huggingface import DecoderShape
-from tinsmith.workers import AdapterLayout, ModelPart
 from tinsmith_megatron.layout import Layout, Work
+from tinsmith_workers import AdapterLayout, ModelPart
 
 _F32 = 4
 _RANK_STEP = 8

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from tinsmith.workers import TrainingSetup
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import Place
+from tinsmith_workers import TrainingSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

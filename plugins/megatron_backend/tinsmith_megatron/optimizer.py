@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tinsmith.torch_workers import Stepped
+from tinsmith_workers.torch import Stepped
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
 

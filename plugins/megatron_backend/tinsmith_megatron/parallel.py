@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tinsmith import ConfigError
 from tinsmith.huggingface import DecoderShape
-from tinsmith.workers import ModelPart
 from tinsmith_megatron.config import MegatronConfig
+from tinsmith_workers import ModelPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

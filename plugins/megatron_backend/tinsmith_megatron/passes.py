@@ -11,11 +11,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tinsmith import IntArray
-from tinsmith.torch_workers import Scores, scored, wait_for
-from tinsmith.workers import ExpertLoad, ModelPart, Scored
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import Stream
+from tinsmith_workers import ExpertLoad, ModelPart, Scored
+from tinsmith_workers.torch import Scores, scored, wait_for
 
 
 def run_pipeline(stage: Stage, streams: Sequence[Stream], *, backward: bool) -> list[Scores]:

@@ -17,9 +17,9 @@ def create(config: MegatronConfig, context: BackendContext) -> TrainingBackend:
 
 def diagnose(config: MegatronConfig, model_path: Path | None) -> Sequence[Device]:
     """Return this node's GPUs, or its CPU. Raise ConfigError if the model or its layout is not supported."""
-    from tinsmith.torch_workers import local_devices
     from tinsmith_megatron.architecture import read_architecture
     from tinsmith_megatron.parallel import check_model
+    from tinsmith_workers.torch import local_devices
 
     if model_path is not None:
         check_model(config, read_architecture(model_path).shape)

@@ -4,8 +4,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from tinsmith import LoraConfig
-from tinsmith.workers import Answer, Segment, TrainingProgram, WorkersProgram
 from tinsmith_megatron.messages import Loaded, Setup
+from tinsmith_workers import Answer, Segment, TrainingProgram, WorkersProgram
 
 
 class Training(TrainingProgram):

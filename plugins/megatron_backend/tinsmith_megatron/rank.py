@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from tinsmith.huggingface import WeightFiles
-from tinsmith.torch_workers import TorchRank
-from tinsmith.workers import ModelPart, holders
 from tinsmith_megatron.messages import Loaded, Setup
 from tinsmith_megatron.parallel import Place, part_of
+from tinsmith_workers import ModelPart, holders
+from tinsmith_workers.torch import TorchRank
 
 if TYPE_CHECKING:
     from tinsmith_megatron.megatron_here import Stage, Trainer

@@ -13,11 +13,11 @@ from megatron.core import parallel_state
 from torch import nn
 
 from tinsmith.huggingface import DecoderShape, WeightFiles
-from tinsmith.torch_workers import Piece, all_gather_single, reduce_scatter_single
-from tinsmith.workers import ModelPart
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.parallel import Place
 from tinsmith_megatron.stage import Stage
+from tinsmith_workers import ModelPart
+from tinsmith_workers.torch import Piece, all_gather_single, reduce_scatter_single
 
 
 @dataclass(slots=True)

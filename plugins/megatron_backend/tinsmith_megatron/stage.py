@@ -20,7 +20,6 @@ from torch import nn
 
 from tinsmith.huggingface import ATTENTION, EXPERTS
 from tinsmith.huggingface import MLP as MLP_MODULES
-from tinsmith.torch_workers import LossTable, Scores, score, score_with_gradients
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.attention import PackedAttention
 from tinsmith_megatron.experts import AdaptedExperts
@@ -30,6 +29,7 @@ from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.routing import ReplayedRouting
 from tinsmith_megatron.streams import Stream
 from tinsmith_megatron.untyped import Untyped
+from tinsmith_workers.torch import LossTable, Scores, score, score_with_gradients
 
 
 class Norm(nn.RMSNorm):

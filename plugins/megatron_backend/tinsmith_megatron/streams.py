@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from tinsmith import Array
-from tinsmith.torch_workers import LossBatch, LossTable
-from tinsmith.workers import Segment
 from tinsmith_megatron.adapters import Stacks
+from tinsmith_workers import Segment
+from tinsmith_workers.torch import LossBatch, LossTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 from tinsmith import LoraConfig
-from tinsmith.torch_workers import Adapter, LossTable, ModelsOfWorker, square_norm
-from tinsmith.workers import AdapterLayout, Answer, ModelPart, Segment
 from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.full_model import FullModel
 from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
@@ -26,6 +24,8 @@ from tinsmith_megatron.passes import answers, run_pipeline
 from tinsmith_megatron.program import Training
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
+from tinsmith_workers import AdapterLayout, Answer, ModelPart, Segment
+from tinsmith_workers.torch import Adapter, LossTable, ModelsOfWorker, square_norm
 
 
 class Trainer(ModelsOfWorker[FullModel], Training):

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from subprocess import SubprocessError
 from typing import Any, Final
 
-from tinsmith import ConfigError, Device, child_environment, find_compiler, run_tethered
+from tinsmith import ConfigError, Device, child_environment, count_gpus, find_compiler, lacks_gpus, run_tethered
 from tinsmith.huggingface import Json
-from tinsmith.workers import count_gpus, lacks_gpus
 from tinsmith_vllm import compat
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.replica import interpreter

@@ -43,7 +43,7 @@ def _refusal(name: str, backend: str) -> Callable[[], None]:
     def refuse() -> None:
         msg = (
             f"`tinsmith {name}` computes with tinsmith-{backend}, which is not installed here; pip install "
-            f"./plugins/{backend}_backend in a clone, 'tinsmith-workbench[{backend}]' from wheels"
+            f"./libraries/workers ./plugins/{backend}_backend in a clone, 'tinsmith-workbench[{backend}]' from wheels"
         )
         raise ConfigError(msg)
 

@@ -22,9 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig, Scratch
 from tinsmith.json_values import Json
-from tinsmith.torch_workers import Adapter, LossTable, Scores
-from tinsmith.torch_workers.head import GPU_LOGITS
-from tinsmith.workers import AdapterLayout, ModelStep, NotFinite, Segment, deal
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.batching import owners
@@ -36,6 +33,9 @@ from tinsmith_fsdp.messages import Setup
 from tinsmith_fsdp.streams import Stream
 from tinsmith_fsdp.trainer import Trainer
 from tinsmith_workbench.rehearsal.allocations import Allocations
+from tinsmith_workers import AdapterLayout, ModelStep, NotFinite, Segment, deal
+from tinsmith_workers.torch import Adapter, LossTable, Scores
+from tinsmith_workers.torch.head import GPU_LOGITS
 
 _OPS: Final = {
     "_allgather_base_": "gathered",
@@ -114,7 +114,7 @@ def _setup(config: FsdpConfig, model: Mapping[str, Any], ranks: Ranks, directory
 
 def _logits_of(*, on_cpu: bool) -> AbstractContextManager[object]:
     """Have the head divide its rows as on that device."""
-    return nullcontext() if on_cpu else patch("tinsmith.torch_workers.head.CPU_LOGITS", GPU_LOGITS)
+    return nullcontext() if on_cpu else patch("tinsmith_workers.torch.head.CPU_LOGITS", GPU_LOGITS)
 
 
 class _Rehearsed(Trainer):

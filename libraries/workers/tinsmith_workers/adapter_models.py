@@ -1,0 +1,72 @@
+"""The engine's side of a LoRA model: its state, put together from the parts that its workers hold."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from tinsmith.backend import HostSnapshot, ModelState
+from tinsmith.huggingface.decoder import DecoderShape
+from tinsmith.operations import Array, FloatArray, LoraConfig
+from tinsmith_workers.adapter_layout import ModelPart, WholeLayout, holders
+from tinsmith_workers.group import WorkerGroup
+from tinsmith_workers.program import AdapterState, TrainingProgram
+
+T = TypeVar("T")
+
+
+class AdapterModelState:
+    """Captures and restores the state of one model."""
+
+    def __init__(
+        self,
+        model_id: str,
+        lora: LoraConfig,
+        workers: WorkerGroup[TrainingProgram],
+        shape: DecoderShape,
+        parts: Sequence[ModelPart],
+    ) -> None:
+        """`parts` are those of the workers, by rank."""
+        self._model_id, self.lora, self._workers, self._parts = model_id, lora, workers, parts
+        self._holders = holders(parts)
+        self._layout = WholeLayout(lora, shape, list(self._holders))
+
+    def capture(self) -> ModelState:
+        states = self._of_holders(self._workers.call(TrainingProgram.capture_adapter, self._model_id))
+
+        def named(flats: Sequence[FloatArray | None]) -> dict[str, Array]:
+            present = [flat for flat in flats if flat is not None]
+            return self._layout.to_canonical(present) if present else {}
+
+        return ModelState(
+            lora=self.lora,
+            weights=named([state.weights for state in states]),
+            adam_m=named([state.adam_m for state in states]),
+            adam_v=named([state.adam_v for state in states]),
+            gradients=named([state.gradients for state in states]),
+            step=states[0].step,
+        )
+
+    def publish(self, snapshot_id: str) -> HostSnapshot:
+        flats = self._of_holders(self._workers.call(TrainingProgram.adapter_weights, self._model_id))
+        return HostSnapshot(snapshot_id, self.lora, self._layout.to_canonical(flats))
+
+    def _of_holders(self, answers: Sequence[T | None]) -> list[T]:
+        """Return the answer of the first worker of each part."""
+        found = [answers[rank] for rank in self._holders.values()]
+        return [each for each in found if each is not None]
+
+    def restore(self, state: ModelState) -> None:
+        """Raise UserError, changing nothing, if the tensors are not those of this model."""
+        weights = self._layout.from_canonical(state.weights)
+        others = [self._flats(each) for each in (state.adam_m, state.adam_v, state.gradients)]
+        by_part = {
+            part: AdapterState(weights=own, adam_m=m, adam_v=v, gradients=gradients, step=state.step)
+            for part, own, m, v, gradients in zip(self._holders, weights, *others, strict=True)
+        }
+        if len(by_part) == 1:  # then it is encoded once
+            self._workers.call(TrainingProgram.restore_adapter, self._model_id, *by_part.values())
+        else:
+            own = [(self._model_id, by_part[part]) for part in self._parts]
+            self._workers.call_each(TrainingProgram.restore_adapter, own)
+
+    def _flats(self, named: Mapping[str, Array]) -> Sequence[FloatArray | None]:
+        return self._layout.from_canonical(named) if named else [None] * len(self._holders)

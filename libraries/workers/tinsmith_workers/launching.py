@@ -1,0 +1,140 @@
+"""Launchers of worker processes: the interface, and the launchers that need no other package.
+
+A launcher only starts processes. Each finds the engine by its address and key, and everything else is said there.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from tinsmith.errors import ConfigError
+from tinsmith.lifeline import Tethered
+from tinsmith.settings.environment import child_environment
+from tinsmith_workers.config import WorkersConfig
+
+COORDINATOR: Final = "TINSMITH_COORDINATOR"
+"""Environment variable: the engine's address, `unix:<path>` or `<host>:<port>`."""
+
+INDEX: Final = "TINSMITH_WORKER_INDEX"
+"""Environment variable: the worker's rank, if whoever starts it chooses one."""
+
+NUM_WORKERS: Final = "TINSMITH_NUM_WORKERS"
+"""Environment variable: the number of workers, if whoever starts it knows."""
+
+DEVICE: Final = "TINSMITH_WORKER_DEVICE"
+"""Environment variable: `cpu` or `cuda`, on which a worker that trains with torch computes; default a GPU if there is
+one."""
+
+WAIT_S: Final = "TINSMITH_WORKER_WAIT_S"
+"""Environment variable: for how long a worker waits for the engine to listen; default not at all."""
+
+WITH_PARENT: Final = "TINSMITH_WORKER_WITH_PARENT"
+"""Environment variable: if set, standard input is a pipe that closes when whoever started the worker is gone."""
+
+_STOP_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The processes to start."""
+
+    config: WorkersConfig
+    environment: Mapping[str, str]  # for each worker, besides that of its machine
+    directory: Path  # for the launcher's own files
+    gpus: bool | None  # whether each worker takes a GPU; None: if there are any
+    default_per_node: int  # if `nproc_per_node` is not set
+
+    @property
+    def per_node(self) -> int:
+        return self.config.nproc_per_node or self.default_per_node
+
+    @property
+    def num_workers(self) -> int:
+        return self.config.nnodes * self.per_node
+
+
+class Launcher(Protocol):
+    """A launcher that has started the workers."""
+
+    num_workers: int | None  # None: the workers know
+
+    def ended(self) -> str | None:
+        """Return how it ended, or None while the workers run."""
+
+    def close(self) -> None:
+        """End what is left. The workers have ended, or will end at once, because their connections are closed."""
+
+
+MakeLauncher = Callable[[Launch], Launcher]
+
+
+ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Both names of torch's setting, from 2.11 to 2.13; the first one overrules the second."""
+
+
+def worker_environment(machines: Mapping[str, str]) -> dict[str, str]:
+    """Return a machine's environment for its workers. What the operator has set stays.
+
+    Each packing of sequences has new sizes: with expandable segments, the memory that torch has freed fits them. They
+    are for workers alone, as vLLM refuses them if it is to sleep.
+    """
+    defaults = {"OMP_NUM_THREADS": "1"}
+    if not any(name in machines for name in ALLOCATOR):
+        defaults[ALLOCATOR[0]] = "expandable_segments:True"
+    return {**defaults, **machines}
+
+
+class LocalProcesses:
+    """A process for each worker, on this machine. They end when this process does."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.num_workers: int | None = launch.num_workers
+        own = {**launch.environment, NUM_WORKERS: str(launch.num_workers), WITH_PARENT: "1"}
+        shared = {**worker_environment(child_environment()), **own}
+        self._processes = [
+            Tethered([sys.executable, "-m", "tinsmith_workers"], env={**shared, INDEX: str(index)})
+            for index in range(launch.num_workers)
+        ]
+
+    def ended(self) -> str | None:
+        codes = {index: code for index, each in enumerate(self._processes) if (code := each.poll()) is not None}
+        return ", ".join(f"worker {index} left with {code}" for index, code in codes.items()) or None
+
+    def close(self) -> None:
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            process.end()
+
+
+class Scheduler:
+    """Starts nothing: something else runs `tinsmith worker` on each machine, and again whenever it ends."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.num_workers: int | None = launch.num_workers
+
+    def ended(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        """Leave the workers to what has started them."""
+
+
+def launcher(name: str) -> MakeLauncher:
+    """Return the launcher of that name. Raises ConfigError if a package that it needs is not installed."""
+    match name:
+        case "local":
+            return LocalProcesses
+        case "scheduler":
+            return Scheduler
+        case _:
+            try:
+                from tinsmith_workers.ray_actors import RayActors
+            except ModuleNotFoundError as error:
+                msg = f"launcher: ray needs the package {error.name}, which is not installed; pip install 'ray>=2.60'"
+                raise ConfigError(msg) from error
+            return RayActors
