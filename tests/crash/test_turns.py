@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import scenario
-from campaign import Tally, disturbed, undisturbed
+from campaign import Expected, Tally, disturbed, undisturbed
 from processes import Launcher
 
 from tinsmith import failpoints
@@ -16,13 +16,21 @@ TURNS = ModelSettings.model_validate({**TOY.model_dump(), "sampler": {"plugin": 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("steps", [13, pytest.param(50, marks=pytest.mark.thorough)])
-def test_killed_in_every_part_of_a_change(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
+def test_killed_in_every_part_of_a_change(launcher: Launcher, for_a_while: Expected, tmp_path: Path) -> None:
     """Nobody disturbed the expected run, in which one object trains and samples, and nothing sleeps."""
-    monkeypatch.setattr(scenario, "STEPS", steps)
-    expected = undisturbed(launcher, tmp_path / "undisturbed")
+    killed(launcher, for_a_while, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_killed_in_every_part_of_a_change_of_a_longer_run(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenario, "STEPS", 50)
+    killed(launcher, undisturbed(launcher, tmp_path / "undisturbed"), tmp_path)
+
+
+def killed(launcher: Launcher, expected: Expected, tmp_path: Path) -> None:
     points = set(failpoints.points(of="turns"))
     tally = Tally(wanted=len(points), seed=20, never_hit=points)
     disturbed(launcher, tmp_path / "turns", expected, tally, number=0, arm_all=True, model=TURNS)
