@@ -32,7 +32,7 @@ from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.processes.engine import SWITCH_S
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import ClaimRoom, Held, NewOperation, StoreContext
+from tinsmith.store import ClaimRoom, Holding, NewOperation, StoreContext
 from tinsmith.store.codec import decoded_bytes, encode_operation, kind_of
 from tinsmith.testing.engine_driver import EngineDriver, make_engine, take_over
 from tinsmith.testing.postgres import Postgres
@@ -43,7 +43,7 @@ PASS_TOKENS, SAMPLE_TOKENS = 64, 8
 AT_ONCE = 2048  # submits
 CLAIMS = 50
 ROOM = ClaimRoom(operations=512, num_bytes=256 << 20)
-FULL = replace(ROOM, held={HOG: Held(operations=512)})
+FULL = replace(ROOM, held={HOG: Holding(operations=512)})
 
 Make = Callable[[EngineDriver], ops.ForwardBackward | ops.Sample]
 

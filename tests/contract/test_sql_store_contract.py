@@ -65,7 +65,7 @@ def database(postgres: Postgres) -> str:
 
 
 class SqlStoreContract(RequestStoreContract):
-    async def test_a_session_that_ends_lets_go_of_what_waits_in_bounded_parts(self, store: SqlStore) -> None:
+    async def test_a_session_that_ends_lets_go_of_what_waits_in_bounded_chunks(self, store: SqlStore) -> None:
         """Whatever dies in between, nothing runs behind the unloading, and the engine goes on with the failing."""
         await a_model(store)
         first = await store.submit(an_operation(seq_id=1))
@@ -132,7 +132,7 @@ class SqlStoreContract(RequestStoreContract):
         assert await store.fail_gaps(BASE, older_than=LONG_AGO) == 1
         assert "seq_id 2 " in (await failure_of(store, behind)).message
 
-    async def test_an_engine_that_is_given_up_fails_what_waits_in_bounded_parts(self, store: SqlStore) -> None:
+    async def test_an_engine_that_is_given_up_fails_what_waits_in_bounded_chunks(self, store: SqlStore) -> None:
         """It refuses first, so nothing is left behind."""
         await a_model(store)
         kept = await store.submit(an_operation(seq_id=1))

@@ -117,7 +117,7 @@ def fail_some_of_a_gap(connection: Connection) -> None:
     assert gaps.fail_some(Transaction(connection, NOW), "hog:stuck", late) == (500, True)
 
 
-def fail_a_gap_of_exactly_one_part(connection: Connection) -> None:
+def fail_a_gap_of_exactly_one_chunk(connection: Connection) -> None:
     """Nothing early is left, so nobody would find the model again."""
     late = NOW + timedelta(hours=1)
     assert gaps.fail_some(Transaction(connection, NOW), "hog:stuck", late) == (500, False)
@@ -266,15 +266,15 @@ def test_sqlite_counts_what_is_ahead_only_so_far() -> None:
     assert some == more
 
 
-def test_sqlite_fails_a_gap_in_bounded_parts() -> None:
+def test_sqlite_fails_a_gap_in_bounded_chunks() -> None:
     few = in_sqlite(fail_some_of_a_gap, waiting=40, missing=1000)
     more = in_sqlite(fail_some_of_a_gap, waiting=1500, missing=1500)
     assert more.steps - few.steps < 20 * 1500  # the last one that fails is looked for; its part fails
     assert len(more.statements) == len(few.statements)
 
 
-def test_a_model_continues_with_the_last_part_of_a_gap_on_sqlite() -> None:
-    in_sqlite(fail_a_gap_of_exactly_one_part, waiting=1, missing=500)
+def test_a_model_continues_with_the_last_chunk_of_a_gap_on_sqlite() -> None:
+    in_sqlite(fail_a_gap_of_exactly_one_chunk, waiting=1, missing=500)
 
 
 @pytest.fixture
@@ -285,10 +285,10 @@ def postgres_engine(postgres_url: str) -> Iterator[Engine]:
     engine.dispose()
 
 
-def test_a_model_continues_with_the_last_part_of_a_gap_on_postgres(postgres_engine: Engine) -> None:
+def test_a_model_continues_with_the_last_chunk_of_a_gap_on_postgres(postgres_engine: Engine) -> None:
     with postgres_engine.begin() as connection:
         fill(connection, waiting=1, missing=500)
-        fail_a_gap_of_exactly_one_part(connection)
+        fail_a_gap_of_exactly_one_chunk(connection)
 
 
 def rows_visited(plan: dict[str, Any], table: str) -> int:

@@ -3,14 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.store import Claimable, ClaimRoom, Held
+from tinsmith.store import Claimable, ClaimRoom, Holding
 
 
 def waiting(**sizes: list[int]) -> dict[str, list[Claimable[str]]]:
     """Let each tenant have operations of these sizes, the later tenants after the earlier ones."""
     turns = iter(range(1000))
     return {
-        tenant: [Claimable(key=f"{tenant}{n}", num_bytes=size, turn=next(turns)) for n, size in enumerate(each)]
+        tenant: [Claimable(key=f"{tenant}{n}", num_bytes=size, arrival=next(turns)) for n, size in enumerate(each)]
         for tenant, each in sizes.items()
     }
 
@@ -23,7 +23,7 @@ def test_tenants_share_the_places() -> None:
 
 
 def test_whoever_comes_later_finds_places() -> None:
-    full = ClaimRoom(operations=6, num_bytes=100, held={"hog": Held(operations=6, num_bytes=6)})
+    full = ClaimRoom(operations=6, num_bytes=100, held={"hog": Holding(operations=6, num_bytes=6)})
     assert full.choose(waiting(hog=[1] * 9)) == []
     assert full.choose(waiting(hog=[1] * 9, ann=[1] * 9)) == ["ann0", "ann1", "ann2"]
     crowd = waiting(**{f"t{n}": [1, 1] for n in range(20)})
@@ -42,20 +42,20 @@ def test_tenants_share_the_bytes() -> None:
 def test_one_larger_operation_passes_alone() -> None:
     room = ClaimRoom(operations=100, num_bytes=40)
     assert room.choose(waiting(hog=[500, 1], ann=[1])) == ["hog0"]
-    held = {"hog": Held(operations=1, num_bytes=500)}
+    held = {"hog": Holding(operations=1, num_bytes=500)}
     assert ClaimRoom(operations=100, num_bytes=40, held=held).choose(waiting(hog=[1], ann=[1])) == []
     larger_than_a_share = waiting(hog=[30], ann=[10])
     assert room.choose(larger_than_a_share) == ["hog0", "ann0"]
 
 
 def test_a_reserve_is_free_whatever_others_hold() -> None:
-    held = {"hog": Held(operations=1, num_bytes=500)}
+    held = {"hog": Holding(operations=1, num_bytes=500)}
     room = ClaimRoom(operations=100, num_bytes=40, reserved_bytes=2, held=held)
     assert room.choose(waiting(hog=[1], ann=[1, 1, 1], bob=[3])) == ["ann0", "ann1"]
 
 
 def test_nobody_grows_while_a_first_operation_waits_for_room() -> None:
-    held = {"ann": Held(operations=1, num_bytes=10), "bob": Held(operations=1, num_bytes=10)}
+    held = {"ann": Holding(operations=1, num_bytes=10), "bob": Holding(operations=1, num_bytes=10)}
     room = ClaimRoom(operations=100, num_bytes=40, reserved_bytes=1, held=held)
     assert room.choose(waiting(ann=[2], bob=[2])) == ["ann0", "bob0"]
     assert room.choose(waiting(ann=[2], bob=[2], eve=[30])) == []
@@ -79,7 +79,7 @@ def test_everybody_is_served_in_the_end_and_memory_is_bounded(
     held: list[tuple[str, int]] = []
     while left or held:
         of = {tenant: [size for owner, size in held if owner == tenant] for tenant, _ in held}
-        holds = {tenant: Held(operations=len(each), num_bytes=sum(each)) for tenant, each in of.items()}
+        holds = {tenant: Holding(operations=len(each), num_bytes=sum(each)) for tenant, each in of.items()}
         room = ClaimRoom(operations=operations, num_bytes=num_bytes, reserved_bytes=reserved, held=holds)
         chosen = room.choose(waiting(**left))
         for tenant in list(left):

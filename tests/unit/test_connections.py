@@ -59,7 +59,7 @@ class App:
 
     def look(self, times: int) -> None:
         for _ in range(times):
-            self.state.connections.look()
+            self.state.connections.check()
 
     async def connect(self) -> "Client":
         """Return when the server has taken the connection."""

@@ -131,9 +131,8 @@ async def test_a_side_keeps_the_device_between_calls_that_belong_together() -> N
     await pair.work("sampling", "s2")
     assert pair.events == ["s1", "s2"]
     pair.now = 30.0
-    pair.turns._look()  # what its timer calls
-    await asyncio.wait_for(step, WAIT_S)
-    assert pair.events == ["s1", "s2", "sampling sleeps", "training wakes", "t1"]
+    await asyncio.wait_for(asyncio.gather(step, pair.start("training", "t2")), WAIT_S)
+    assert pair.events == ["s1", "s2", "sampling sleeps", "training wakes", "t1", "t2"]
 
 
 async def test_calls_begin_in_the_order_in_which_they_ask() -> None:

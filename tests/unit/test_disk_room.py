@@ -81,7 +81,7 @@ def test_a_refusal_for_the_reserve_names_it() -> None:
     assert why is not None
     for said in ("101.0 GiB free", "the last 1.0 GiB", "(quotas.disk_reserve_bytes)"):
         assert said in why
-    assert why_in_reserve(QuotaSettings(), LARGE, more=100 * GIB + 1, part=0.5) is None
+    assert why_in_reserve(QuotaSettings(), LARGE, more=100 * GIB + 1, share=0.5) is None
 
 
 @pytest.mark.parametrize(("size", "text"), [(1023, "1023 bytes"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])

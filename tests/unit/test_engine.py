@@ -292,7 +292,7 @@ class Passing:
     def is_hung_after(self, seconds: float) -> bool:
         for _ in range(round(seconds)):
             self.now_s += 1.0
-            seen = self.watch.look()
+            seen = self.watch.check()
             assert seen is not None
         return seen.is_hung
 

@@ -113,7 +113,7 @@ def cards(number: int, size: int | None = CARD) -> Machine:
 
 
 def placed(machine: Machine, *models: ModelSettings) -> list[tuple[str, int | None]]:
-    """Return the devices of each part, and GiB of each."""
+    """Return the devices of each component, and GiB of each."""
     settings = Settings(models=models)
     plan = make_plan(settings, PLUGINS, machine, [model.name for model in models])
     return [
@@ -267,7 +267,7 @@ ELSEWHERE = Machine(devices=("0", "1"), device_bytes=CARD, others_alike=True)
 
 
 def test_devices_elsewhere_are_given_whole_and_not_more() -> None:
-    """What a part needs was added to the whole of a card: 122 of 92 GiB."""
+    """What a component needs was added to the whole of a card: 122 of 92 GiB."""
     assert placed(ELSEWHERE, a_model({"count": 0, "least": 30}, {})) == [("", 92), ("0,1", 92)]
     both = a_model({"count": 0, "least": 30}, {"count": 0}, turns=True)
     assert placed(ELSEWHERE, both) == [("", 90), ("", 90)], "each keeps 2 GiB in its sleep"
@@ -294,20 +294,20 @@ _MACHINE = st.builds(
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(_MACHINE, st.lists(_MODEL, min_size=1, max_size=3, unique_by=lambda model: model.name))
 def test_nobody_is_given_more_than_there_is(machine: Machine, models: list[ModelSettings]) -> None:
-    """No part of a plan has more than its device, and the parts on a device have no more than it together."""
+    """No component of a plan has more than its device, and the components on a device have no more than it together."""
     try:
         plan = make_plan(Settings(models=tuple(models)), PLUGINS, machine, [model.name for model in models])
     except ConfigError:
         hypothesis.reject()
     taken: dict[str, dict[object, int]] = {}
     for each in plan:
-        size, part = each.placement.memory_bytes, each.part
+        size, component = each.placement.memory_bytes, each.component
         if each.is_elsewhere and machine.others_alike and machine.usable_bytes:
             assert size is not None
             assert each.demand.least_bytes <= size <= machine.usable_bytes
         for device in each.placement.devices or (("host",) if each.on_host else ()):
             users = taken.setdefault(device, {})
-            user = part.index if part.by_turns else (part.index, part.role)
+            user = component.index if component.by_turns else (component.index, component.role)
             users[user] = max(users.get(user, 0), size or 0)
     for device, users in taken.items():
         has = machine.usable_host_bytes if device == "host" else machine.usable_bytes
@@ -352,7 +352,7 @@ def test_a_machine_with_too_little_memory_is_told_so_with_figures() -> None:
         placed(host(25), a_model({"least": 20, "on_host": True}, {"least": 10, "on_host": True}))
 
 
-def test_the_engine_finds_its_part_in_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_finds_its_devices_in_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(models=(a_model({"least": 7}, {}),))
     plan = make_plan(settings, PLUGINS, cards(2), ["m"])
     assert next(lines_of(plan)) == "backend learns of 'm': devices 0, 92.0 GiB of each"

@@ -9,7 +9,7 @@ from tinsmith.errors import UserError
 from tinsmith.protocol import bounds, proto_scan, training_request
 from tinsmith.protocol import tensors as wire_tensors
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.protocol.proto_scan import MAX_PARTS, check_parts
+from tinsmith.protocol.proto_scan import MAX_ELEMENTS, check_elements
 from tinsmith.protocol.unknown_fields import UnknownField, UnknownFieldError
 
 REQUEST = pb.ForwardBackwardRequest.DESCRIPTOR
@@ -49,16 +49,16 @@ SWOLLEN = {
 
 
 @pytest.mark.parametrize("body", SWOLLEN.values(), ids=SWOLLEN)
-def test_many_small_parts_are_refused(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_parts(body, REQUEST)
-    monkeypatch.setattr(proto_scan, "MAX_PARTS", MANY)
+def test_many_small_chunks_are_refused(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_elements(body, REQUEST)
+    monkeypatch.setattr(proto_scan, "MAX_ELEMENTS", MANY)
     with pytest.raises(UserError, match="more than 1000 fields"):
         training_request.parse(body)
 
 
 def test_five_million_empty_data_are_not_built() -> None:
     """These 10 MB took 1.9 GB and 32 s."""
-    with pytest.raises(UserError, match=f"more than {MAX_PARTS} fields"):
+    with pytest.raises(UserError, match=f"more than {MAX_ELEMENTS} fields"):
         training_request.parse(HEAD + b"\x1a\x00" * 5_000_000)
 
 
@@ -75,7 +75,7 @@ def request(num_data: int = 1, num_tensors: int = 3) -> pb.ForwardBackwardReques
 
 
 def test_a_full_request_of_the_sdk_has_far_fewer_parts() -> None:
-    check_parts(request(num_data=4 * 1024).SerializeToString(), REQUEST)
+    check_elements(request(num_data=4 * 1024).SerializeToString(), REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_full_request_of_the_sdk_has_far_fewer_parts() -> None:
 )
 def test_what_is_no_message_is_refused(damage: bytes) -> None:
     with pytest.raises(DecodeError, match="cut off or unknown"):
-        check_parts(HEAD + damage, REQUEST)
+        check_elements(HEAD + damage, REQUEST)
     with pytest.raises(UserError, match="is not a protobuf ForwardBackwardRequest"):
         training_request.parse(HEAD + damage)
 
@@ -170,7 +170,7 @@ def test_unknown_fields_of_every_message_are_refused_unless_they_hold_nothing(na
         b"\x9a\x06\x00",
         b"\x9d\x06" + bytes(4),
     ):
-        check_parts(HEAD + nest(*way, content=nothing), REQUEST)
+        check_elements(HEAD + nest(*way, content=nothing), REQUEST)
     for something in (b"\x98\x06\x80\x01", b"\x99\x06" + b"\1" * 8, b"\x9a\x06\x01\x00", b"\x9d\x06" + b"\1" * 4):
         with pytest.raises(UnknownFieldError, match=f"field 99 of {name} \\(.* is not known, allowed: 1 ") as refused:
             training_request.parse(HEAD + nest(*way, content=something))
@@ -216,7 +216,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize(("body", "words"), TWICE.values(), ids=TWICE)
-def test_several_values_in_one_place_are_refused(body: bytes, words: str) -> None:
+def test_several_values_of_one_field_are_refused(body: bytes, words: str) -> None:
     with pytest.raises(UserError, match=words):
         training_request.parse(body)
 

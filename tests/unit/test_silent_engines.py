@@ -187,7 +187,7 @@ class Watching:
     async def passes(self, seconds: float) -> None:
         for _ in range(round(seconds / 5)):
             self.s += 5.0
-            await self.lost.look()
+            await self.lost.check()
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ async def test_a_look_changes_nothing_that_an_engine_reported(store: SqlStore) -
     while "engine-1" not in await store.overdue_engines():
         pass
     child = Child()
-    await LostEngine(cast("EngineChild", child), store, 100.0).look()
+    await LostEngine(cast("EngineChild", child), store, 100.0).check()
     (after,) = await store.list_engines()
     assert after.updated_at > before.updated_at
     assert replace(after, updated_at=before.updated_at) == before

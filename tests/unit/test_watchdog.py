@@ -24,7 +24,7 @@ class World:
     def passes(self, seconds: float) -> None:
         for _ in range(round(seconds)):
             self.s += 1.0
-            self.watchdog.look()
+            self.watchdog.check()
 
     def call_of(self, seconds: float, kind: str = "optim_step", **sizes: float) -> None:
         with self.watch.call(kind, sizes or {"calls": 1.0}):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from tinsmith.errors import UserError
 from tinsmith.protocol import bounds, tensors, wire
 from tinsmith.protocol.partial_request import address_of
-from tinsmith.protocol.proto_scan import MAX_PARTS
+from tinsmith.protocol.proto_scan import MAX_ELEMENTS
 from tinsmith.protocol.training_request import MAX_DATA, MAX_TENSORS
 from tinsmith.server.limits.bodies import UNPACKED_FREELY
 from tinsmith.server.limits.bounded_http import (
@@ -212,7 +212,7 @@ LIMITS_PAGE = (Path(__file__).parents[2] / "docs/reference/limits.md").read_text
         f"numbers in a JSON body | {bounds.MAX_NUMBERS:,},",
         f"{bounds.MAX_CONTAINERS:,}; strings: {bounds.MAX_STRINGS:,}",
         f"{MAX_DATA:,} data, each of {bounds.MAX_CHUNKS:,} chunks and {MAX_TENSORS} tensors",
-        f"of {bounds.MAX_DIMENSIONS} dimensions; {MAX_PARTS:,} protobuf fields",
+        f"of {bounds.MAX_DIMENSIONS} dimensions; {MAX_ELEMENTS:,} protobuf fields",
         f"{tensors.MAX_DENSE_ELEMENTS:,} elements together",
         f"{BODY_GRACE_S} s, at least {MIN_BYTES_PER_S >> 10} KiB",
         f"| {HEAD_S} s to arrive",

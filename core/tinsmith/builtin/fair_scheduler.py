@@ -1,13 +1,13 @@
 """The default scheduler: packs passes of all tenants into one batch, by deficit round robin over their tokens.
 
 Each tenant has a debt: the tokens it was served beyond those of the least served tenant that has work. The tenant with
-the smallest debt chooses the kind of the batch, and each place in the batch goes to the tenant whose debt is smallest.
+the smallest debt chooses the kind of the batch, and each position goes to the tenant whose debt is smallest.
 
 How far tenants can drift apart: let tenants i and j start level, and always have more passes of one kind waiting than a
 batch holds, those of j no longer than those of i. Then the tokens served to i are never ahead of those of j by more
 than the longest operation of i, L. Proof:
 
-1. A place goes to i while j is a candidate, too: j drops out of a batch only if its operation does not fit into the
+1. A position goes to i while j is a candidate, too: j drops out of a batch only if its operation does not fit into the
    room that is left, and then no operation of i fits either, since the room only shrinks. So i's debt was
    not above j's, and afterwards it exceeds it by at most L.
 2. Debts are tokens served, except for what `_settle` does: it subtracts the same amount from all, and shortens the gap
@@ -80,18 +80,18 @@ class FairScheduler(Scheduler):
     def _fill(
         self, lead: Pending, runs: Iterable[list[Pending]], limits: Limits, debts: dict[str, float]
     ) -> list[Pending]:
-        """Give place after place to the smallest debt. `runs` may be consumed; `debts` is updated."""
+        """Give position after position to the smallest debt. `runs` may be consumed; `debts` is updated."""
         waiting: dict[str, list[list[Pending]]] = defaultdict(list)  # tenant -> its models' runs
         for run in runs:
             waiting[run[0].tenant].append(run)
         for models in waiting.values():
             models.sort(key=lambda run: (run[0] is lead, -run[0].enqueued_at_s, run[0].model_id))  # next is last
-        places = [(debts[tenant], tenant != lead.tenant, tenant) for tenant in waiting]
-        heapq.heapify(places)
+        candidates = [(debts[tenant], tenant != lead.tenant, tenant) for tenant in waiting]
+        heapq.heapify(candidates)
         chosen: list[Pending] = []
         room = limits.max_batch_tokens
-        while places:
-            _, _, tenant = heapq.heappop(places)
+        while candidates:
+            _, _, tenant = heapq.heappop(candidates)
             run = waiting[tenant][-1]
             if run[0].num_tokens <= room or not chosen:
                 first = run.pop(0)
@@ -105,7 +105,7 @@ class FairScheduler(Scheduler):
             if not run:
                 waiting[tenant].pop()
             if waiting[tenant]:
-                heapq.heappush(places, (debts[tenant], True, tenant))
+                heapq.heappush(candidates, (debts[tenant], True, tenant))
         return chosen
 
     def _weight(self, tenant: str) -> float:

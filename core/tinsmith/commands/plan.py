@@ -19,8 +19,8 @@ from tinsmith.commands.options import (
 )
 from tinsmith.errors import ConfigError
 from tinsmith.huggingface.known_shapes import KNOWN_SHAPES
+from tinsmith.placement.components import model_config
 from tinsmith.placement.machine import Machine, this_machine
-from tinsmith.placement.parts import model_config
 from tinsmith.placement.plan import make_plan, with_rank
 from tinsmith.placement.report import described
 from tinsmith.plugins.loading import Plugins

@@ -28,7 +28,7 @@ from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Limits, Scheduler
 from tinsmith.store import EngineCapabilities
 
-_SHARE_OF_WAITING: Final = 4  # snapshots that wait to be compared take at most this part of a sampler's places
+_SHARE_OF_WAITING: Final = 4  # snapshots that wait to be compared take at most this share of what the sampler holds
 
 
 def assemble_engine(
@@ -77,5 +77,5 @@ def _most_waiting(engine: EngineContext, sampler: SamplingBackend, turns: Device
     if turns is not None:
         return 0
     most = min(MOST_WAITING, engine.options.keeping.max_resident - 1)
-    places = sampler.sampler_capabilities.max_snapshots
-    return most if places is None else min(most, places // _SHARE_OF_WAITING)
+    held = sampler.sampler_capabilities.max_snapshots
+    return most if held is None else min(most, held // _SHARE_OF_WAITING)

@@ -133,7 +133,7 @@ class WatchedSampler(SamplingBackend):
         return result
 
     def _sizes(self, op: Sample, drawn: int) -> Sizes:
-        """Sequences are drawn side by side, as many as the sampler has places for."""
+        """Sequences are drawn side by side, as many as the sampler has slots for."""
         rounds = -(-op.num_samples // self.sampler_capabilities.max_sequences)
         return {"steps": float(rounds * drawn), "prompt": float(len(op.prompt_P))}
 

@@ -75,8 +75,8 @@ class DiskRoom:
         return await asyncio.to_thread(self._read_space)
 
 
-class Place:
-    """Room for one state, from before it is captured until it is on disk."""
+class Reservation:
+    """Memory for one state, from before it is captured until it is on disk."""
 
     def __init__(self, waiting: "WaitingStates", lora: LoraConfig, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -100,43 +100,43 @@ class WaitingStates:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._places: list[Place] = []
+        self._reservations: list[Reservation] = []
         self._expected: dict[LoraConfig, int] = {}  # by configuration without the seed, the most that a state can take
         self._asking = 0
         self._released = asyncio.Event()
 
     @property
     def held_bytes(self) -> int:
-        return sum(place.num_bytes for place in self._places)
+        return sum(reservation.num_bytes for reservation in self._reservations)
 
-    def place_at_once(self, lora: LoraConfig) -> Place | None:
-        """Return a place, or None if there is no room, or others wait for room already."""
+    def reserve_at_once(self, lora: LoraConfig) -> Reservation | None:
+        """Return a reservation, or None if there is no room, or others wait for room already."""
         return self._take(lora) if self._fits(lora) and not self._asking else None
 
     @asynccontextmanager
-    async def place(self, lora: LoraConfig) -> AsyncIterator[Place]:
-        """Wait for a place, which is released when the block ends."""
+    async def reserve(self, lora: LoraConfig) -> AsyncIterator[Reservation]:
+        """Wait for a reservation, which is released when the block ends."""
         self._asking += 1
         try:
             while not self._fits(lora):
                 self._released.clear()
                 await self._released.wait()
-            place = self._take(lora)
+            reservation = self._take(lora)
         finally:
             self._asking -= 1
         try:
-            yield place
+            yield reservation
         finally:
-            place.release()
+            reservation.release()
 
     def _fits(self, lora: LoraConfig) -> bool:
         expected = self._expected.get(_key(lora), self._budget_bytes)  # one of unknown size goes alone
-        return not self._places or self.held_bytes + expected <= self._budget_bytes
+        return not self._reservations or self.held_bytes + expected <= self._budget_bytes
 
-    def _take(self, lora: LoraConfig) -> Place:
-        place = Place(self, lora, self._expected.get(_key(lora), self._budget_bytes))
-        self._places.append(place)
-        return place
+    def _take(self, lora: LoraConfig) -> Reservation:
+        reservation = Reservation(self, lora, self._expected.get(_key(lora), self._budget_bytes))
+        self._reservations.append(reservation)
+        return reservation
 
     def measured(self, lora: LoraConfig, state: ModelState) -> None:
         """Learn from a captured state how much one of this configuration can take."""
@@ -151,9 +151,9 @@ class WaitingStates:
             )
         self._expected[key] = most
 
-    def release(self, place: Place) -> None:
-        if place in self._places:
-            self._places.remove(place)
+    def release(self, reservation: Reservation) -> None:
+        if reservation in self._reservations:
+            self._reservations.remove(reservation)
             self._released.set()
 
 

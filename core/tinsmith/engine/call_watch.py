@@ -84,7 +84,7 @@ class _Measured:
 
 
 class CallWatch:
-    """Calls may begin and end in any thread. Somebody must `look` every `look_s` seconds.
+    """Calls may begin and end in any thread. Somebody must `check` every `check_s` seconds.
 
     Time in which nobody looked does not count: the process was paused.
     """
@@ -92,7 +92,7 @@ class CallWatch:
     def __init__(self, settings: WatchdogSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
-        self.look_s = min(1.0, settings.least_s / _LOOKS)
+        self.check_s = min(1.0, settings.least_s / _LOOKS)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._running: dict[int, Watched] = {}
@@ -137,7 +137,7 @@ class CallWatch:
                 if kinds is None or call.kind in kinds:
                     call.began_s = now_s
 
-    def look(self) -> Seen | None:
+    def check(self) -> Seen | None:
         """Return the call that has used most of its time, None if there is none."""
         with self._lock:
             self._awake_s, self._looked_at_s = self._now_s(), self._clock()
@@ -153,7 +153,7 @@ class CallWatch:
 
     def _now_s(self) -> float:
         """Return the seconds for which this process was awake."""
-        return self._awake_s + min(self._clock() - self._looked_at_s, _LATE * self.look_s)
+        return self._awake_s + min(self._clock() - self._looked_at_s, _LATE * self.check_s)
 
     def _bound_s(self, kind: str, sizes: Sizes) -> float:
         least_s, most_s = self._settings.least_s, max(self._settings.least_s, self._settings.most_s)

@@ -13,7 +13,7 @@ from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
 from tinsmith.errors import TinsmithError
 from tinsmith.losses import LossSpec
-from tinsmith.store import ClaimRoom, EngineCapabilities, Held, OperationRecord
+from tinsmith.store import ClaimRoom, EngineCapabilities, Holding, OperationRecord
 from tinsmith.store.codec import decode_operation
 
 _IDLE_S: Final = 60.0
@@ -60,7 +60,9 @@ class Holdings:
         for each in self._held[ordered].values():
             operations[each.tenant] += 1
             num_bytes[each.tenant] += each.num_bytes
-        held = {tenant: Held(operations=number, num_bytes=num_bytes[tenant]) for tenant, number in operations.items()}
+        held = {
+            tenant: Holding(operations=number, num_bytes=num_bytes[tenant]) for tenant, number in operations.items()
+        }
         return replace(_EMPTY[ordered], held=held)
 
     def add(self, records: Iterable[OperationRecord]) -> None:
@@ -121,7 +123,7 @@ class Claims:
         self._lease = engine.lease
         self._decoder = decoder
         self._settings = engine.options.recovery
-        self._look = asyncio.Event()
+        self._wake = asyncio.Event()
         self._held = Holdings()
         self._changed = True  # the store may have something new
         self._left_some = False  # of the last claim
@@ -129,12 +131,12 @@ class Claims:
 
     def wake(self) -> None:
         """There may be something to do."""
-        self._look.set()
+        self._wake.set()
 
     async def woken(self) -> None:
         """Return after the next `wake`."""
-        await self._look.wait()
-        self._look.clear()
+        await self._wake.wait()
+        self._wake.clear()
 
     async def watch_store(self) -> None:
         """Until cancelled, wake when there may be work."""

@@ -97,7 +97,7 @@ class DeviceTurns:
             return
         waiter: Waiter = asyncio.get_running_loop().create_future()
         self._waiting[side].append(waiter)
-        self._look()
+        self._advance()
         if len(self._waiting[side]) == 1 and self._side != side:
             self._report()
         try:
@@ -120,7 +120,7 @@ class DeviceTurns:
             self._waiting[side].remove(waiter)
             if not self._waiting[side] and self._side != side:
                 self._report()
-            self._look()  # the other side may go on
+            self._advance()  # the other side may go on
         elif not waiter.cancelled() and waiter.exception() is None:
             self.end()
 
@@ -128,7 +128,7 @@ class DeviceTurns:
         """Note the end of a started call."""
         self._running -= 1
         self._idle_since = self._clock()
-        self._look()
+        self._advance()
 
     async def close(self) -> None:
         """Let a change that has begun end, before the backends are closed."""
@@ -141,7 +141,7 @@ class DeviceTurns:
         """Return whether the current side starts nothing new."""
         return bool(self._waiting[_OTHER[self._side]]) and self._clock() >= self._since + self._least_s
 
-    def _look(self) -> None:
+    def _advance(self) -> None:
         """Start what may start. Change the turn if it is time, or check again when it is."""
         if self._timer is not None:
             self._timer.cancel()
@@ -154,7 +154,7 @@ class DeviceTurns:
             return
         left_s = min(self._idle_since + self._gap_s, self._since + self._least_s) - self._clock()
         if left_s > 0:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._advance)
         else:
             self._changing = asyncio.create_task(self._change(), name="turn of the devices")
 
@@ -183,7 +183,7 @@ class DeviceTurns:
         self._changes, self._changing_s = self._changes + 1, self._changing_s + self._since - started
         self._admit()
         self._report()
-        self._look()
+        self._advance()
 
     def _break(self, side: Side, error: Exception) -> None:
         """Have all who wait, and all who ask, fail: it is not known who has the devices."""

@@ -135,9 +135,9 @@ class ModelOperations:
     @asynccontextmanager
     async def _captured(self, model_id: str) -> AsyncIterator[ModelState]:
         """Capture a state when there is room for it, which is kept until the block ends."""
-        async with self._engine.waiting.place(self._models.lora(model_id)) as place:
+        async with self._engine.waiting.reserve(self._models.lora(model_id)) as reservation:
             state = await self._models.capture(model_id)
-            place.holds(state)
+            reservation.holds(state)
             yield state
 
     async def _export(self, operation: ops.ExportAdapter, record: OperationRecord) -> Outcome:

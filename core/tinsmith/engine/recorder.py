@@ -58,7 +58,7 @@ class Recorder:
         self._lease = engine.lease
         self._claims = claims
         self._on_finished = on_finished
-        self._turn = asyncio.Lock()
+        self._recording = asyncio.Lock()
         self._unrecorded: deque[_Batch] = deque()
 
     async def record(self, finished: Sequence[Finished], run_s: float) -> None:
@@ -69,7 +69,7 @@ class Recorder:
         """
         batch = _Batch(finished, run_s)
         self._unrecorded.append(batch)
-        async with self._turn:
+        async with self._recording:
             if batch in self._unrecorded:
                 await self._record_next()
 

@@ -19,7 +19,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.format import delete_checkpoint
 from tinsmith.checkpoints.sizes import size_of
-from tinsmith.engine.budgets import Place
+from tinsmith.engine.budgets import Reservation
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import EngineFailedError, ending_the_engine
@@ -80,15 +80,15 @@ class RecoveryPoints:
             model = self._progress[model_id]
             if not self._is_due(model):
                 continue
-            place = self._engine.waiting.place_at_once(self._models.lora(model_id))
-            if place is None:
+            reservation = self._engine.waiting.reserve_at_once(self._models.lora(model_id))
+            if reservation is None:
                 continue  # until the disk has taken others; it stays due
             seq_id = model.seq_id
             model.operations, model.taken_at_s, model.taking = 0, time.monotonic(), seq_id
             with ending_the_engine(self._engine.base_model, "capture_state"):
                 state = await self._models.capture(model_id)
-            place.holds(state)
-            take = self._take(model_id, tenant, seq_id, state, place, recorded)
+            reservation.holds(state)
+            take = self._take(model_id, tenant, seq_id, state, reservation, recorded)
             self._engine.tasks.create_task(take, name=f"recovery point of {model_id}")
 
     def _is_due(self, model: _Progress) -> bool:
@@ -103,14 +103,14 @@ class RecoveryPoints:
         tenant: str,
         seq_id: int,
         state: ModelState,
-        place: Place,
+        reservation: Reservation,
         recorded: asyncio.Task[None],
     ) -> None:
         try:
             with ending_the_engine(self._engine.base_model, "capture_state"):
                 written = await self._write_if_room(model_id, tenant, seq_id, state)
             del state
-            place.release()
+            reservation.release()
             await asyncio.wait([recorded])  # a recovery point must never be ahead of the recorded results
             await self.register(written)
         except (LeaseLostError, EngineFailedError):
@@ -118,7 +118,7 @@ class RecoveryPoints:
         except TinsmithError as error:
             _log.warning("no recovery point of %s was taken; the next one may succeed: %s", model_id, error)
         finally:
-            place.release()
+            reservation.release()
             if (model := self._progress.get(model_id)) is not None:
                 model.taking = None
 

@@ -36,7 +36,7 @@ class _Waiting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _Drawing:
     """What a sample that is being drawn takes up."""
 
     tenant: str
@@ -45,18 +45,18 @@ class _Place:
 
 
 class SampleQueue:
-    """Samples that wait, and the places of those that are drawn. Decides whose is drawn next.
+    """Samples that wait, and the slots of those that are drawn. Decides whose is drawn next.
 
     A sampler draws so many sequences at a time, and knows no tenants. So further samples wait here, and the scheduler
     chooses among the oldest of each tenant.
 
     While there is a single tenant, the sampler gets a quarter more than it draws, so that it never waits for the next
-    one. As soon as there is a second tenant, an eighth of the places is reserved for tenants of which nothing is being
+    one. As soon as there is a second tenant, an eighth of the slots is reserved for tenants of which nothing is being
     drawn, so that one with long samples does not keep out the others. A tenant counts for a minute after its last
-    sample: one that sends the next when it has read the last finds a place. All other places are given in the
-    scheduler's order: a sample of many sequences waits until they fit, and nobody else takes their places meanwhile.
+    sample: one that sends the next when it has read the last finds a slot. All other slots are given in the
+    scheduler's order: a sample of many sequences waits until they fit, and nobody else takes their slots meanwhile.
 
-    The reserved places have an order of their own, over those tenants alone, and count nothing in the common one. They
+    The reserved slots have an order of their own, over those tenants alone, and count nothing in the common one. They
     add to what a tenant gets there: one sample at a time, while nothing else of it is drawn.
     """
 
@@ -65,11 +65,11 @@ class SampleQueue:
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self._places = sampler.max_sequences
+        self._slots = sampler.max_sequences
         self._limits = Limits(max_batch_tokens=sampler.max_sequences * sampler.max_context_tokens)
         self._memory: dict[bool, Mapping[str, float]] = {False: {}, True: {}}  # the scheduler's, by `reserved`
         self._waiting: dict[str, dict[str, _Waiting]] = {}  # by tenant and request_id, oldest first
-        self._drawn: dict[str, _Place] = {}  # by request_id
+        self._drawn: dict[str, _Drawing] = {}  # by request_id
         self._present: dict[str, float] = {}  # by tenant, when it last had a sample here
         self._is_shared = False
 
@@ -92,25 +92,25 @@ class SampleQueue:
         self._waiting.clear()
 
     def take(self) -> Claimed | None:
-        """Take the sample that is drawn next. Return None if there is none, or no place for it."""
-        self._look_who_is_present()
+        """Take the sample that is drawn next. Return None if there is none, or no slot for it."""
+        self._note_who_is_present()
         heads = [next(iter(samples.values())) for samples in self._waiting.values()]
         taken = self._take_of(heads, reserved=False)
         if taken is None:
-            drawn, free = {place.tenant for place in self._drawn.values()}, self._free(reserved=True)
+            drawn, free = {drawing.tenant for drawing in self._drawn.values()}, self._free(reserved=True)
             others = [each for each in heads if each.pending.tenant not in drawn and self._sequences(each) <= free]
             taken = self._take_of(others, reserved=True)
         return taken
 
     def end(self, request_id: str) -> None:
-        """Free the places of a sample."""
-        place = self._drawn.pop(request_id, None)
-        if place is not None:
-            self._present[place.tenant] = self._clock()
+        """Free the slots of a sample."""
+        drawing = self._drawn.pop(request_id, None)
+        if drawing is not None:
+            self._present[drawing.tenant] = self._clock()
 
-    def _look_who_is_present(self) -> None:
+    def _note_who_is_present(self) -> None:
         now_s = self._clock()
-        self._present |= dict.fromkeys((*self._waiting, *(place.tenant for place in self._drawn.values())), now_s)
+        self._present |= dict.fromkeys((*self._waiting, *(drawing.tenant for drawing in self._drawn.values())), now_s)
         recent = {tenant: at_s for tenant, at_s in self._present.items() if abs(now_s - at_s) <= _STAYS_S}
         self._present, self._is_shared = recent, len(recent) > 1
 
@@ -126,25 +126,25 @@ class SampleQueue:
             return None
         self._memory[reserved] = batch.memory
         self.remove(chosen.pending.request_id)
-        place = _Place(tenant=chosen.pending.tenant, sequences=self._sequences(chosen), reserved=reserved)
-        self._drawn[chosen.pending.request_id] = place
+        drawing = _Drawing(tenant=chosen.pending.tenant, sequences=self._sequences(chosen), reserved=reserved)
+        self._drawn[chosen.pending.request_id] = drawing
         return chosen.claimed
 
     def _free(self, *, reserved: bool) -> int:
         size = self._num_reserved if reserved else self._num_common
-        return size - sum(place.sequences for place in self._drawn.values() if place.reserved is reserved)
+        return size - sum(drawing.sequences for drawing in self._drawn.values() if drawing.reserved is reserved)
 
     @property
     def _num_reserved(self) -> int:
-        return -(-self._places // 8) if self._is_shared and self._places > 1 else 0
+        return -(-self._slots // 8) if self._is_shared and self._slots > 1 else 0
 
     @property
     def _num_common(self) -> int:
-        ahead = 0 if self._is_shared else self._places // 4
-        return self._places + ahead - self._num_reserved
+        ahead = 0 if self._is_shared else self._slots // 4
+        return self._slots + ahead - self._num_reserved
 
     def _sequences(self, waiting: _Waiting) -> int:
-        """Return how many places a sample takes: at most all that are not reserved."""
+        """Return how many slots a sample takes: at most all that are not reserved."""
         if waiting.claimed.refused is not None:
             return 0
         return min(cast("ops.Sample", waiting.claimed.operation).num_samples, self._num_common)
@@ -178,7 +178,7 @@ class Sampling:
         self._queue.add(claimed)
 
     def start_waiting(self) -> None:
-        """Start those of the waiting samples for which the sampler has places."""
+        """Start those of the waiting samples for which the sampler has slots."""
         while not self._engine.stopping.is_set() and (claimed := self._queue.take()) is not None:
             self._start(claimed)
 
@@ -190,7 +190,7 @@ class Sampling:
         return task
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
-        """Free the places of a task that was cancelled before its first step: nothing in `_step` has run."""
+        """Free the slots of a task that was cancelled before its first step: nothing in `_step` has run."""
         if self._running.get(request_id) is task:
             self._free(request_id)
 
@@ -225,7 +225,7 @@ class Sampling:
         await self.snapshots.drop_idle()
 
     async def _step(self, claimed: Claimed) -> None:
-        """Run a sample, start what waited for its places, and record its result."""
+        """Run a sample, start what waited for its slots, and record its result."""
         started = time.monotonic()
         try:
             outcome = await self._outcome(claimed)

@@ -47,7 +47,7 @@ class Operation:
 
     record: OperationRecord
     id: int  # the order of arrival
-    turn: int  # orders what a tenant has waiting, never against the order of a model
+    arrival: int  # orders what a tenant has waiting, never against the order of a model
     digest: bytes
     engine_id: str | None = None
     attempts: int = 0
@@ -233,8 +233,8 @@ class Memory:
             created_at=now,
             payload=payload,
         )
-        turn = self._last_id if before is None else max(self._last_id, before.turn)
-        row = Operation(record, self._last_id, turn, new.digest)
+        arrival = self._last_id if before is None else max(self._last_id, before.arrival)
+        row = Operation(record, self._last_id, arrival, new.digest)
         self.operations[record.request_id] = self.unfinished[record.request_id] = row
         self.of_subject.setdefault(new.subject_id, {})[new.seq_id] = row
         if run is not None and new.seq_id == run.arrived + 1:
@@ -242,14 +242,14 @@ class Memory:
         return row
 
     def follow(self, run: Run) -> None:
-        """Move `arrived` over everything that is there. What waited for the missing one gets its turn."""
+        """Move `arrived` over everything that is there. What waited for the missing one arrives with it."""
         rows, first = self.log(run.record.model_id), run.arrived + 1
         while run.arrived + 1 in rows and (run.unload is None or run.arrived < run.unload):
             run.arrived += 1
         moved = [rows[seq_id] for seq_id in range(first, run.arrived + 1)]
-        turn = max((each.turn for each in moved), default=0)
+        arrival = max((each.arrival for each in moved), default=0)
         for each in moved:
-            each.turn = turn
+            each.arrival = arrival
 
     # finishing
 

@@ -455,7 +455,7 @@ class MemoryStore(RequestStore):
             elif record.seq_id > run.arrived + 1:
                 missing = run.arrived + 1 if run.unload is None else min(run.arrived + 1, run.unload)
         ready = [each for each in self._memory.ready(record.base_model) if each.record.ordered == record.ordered]
-        ahead = [each for each in ready if _turn(each) < _turn(row)]
+        ahead = [each for each in ready if _arrival(each) < _arrival(row)]
         running = [each for each in self._memory.unfinished.values() if each.is_running and each.id < row.id]
         running = [each for each in running if each.record.base_model == record.base_model]
         num_ahead = sum(each.record.tenant == record.tenant for each in ahead + running)
@@ -488,16 +488,16 @@ class MemoryStore(RequestStore):
     def claim(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
         self._memory.fence(lease)
         self._wakeups.subscribed(work_topic(lease.base_model))
-        ready = sorted(self._memory.ready(lease.base_model), key=_turn)
+        ready = sorted(self._memory.ready(lease.base_model), key=_arrival)
         chosen: list[Operation] = []
         for ordered, room in ((True, training), (False, samples)):
             waiting: defaultdict[str, list[Claimable[Operation]]] = defaultdict(list)
             for row in ready:
                 if row.record.ordered is ordered:
-                    claimable = Claimable(key=row, num_bytes=row.record.num_bytes, turn=row.turn)
+                    claimable = Claimable(key=row, num_bytes=row.record.num_bytes, arrival=row.arrival)
                     waiting[row.record.tenant].append(claimable)
-            places = room.places(waiting)
-            chosen += room.choose({tenant: waiting[tenant][:number] for tenant, number in places.items()})
+            limits = room.limits(waiting)
+            chosen += room.choose({tenant: waiting[tenant][:number] for tenant, number in limits.items()})
         records = [self._memory.start(row, lease) for row in chosen]
         return Claim(records=records, left_some=len(records) < len(ready))
 
@@ -926,8 +926,8 @@ class MemoryStore(RequestStore):
         return seq_id < run.record.next_seq_id and seq_id <= min(points, default=-1) and done_with
 
 
-def _turn(row: Operation) -> tuple[int, int]:
-    return row.turn, row.record.seq_id
+def _arrival(row: Operation) -> tuple[int, int]:
+    return row.arrival, row.record.seq_id
 
 
 def _clears(row: Operation) -> bool:

@@ -1,4 +1,4 @@
-"""Assigns devices and memory. A pure function of the parts and the machine.
+"""Assigns devices and memory. A pure function of the components and the machine.
 
 A plan is a table with a row for each unit, filled in from left to right: its devices, what it must have of each of
 them, and how much more it gets, which follows from the rows on the same device.
@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 from tinsmith.backend import Demand, Placement
 from tinsmith.errors import ConfigError
+from tinsmith.placement.components import Component, ComponentError
 from tinsmith.placement.machine import Machine
-from tinsmith.placement.parts import Part, PartError
 from tinsmith.placement.units import Unit, units_of
 
 _MORE_DEVICES: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -26,7 +26,7 @@ _MORE_DEVICES: Final = (1, 2, 4, 8, 16, 32, 64)
 class Placed:
     """A backend or sampler with its devices, memory and resulting demand."""
 
-    part: Part
+    component: Component
     placement: Placement
     demand: Demand
 
@@ -45,24 +45,24 @@ class _TooSmallError(ConfigError):
     """A device does not have what its users need."""
 
 
-def place(parts: Sequence[Part], machine: Machine) -> list[Placed]:
-    """Give each part devices of its own if there are enough, else let parts share them; then divide the memory.
+def place(components: Sequence[Component], machine: Machine) -> list[Placed]:
+    """Give each component devices of its own if there are enough, else let them share; then divide the memory.
 
-    Parts on the CPU share the machine's.
+    Components on the CPU share the machine's.
 
-    Raise ConfigError if a part cannot work with what is left for it, with what would fit.
+    Raise ConfigError if a component cannot work with what is left for it, with what would fit.
     """
     try:
-        return _placed(parts, machine)
+        return _placed(components, machine)
     except _TooSmallError as error:
-        msg = f"{error}; {_what_would_fit(parts, machine)}"
+        msg = f"{error}; {_what_would_fit(components, machine)}"
         raise ConfigError(msg) from error
 
 
-def _placed(parts: Sequence[Part], machine: Machine) -> list[Placed]:
-    units = units_of(parts, machine)
+def _placed(components: Sequence[Component], machine: Machine) -> list[Placed]:
+    units = units_of(components, machine)
     rows = [_row(unit, devices, machine) for unit, devices in zip(units, _devices(units, machine), strict=True)]
-    spare = {place: _spare(place, rows) for row in rows for places in row.places for place in places}
+    spare = {pool: _spare(pool, rows) for row in rows for pools in row.pools for pool in pools}
     return [each for row in rows for each in row.placed(spare, machine)]
 
 
@@ -95,7 +95,7 @@ def _shared(numbers: Sequence[int | None], devices: Sequence[str]) -> list[tuple
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _Pool(NamedTuple):
     """What has memory that rows divide: a device, this machine, or for one row alone, devices elsewhere."""
 
     has: str  # "device 0 has"
@@ -106,21 +106,21 @@ class _Place(NamedTuple):
 class _Row:
     unit: Unit
     devices: tuple[str, ...]
-    least: int  # bytes that the unit must have of each place
-    places: tuple[tuple[_Place, ...], ...]  # of each part
-    beside: tuple[int, ...]  # bytes that the other part of the unit keeps there in its sleep, for each part
+    least: int  # bytes that the unit must have of each pool
+    pools: tuple[tuple[_Pool, ...], ...]  # of each component
+    beside: tuple[int, ...]  # bytes that the other component of the unit keeps there in its sleep, for each component
 
-    def placed(self, spare: Mapping[_Place, int | None], machine: Machine) -> Iterator[Placed]:
-        for part, places, beside in zip(self.unit.parts, self.places, self.beside, strict=True):
-            more = [size for place in places if (size := spare[place]) is not None]
-            memory = part.wanted.memory or (self.least - beside + min(more) if more else None)
+    def placed(self, spare: Mapping[_Pool, int | None], machine: Machine) -> Iterator[Placed]:
+        for component, pools, beside in zip(self.unit.components, self.pools, self.beside, strict=True):
+            more = [size for pool in pools if (size := spare[pool]) is not None]
+            memory = component.wanted.memory or (self.least - beside + min(more) if more else None)
             placement = Placement(devices=self.devices, memory_bytes=memory, device_bytes=machine.device_bytes)
-            yield Placed(part=part, placement=placement, demand=part.demand(placement))
+            yield Placed(component=component, placement=placement, demand=component.demand(placement))
 
 
 def _row(unit: Unit, devices: tuple[str, ...], machine: Machine) -> _Row:
     placement = Placement(devices=devices, device_bytes=machine.device_bytes)
-    demands = [(part, part.demand(placement)) for part in unit.parts]
+    demands = [(component, component.demand(placement)) for component in unit.components]
     least = [_least(*each) for each in demands]
     asleep = [_asleep(*each) for each in demands] if len(demands) > 1 else [0]
     beside = tuple(sum(asleep) - own for own in asleep)
@@ -128,88 +128,92 @@ def _row(unit: Unit, devices: tuple[str, ...], machine: Machine) -> _Row:
         unit=unit,
         devices=devices,
         least=max(map(add, least, beside)),
-        places=tuple(_places(part, devices, demand, machine) for part, demand in demands),
+        pools=tuple(_pools(component, devices, demand, machine) for component, demand in demands),
         beside=beside,
     )
 
 
-def _places(part: Part, devices: Sequence[str], demand: Demand, machine: Machine) -> tuple[_Place, ...]:
+def _pools(component: Component, devices: Sequence[str], demand: Demand, machine: Machine) -> tuple[_Pool, ...]:
     if devices:
-        return tuple(_Place(f"device {device} has", machine.usable_bytes) for device in devices)
+        return tuple(_Pool(f"device {device} has", machine.usable_bytes) for device in devices)
     if demand.on_host:
         total = gib(machine.host_bytes or 0)
-        return (_Place(f"this machine, or its container, has {total} of memory and", machine.usable_host_bytes),)
+        return (_Pool(f"this machine, or its container, has {total} of memory and", machine.usable_host_bytes),)
     usable = machine.usable_bytes if machine.others_alike else None
-    return (_Place(f"a device elsewhere for {part.name} has", usable),)
+    return (_Pool(f"a device elsewhere for {component.name} has", usable),)
 
 
-def _least(part: Part, demand: Demand) -> int:
-    given, least = part.wanted.memory, demand.least_bytes
+def _least(component: Component, demand: Demand) -> int:
+    given, least = component.wanted.memory, demand.least_bytes
     if given is not None and given < least:
-        msg = f"{part.name}: memory is {gib(given)}; it needs at least {gib(least)} of each device"
+        msg = f"{component.name}: memory is {gib(given)}; it needs at least {gib(least)} of each device"
         raise ConfigError(msg)
     return given or least
 
 
-def _asleep(part: Part, demand: Demand) -> int:
+def _asleep(component: Component, demand: Demand) -> int:
     if demand.asleep_bytes is None:
-        msg = f"{part.name} cannot sleep, but turns of the model are enabled; disable them, or choose another plugin"
-        raise PartError(msg, part.model)
+        msg = (
+            f"{component.name} cannot sleep, but turns of the model are enabled; disable them, or choose another plugin"
+        )
+        raise ComponentError(msg, component.model)
     return demand.asleep_bytes
 
 
-def _spare(place: _Place, table: Sequence[_Row]) -> int | None:
+def _spare(pool: _Pool, table: Sequence[_Row]) -> int | None:
     """Return how much more than it must have each row gets there that leaves its memory open. None: not known."""
-    rows = [row for row in table if any(place in places for places in row.places)]
+    rows = [row for row in table if any(pool in pools for pools in row.pools)]
     still_open, needed = sum(row.unit.is_open for row in rows), sum(row.least for row in rows)
-    if place.usable is None:
+    if pool.usable is None:
         if still_open:
-            _refuse_if_shared(place, rows)
+            _refuse_if_shared(pool, rows)
         return None
-    if needed > place.usable:
+    if needed > pool.usable:
         needs = " and ".join(f"{row.unit.name} {gib(row.least)}" for row in rows)
-        has = f"{place.has} {gib(place.usable)} to give"
+        has = f"{pool.has} {gib(pool.usable)} to give"
         msg = f"{has}, and what is to run on it needs at least {gib(needed)}: {needs}"
         raise _TooSmallError(msg)
-    return (place.usable - needed) // max(1, still_open)
+    return (pool.usable - needed) // max(1, still_open)
 
 
-def _refuse_if_shared(place: _Place, rows: Sequence[_Row]) -> None:
-    sharing = [part.name for row in rows if row.devices for part in row.unit.parts]
+def _refuse_if_shared(pool: _Pool, rows: Sequence[_Row]) -> None:
+    sharing = [component.name for row in rows if row.devices for component in row.unit.components]
     if len(sharing) > 1:
-        device = place.has.removesuffix(" has")
+        device = pool.has.removesuffix(" has")
         msg = f"{' and '.join(sharing)} share {device}, whose memory is not known: set `memory` for each"
         raise ConfigError(msg)
 
 
-def _what_would_fit(parts: Sequence[Part], machine: Machine) -> str:
+def _what_would_fit(components: Sequence[Component], machine: Machine) -> str:
     """Try the same with turns, and with more devices, if there are any."""
     if not machine.devices:
         return "give it more memory, serve fewer models, or make them smaller with the backends' settings"
-    return _more_devices(parts, machine) + _or_turns(parts, machine)
+    return _more_devices(components, machine) + _or_turns(components, machine)
 
 
-def _more_devices(parts: Sequence[Part], machine: Machine) -> str:
-    if any(part.wanted.devices is not None for part in parts):
+def _more_devices(components: Sequence[Component], machine: Machine) -> str:
+    if any(component.wanted.devices is not None for component in components):
         return "let fewer share a device, or leave out `devices`"
     for number in _MORE_DEVICES:
-        if number > len(machine.devices) and _fits(parts, replace(machine, devices=tuple(map(str, range(number))))):
+        if number > len(machine.devices) and _fits(
+            components, replace(machine, devices=tuple(map(str, range(number))))
+        ):
             return f"{number} such devices would do"
     return "no number of such devices would do with these settings"
 
 
-def _or_turns(parts: Sequence[Part], machine: Machine) -> str:
+def _or_turns(components: Sequence[Component], machine: Machine) -> str:
     """Name the turns if with them all fits on these devices."""
-    pairs = Counter(part.index for part in parts)
-    taking = [replace(part, by_turns=part.by_turns or pairs[part.index] > 1) for part in parts]
-    if taking == list(parts) or not _fits(taking, machine):
+    pairs = Counter(component.index for component in components)
+    taking = [replace(component, by_turns=component.by_turns or pairs[component.index] > 1) for component in components]
+    if taking == list(components) or not _fits(taking, machine):
         return ""
     return ", or these by turns (`turns: {enabled: true}` of the model)"
 
 
-def _fits(parts: Sequence[Part], machine: Machine) -> bool:
+def _fits(components: Sequence[Component], machine: Machine) -> bool:
     try:
-        _placed(parts, machine)
+        _placed(components, machine)
     except ConfigError:
         return False
     return True

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from tinsmith.backend import Placement
 from tinsmith.json_values import Json
+from tinsmith.placement.components import ComponentError, components_of, roles_of
 from tinsmith.placement.machine import Machine
-from tinsmith.placement.parts import PartError, parts_of, roles_of
 from tinsmith.placement.placing import Placed, place
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
@@ -18,11 +18,15 @@ def make_plan(settings: Settings, plugins: Plugins, machine: Machine, models: Co
 
     Raise ConfigError if something does not fit.
     """
-    parts = parts_of(settings, plugins, models)
-    asked = any(part.wanted != DeviceSettings() for part in parts)
+    components = components_of(settings, plugins, models)
+    asked = any(component.wanted != DeviceSettings() for component in components)
     if not machine.devices and not asked:
-        parts = [part for part in parts if machine.host_bytes is not None and part.demand(Placement()).on_host]
-    return place(parts, machine)
+        components = [
+            component
+            for component in components
+            if machine.host_bytes is not None and component.demand(Placement()).on_host
+        ]
+    return place(components, machine)
 
 
 def make_plan_of_sound(
@@ -36,7 +40,7 @@ def make_plan_of_sound(
     while True:
         try:
             return make_plan(settings, plugins, machine, left), faults
-        except PartError as error:
+        except ComponentError as error:
             faults[error.model] = str(error)
             left.remove(error.model)
 
@@ -59,17 +63,17 @@ def with_placement(settings: Settings, plan: Sequence[Placed]) -> Settings:
     """Write what the plan assigns into the sections, so that an engine finds it there."""
     models = list(settings.models)
     for placed in plan:
-        index = placed.part.index
+        index = placed.component.index
         models[index] = _told(models[index], placed)
     return settings.model_copy(update={"models": tuple(models)})
 
 
 def _told(model: ModelSettings, placed: Placed) -> ModelSettings:
-    section = model.backend if placed.part.role == "backend" else model.sampler
-    before = {"plugin": placed.part.spec.name} if section is None else section.model_dump()
+    section = model.backend if placed.component.role == "backend" else model.sampler
+    before = {"plugin": placed.component.spec.name} if section is None else section.model_dump()
     given: dict[str, Json] = {}
     if placed.placement.devices:
         given["devices"] = list(placed.placement.devices)
     if placed.placement.memory_bytes is not None:
         given["memory"] = placed.placement.memory_bytes
-    return model.model_copy(update={placed.part.role: PluginSection.model_validate({**before, **given})})
+    return model.model_copy(update={placed.component.role: PluginSection.model_validate({**before, **given})})

@@ -9,9 +9,9 @@ from tinsmith.placement.placing import Placed, gib
 
 
 def lines_of(plan: Sequence[Placed]) -> Iterator[str]:
-    """Yield some lines for each part: where it runs, what that is enough for, and what follows."""
+    """Yield some lines for each component: where it runs, what that is enough for, and what follows."""
     for placed in plan:
-        yield f"{placed.part.name}: {_where(placed)}"
+        yield f"{placed.component.name}: {_where(placed)}"
         enough = ", ".join(_enough(placed))
         if enough:
             yield f"  {enough}"
@@ -25,12 +25,12 @@ def _warnings(plan: Sequence[Placed]) -> Iterator[str]:
         others = [
             each
             for each in plan
-            if each.placement.devices and None in (each.part.wanted.memory, placed.part.wanted.memory)
+            if each.placement.devices and None in (each.component.wanted.memory, placed.component.wanted.memory)
         ]
         if placed.is_elsewhere and others:
-            names = " and ".join(each.part.name for each in others)
+            names = " and ".join(each.component.name for each in others)
             yield (
-                f"warning: the launcher of {placed.part.name} chooses its devices; if they are of this machine, "
+                f"warning: the launcher of {placed.component.name} chooses its devices; if they are of this machine, "
                 f"{names} takes memory of the same: set `memory` for all of them"
             )
 
@@ -44,14 +44,14 @@ def _where(placed: Placed) -> str:
     share = "of memory" if placed.on_host else "of each" if devices else "for each process"
     each = "" if memory is None else f", {gib(memory)} {share}"
     asleep = placed.demand.asleep_bytes
-    if placed.part.by_turns and asleep is not None:
+    if placed.component.by_turns and asleep is not None:
         each += f" in its turn, {gib(asleep)} asleep"
     layout = f" ({placed.demand.layout})" if placed.demand.layout else ""
     return where + each + layout
 
 
 def _enough(placed: Placed) -> Iterator[str]:
-    demand, samples = placed.demand, placed.part.role == "sampler"
+    demand, samples = placed.demand, placed.component.role == "sampler"
     if demand.batch_tokens:
         what = "of keys and values" if samples else "in a micro-batch of one rank"
         yield f"{demand.batch_tokens} tokens {what}"
@@ -60,7 +60,7 @@ def _enough(placed: Placed) -> Iterator[str]:
 
 
 def described(plan: Sequence[Placed], machine: Machine, *, tenants: int) -> Iterator[str]:
-    """Yield the whole plan, with the memory of each part by what it is for."""
+    """Yield the whole plan, with the memory of each component by what it is for."""
     if machine.device_bytes is not None:
         devices = "1 device" if len(machine.devices) == 1 else f"{len(machine.devices)} devices"
         yield f"{devices} of {gib(machine.device_bytes)}, models in training: {tenants}"
@@ -68,12 +68,12 @@ def described(plan: Sequence[Placed], machine: Machine, *, tenants: int) -> Iter
         yield f"no GPU, {gib(machine.host_bytes)} of memory, models in training: {tenants}"
     for placed in plan:
         yield ""
-        yield f"{placed.part.name}: {_where(placed)}"
+        yield f"{placed.component.name}: {_where(placed)}"
         rows = memory_rows(placed, tenants)
         width = max((len(name) for name, _ in rows), default=0)
         yield from (f"  {name:<{width}} {gib(size):>10}" for name, size in rows)
         yield from (f"  {line}" for line in (*_enough(placed), *placed.demand.remarks))
-        if placed.part.role == "backend" and (shortage := _shortage(placed, tenants)):
+        if placed.component.role == "backend" and (shortage := _shortage(placed, tenants)):
             yield f"  {shortage}"
     if warnings := list(_warnings(plan)):
         yield from ("", *warnings)
@@ -81,7 +81,7 @@ def described(plan: Sequence[Placed], machine: Machine, *, tenants: int) -> Iter
 
 def memory_rows(placed: Placed, tenants: int) -> list[tuple[str, int]]:
     """Return what each device's memory is for, in bytes, with as many models as there are tenants and room."""
-    demand, samples = placed.demand, placed.part.role == "sampler"
+    demand, samples = placed.demand, placed.component.role == "sampler"
     number = tenants if demand.max_models is None or samples else min(tenants, demand.max_models)
     own = [(f"{name} of {number} models", size * number) for name, size in demand.per_model.items()]
     rows = [*((name, size) for name, size in demand.fixed.items() if size), *own]

@@ -35,15 +35,15 @@ class LostEngine:
         self._engine_id = ""
         self._silent_s = 0.0
         self._looked_at_s: float | None = None
-        self.look_s = min(5.0, lost_s / _LOOKS)
+        self.check_s = min(5.0, lost_s / _LOOKS)
 
     async def watch(self) -> None:
         """Look until cancelled."""
         while True:
-            await asyncio.sleep(self.look_s)
-            await self.look()
+            await asyncio.sleep(self.check_s)
+            await self.check()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         engine_id, began_s = self._child.engine_id, self._clock()
         try:
             is_overdue = engine_id in await self._store.overdue_engines()
@@ -54,7 +54,7 @@ class LostEngine:
             self._learnt_nothing()
             return
         now_s, before_s = self._clock(), self._looked_at_s
-        if now_s - began_s > self.look_s:
+        if now_s - began_s > self.check_s:
             self._learnt_nothing()
             return
         self._looked_at_s = now_s
@@ -65,7 +65,7 @@ class LostEngine:
         if before_s is not None:
             if self._silent_s == 0.0:
                 _log.warning("the engine of %r gives no sign of life: its lease has run out", self._child.model.name)
-            self._silent_s += min(now_s - before_s, 2 * self.look_s)
+            self._silent_s += min(now_s - before_s, 2 * self.check_s)
         if self._silent_s >= self._lost_s:
             self._child.kill_lost(engine_id, self._silent_s)
 

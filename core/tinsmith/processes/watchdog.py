@@ -42,11 +42,11 @@ class Watchdog:
             thread.join()
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._watch.look_s):
-            self.look()
+        while not self._stopped.wait(self._watch.check_s):
+            self.check()
 
-    def look(self) -> None:
-        call = self._watch.look()
+    def check(self) -> None:
+        call = self._watch.check()
         if call is not None and call.is_silent:
             if self._silent != call.kind:
                 self._silent, why = call.kind, _since(call)

@@ -1,10 +1,10 @@
 """Checks of a protobuf message on the wire that a parser does not make.
 
-- How many parts it has. An empty message takes two bytes on the wire and hundreds in memory, so a body's size alone
+- How many elements it has. An empty message takes two bytes on the wire and hundreds in memory, so a body's size alone
   bounds neither memory nor time.
 - Whether all of it is known: a parser skips what is not. Fields that hold nothing are skipped here, too; see
   `unknown_fields.py` for the reason.
-- Whether each value has a place of its own: a parser takes the last of several.
+- Whether each field has one value: a parser takes the last of several.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tinsmith.errors import UserError
 from tinsmith.protocol.unknown_fields import UnknownField, unknown
 
-MAX_PARTS: Final = 1 << 18
+MAX_ELEMENTS: Final = 1 << 18
 """A datum with one chunk and three tensors has 25; the SDK sends at most 1,024 data in a request."""
 
 _VARINT: Final = 0
@@ -43,8 +43,8 @@ class _Field(NamedTuple):
     is_packed: bool = False
 
 
-def check_parts(body: bytes, descriptor: Descriptor) -> None:
-    """Raise DecodeError for what is no protobuf message, and UserError for more than MAX_PARTS fields, at any depth.
+def check_elements(body: bytes, descriptor: Descriptor) -> None:
+    """Raise DecodeError for what is no protobuf message, and UserError for more than MAX_ELEMENTS fields, at any depth.
 
     A packed list counts as many more as it has bytes. Raises UnknownFieldError for an unknown field that holds
     something.
@@ -52,13 +52,13 @@ def check_parts(body: bytes, descriptor: Descriptor) -> None:
     _check(body, 0, len(body), descriptor, 0)
 
 
-def check_places(wire: bytes | memoryview, parsed: Message) -> None:
-    """Raise UserError if some of the message was lost when it was parsed: several values in one place.
+def check_no_value_is_lost(wire: bytes | memoryview, parsed: Message) -> None:
+    """Raise UserError if some of the message was lost when it was parsed: several values of one field.
 
     A parsed message is never shorter than what it was parsed from, unless that happened, or its encoder wasted bytes.
     """
     if parsed.ByteSize() < len(wire):
-        _check_places(bytes(wire), 0, len(wire), parsed.DESCRIPTOR)
+        _check_no_value_is_lost(bytes(wire), 0, len(wire), parsed.DESCRIPTOR)
 
 
 def split_off(number: int, body: bytes) -> tuple[bytes, list[memoryview]]:
@@ -76,13 +76,13 @@ def split_off(number: int, body: bytes) -> tuple[bytes, list[memoryview]]:
     return b"".join(rest), values
 
 
-def _check(body: bytes, at: int, end: int, message: Descriptor, parts: int) -> int:
-    """Return the number of parts with those of this message added."""
+def _check(body: bytes, at: int, end: int, message: Descriptor, elements: int) -> int:
+    """Return the number of elements with those of this message added."""
     fields = _fields(message)
     while at < end:
         key, value_at = (body[at], at + 1) if body[at] < _LONG else _varint(body, at, end)
         length, at = _length(key & 7, body, value_at, end)
-        parts += 1
+        elements += 1
         if key not in fields:
             if key >> 3 == 0:  # no field has that number
                 raise _damaged(at)
@@ -90,14 +90,14 @@ def _check(body: bytes, at: int, end: int, message: Descriptor, parts: int) -> i
         else:
             inner, is_packed = fields[key]
             if inner is not None:
-                parts = _check(body, at, at + length, inner, parts)
+                elements = _check(body, at, at + length, inner, elements)
             elif is_packed:
-                parts += length
-        if parts > MAX_PARTS:
-            msg = f"the body has more than {MAX_PARTS} fields, chunks and tensors; send fewer data at a time"
+                elements += length
+        if elements > MAX_ELEMENTS:
+            msg = f"the body has more than {MAX_ELEMENTS} fields, chunks and tensors; send fewer data at a time"
             raise UserError(msg)
         at += length
-    return parts
+    return elements
 
 
 def _refuse_unknown(message: Descriptor, key: int, value: bytes) -> None:
@@ -109,26 +109,26 @@ def _refuse_unknown(message: Descriptor, key: int, value: bytes) -> None:
     raise unknown(UnknownField(message.name, str(number)), f"field {number} of {message.name} ({shown})", allowed=known)
 
 
-def _check_places(body: bytes, at: int, end: int, message: Descriptor) -> None:
+def _check_no_value_is_lost(body: bytes, at: int, end: int, message: Descriptor) -> None:
     fields, taken = _fields(message), set[str]()
     while at < end:
         key, at = _varint(body, at, end)
         length, at = _length(key & 7, body, at, end)
         if key in fields:
-            place = _place(message.fields_by_number[key >> 3], body[at : at + length])
-            if place in taken:
-                name = place[:_SHOWN_CHARS]
+            target = _target(message.fields_by_number[key >> 3], body[at : at + length])
+            if target in taken:
+                name = target[:_SHOWN_CHARS]
                 msg = f"{message.name}: {name} is given more than once, and the last would count; send one"
                 raise UserError(msg)
-            if place:
-                taken.add(place)
+            if target:
+                taken.add(target)
             inner = fields[key].inner
             if inner is not None:
-                _check_places(body, at, at + length, inner)
+                _check_no_value_is_lost(body, at, at + length, inner)
         at += length
 
 
-def _place(field: FieldDescriptor, value: bytes) -> str:
+def _target(field: FieldDescriptor, value: bytes) -> str:
     """Return the name of what a field sets; "" if it adds to a list. Fields that exclude each other set the same."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return f"{field.name} {GetMessageClass(field.message_type).FromString(value).key!r}"

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from tinsmith.errors import UserError
 from tinsmith.protocol import bounds
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
-from tinsmith.protocol.proto_scan import check_parts, check_places, split_off
+from tinsmith.protocol.proto_scan import check_elements, check_no_value_is_lost, split_off
 from tinsmith.protocol.tensors import MAX_DENSE_ELEMENTS
 
 MAX_DATA: Final = 16_384
@@ -38,16 +38,16 @@ class TrainingRequest:
 def parse(body: bytes) -> TrainingRequest:
     """Raises UserError if the body is no ForwardBackwardRequest, or if there is too much in it."""
     try:
-        check_parts(body, pb.ForwardBackwardRequest.DESCRIPTOR)
+        check_elements(body, pb.ForwardBackwardRequest.DESCRIPTOR)
         rest, data = split_off(pb.ForwardBackwardRequest.DATA_FIELD_NUMBER, body)
         head = pb.ForwardBackwardRequest.FromString(rest)
-        check_places(rest, head)
+        check_no_value_is_lost(rest, head)
         _check_head(head)
         _check_count("data", len(data), MAX_DATA)
         sparse_elements = 0
         for index, datum in enumerate(data):
             parsed = pb.Datum.FromString(datum)
-            check_places(datum, parsed)
+            check_no_value_is_lost(datum, parsed)
             sparse_elements += _checked(index, parsed)
             _check_count("data: elements of sparse tensors", sparse_elements, MAX_DENSE_ELEMENTS)
     except DecodeError as error:

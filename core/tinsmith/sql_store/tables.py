@@ -191,7 +191,7 @@ class OperationRow(Table, table=True):
             "early",
             "ordered",
             "tenant",
-            "turn",
+            "arrival",
             "seq_id",
             sqlite_where=_QUEUED,
             postgresql_where=_QUEUED,
@@ -220,7 +220,9 @@ class OperationRow(Table, table=True):
     seq_id: int = Field(sa_type=BigInteger)
     ordered: bool
     early: bool = False  # a lower seq_id of its model is missing
-    turn: int = _number()  # orders what a tenant has waiting: ids of arrival, never against the order of a model
+    arrival: int = (
+        _number()
+    )  # orders what a tenant has waiting: ids as they arrived, but never against the order of a model
     num_tokens: int = Field(sa_type=BigInteger)
     num_bytes: int = _number()  # once decoded
     payload_bytes: int = _number()  # as stored

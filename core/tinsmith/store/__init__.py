@@ -1,7 +1,7 @@
 """The request store's interface: the records that it holds, and the classes that a store plugin implements."""
 
 from tinsmith.store.checkpoints import Checkpoints
-from tinsmith.store.claim_room import Claim, Claimable, ClaimRoom, Held
+from tinsmith.store.claim_room import Claim, Claimable, ClaimRoom, Holding
 from tinsmith.store.engine_log import EngineLog
 from tinsmith.store.engine_states import EngineStates
 from tinsmith.store.leases import Leases
@@ -92,7 +92,7 @@ __all__ = [
     "FailedPass",
     "FinishedSample",
     "FinishedSamples",
-    "Held",
+    "Holding",
     "KeptBytes",
     "KeptCheckpoints",
     "Lease",

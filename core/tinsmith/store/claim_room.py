@@ -13,7 +13,7 @@ from tinsmith.store.records import OperationRecord
 
 T = TypeVar("T")
 
-_LOOK_AT: Final = 64  # operations of a tenant that uses what others leave
+_READ_AHEAD: Final = 64  # operations of a tenant that uses what others leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,11 @@ class Claim:
 
     records: list[OperationRecord]
     left_some: bool
-    """Whether something that could run may have been left, for want of room. If not, only new work is worth a look."""
+    """Whether something that could run may have been left for want of room. If not, only new work needs a claim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Holding:
     """What an engine has claimed of one tenant and not yet recorded."""
 
     operations: int = 0
@@ -39,7 +39,7 @@ class Claimable(Generic[T]):
 
     key: T
     num_bytes: int  # once decoded
-    turn: int  # orders operations of different tenants, roughly by age
+    arrival: int  # orders operations of different tenants, roughly by age
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +58,19 @@ class ClaimRoom:
     operations: int
     num_bytes: int
     reserved_bytes: int = 0
-    held: Mapping[str, Held] = field(default_factory=dict)  # by tenant
+    held: Mapping[str, Holding] = field(default_factory=dict)  # by tenant
 
     @property
     def unused(self) -> int:
         """Return how many more operations there is room for, whoever they belong to."""
         return max(0, self.operations - sum(each.operations for each in self.held.values()))
 
-    def places(self, waiting: Iterable[str]) -> dict[str, int]:
-        """Return how many operations to look at of each tenant with waiting work. Leave out those without a place."""
+    def limits(self, waiting: Iterable[str]) -> dict[str, int]:
+        """Return how many operations to read of each tenant with waiting work. Leave out tenants with no room."""
         waiting = set(waiting)
-        share, more = self.share_of(waiting), min(self.unused, _LOOK_AT)
-        places = {tenant: max(share - self.held.get(tenant, Held()).operations, more) for tenant in waiting}
-        return {tenant: number for tenant, number in places.items() if number > 0}
+        share, more = self.share_of(waiting), min(self.unused, _READ_AHEAD)
+        limits = {tenant: max(share - self.held.get(tenant, Holding()).operations, more) for tenant in waiting}
+        return {tenant: number for tenant, number in limits.items() if number > 0}
 
     def share_of(self, waiting: Iterable[str]) -> int:
         """Return each tenant's share of `operations`, if these have something waiting."""
@@ -79,7 +79,7 @@ class ClaimRoom:
     def choose(self, waiting: Mapping[str, Sequence[Claimable[T]]]) -> list[T]:
         """Choose from the operations of each tenant, which are in order. Whoever holds least goes first."""
         tally = _Tally(self, waiting)
-        order = [(tally.operations(tenant), each[0].turn, tenant, 0) for tenant, each in waiting.items() if each]
+        order = [(tally.operations(tenant), each[0].arrival, tenant, 0) for tenant, each in waiting.items() if each]
         heapq.heapify(order)
         chosen: list[T] = []
         while order:
@@ -90,7 +90,7 @@ class ClaimRoom:
             chosen.append(operation.key)
             if number + 1 < len(waiting[tenant]):
                 following = waiting[tenant][number + 1]
-                heapq.heappush(order, (tally.operations(tenant), following.turn, tenant, number + 1))
+                heapq.heappush(order, (tally.operations(tenant), following.arrival, tenant, number + 1))
         return chosen
 
 

@@ -10,9 +10,9 @@ from tinsmith.settings import QuotaSettings
 from tinsmith.store.records import KeptBytes
 
 _RESERVE_BYTES: Final = 1 << 30
-_RESERVE_PART: Final = 20  # of a small file system, the reserve is this part
+_RESERVE_SHARE: Final = 20  # of a small file system, the reserve is one of so many shares
 _LEFT_BYTES: Final = 4 << 30  # that one tenant leaves for others, unless configured otherwise
-_LEFT_PART: Final = 5  # or this part of what there is, if that is less
+_LEFT_SHARE: Final = 5  # or one of so many of what there is, if that is less
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -36,7 +36,7 @@ def space_at(directory: Path) -> DiskSpace:
 def reserve_bytes(quotas: QuotaSettings, space: DiskSpace) -> int:
     if quotas.disk_reserve_bytes is not None:
         return quotas.disk_reserve_bytes
-    return min(_RESERVE_BYTES, space.total_bytes // _RESERVE_PART)
+    return min(_RESERVE_BYTES, space.total_bytes // _RESERVE_SHARE)
 
 
 def allowed_bytes(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace) -> int:
@@ -50,7 +50,7 @@ def allowed_bytes(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace) -> i
     available = kept.total + max(0, space.free_bytes - reserve_bytes(quotas, space))
     if limits.disk_share is not None:
         return int(limits.disk_share * available)
-    return available - min(_LEFT_BYTES, available // _LEFT_PART)
+    return available - min(_LEFT_BYTES, available // _LEFT_SHARE)
 
 
 def why_over_share(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace, *, more: int) -> str | None:
@@ -68,9 +68,9 @@ def why_over_share(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace, *, 
     )
 
 
-def why_in_reserve(quotas: QuotaSettings, space: DiskSpace, *, more: int, part: float = 1.0) -> str | None:
-    """Return why so many bytes more would use the reserve, or `part` of it; None if they would not."""
-    reserve = int(part * reserve_bytes(quotas, space))
+def why_in_reserve(quotas: QuotaSettings, space: DiskSpace, *, more: int, share: float = 1.0) -> str | None:
+    """Return why so many bytes more would use the reserve, or `share` of it; None if they would not."""
+    reserve = int(share * reserve_bytes(quotas, space))
     if space.free_bytes - more >= reserve:
         return None
     wanted = f" this needs {readable(more)}," if more else ""
@@ -89,11 +89,11 @@ def readable(num_bytes: int) -> str:
 
 
 def _parts(kept: KeptBytes) -> str:
-    parts = {
+    by_use = {
         "log and results": kept.log,
         "checkpoints": kept.checkpoints,
         "sampling snapshots": kept.snapshots,
         "recovery points": kept.recovery_points,
         "routed experts": kept.routed_experts,
     }
-    return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size) or "nothing yet"
+    return ", ".join(f"{name} {readable(size)}" for name, size in by_use.items() if size) or "nothing yet"

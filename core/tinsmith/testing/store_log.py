@@ -23,7 +23,7 @@ from tinsmith.store import (
     Completion,
     EngineRecord,
     EngineState,
-    Held,
+    Holding,
     LoraResolved,
     OperationState,
     RequestStore,
@@ -236,7 +236,7 @@ class LogContract(StoreSuite):
         assert await claim_within(store, room) == [*passes[:4], *samples[:4]]
         late = [await store.submit(an_operation("s2:train:0", seq_id, tenant="bob")) for seq_id in range(1, 7)]
         late_sample = await store.submit(a_sample(0, "s2:sample:0", tenant="bob"))
-        full = ClaimRoom(operations=4, num_bytes=1000, held={"ann": Held(operations=4)})
+        full = ClaimRoom(operations=4, num_bytes=1000, held={"ann": Holding(operations=4)})
         assert await claim_within(store, full) == [*late[:2], late_sample]
         assert await claim_within(store, full) == late[2:4]  # the store does not remember what it gave
 

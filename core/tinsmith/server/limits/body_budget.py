@@ -70,7 +70,7 @@ class BodyBudget:
         if shrinks:
             self._admit_waiting()
 
-    async def _take_in_turn(self, lease: "Lease", num_bytes: int) -> None:
+    async def _take_in_order(self, lease: "Lease", num_bytes: int) -> None:
         if self._try(lease, num_bytes):
             return
         if self._num_waiting[lease.tenant] < _MAX_WAITING:
@@ -153,7 +153,7 @@ class Lease:
 
     async def wait_to_resize(self, num_bytes: int) -> None:
         """Wait until enough is free. Raises CapacityError after too long, or if many of the tenant already wait."""
-        await self._budget._take_in_turn(self, num_bytes)  # noqa: SLF001 - as above
+        await self._budget._take_in_order(self, num_bytes)  # noqa: SLF001 - as above
 
 
 def lease_of(request: Request) -> Lease:

@@ -25,7 +25,7 @@ MAX_HEADERS: Final = 200
 MAX_PIPELINED: Final = 16
 """How many requests may wait on a connection for earlier answers."""
 
-_PARTS: Final = 10  # of the connections, which are checked one after another
+_GROUPS: Final = 10  # of the connections, which are checked one after another
 
 HEAD_S: Final = 30
 """How long a request line and headers may take to arrive."""
@@ -69,9 +69,9 @@ class Connections:
         self._waiting: dict[bool, dict[BoundedHttp, None]] = {False: {}, True: {}}  # idle, by whether they are known
         self._delayed: dict[BoundedHttp, None] = {}  # strangers whose answer is withheld
         self._arriving: dict[BoundedHttp, None] = {}  # request still smaller than a stranger may send
-        self._parts: list[dict[BoundedHttp, None]] = [{} for _ in range(_PARTS)]
+        self._groups: list[dict[BoundedHttp, None]] = [{} for _ in range(_GROUPS)]
         self._admitted = 0
-        self._part = 0  # which is checked next
+        self._next_group = 0  # which is checked next
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -94,16 +94,16 @@ class Connections:
             self.forget(oldest)
         self._all[connection] = None
         self._admitted += 1
-        self._parts[self._admitted % _PARTS][connection] = None
+        self._groups[self._admitted % _GROUPS][connection] = None
         self.waits(connection)
         if self._timer is None:
-            self._timer = connection.loop.call_later(1 / _PARTS, self._look_again, connection.loop)
+            self._timer = connection.loop.call_later(1 / _GROUPS, self._check_again, connection.loop)
         return True
 
     def forget(self, connection: "BoundedHttp") -> None:
         self._all.pop(connection, None)
-        for part in self._parts:
-            part.pop(connection, None)
+        for group in self._groups:
+            group.pop(connection, None)
         self._is_busy(connection)
         self._arriving.pop(connection, None)
 
@@ -129,15 +129,15 @@ class Connections:
     def arrived(self, connection: "BoundedHttp") -> None:
         self._arriving.pop(connection, None)
 
-    def look(self) -> None:
+    def check(self) -> None:
         for connection in list(self._all):
-            connection.look()
+            connection.check()
 
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._part = (self._part + 1) % _PARTS
-        for connection in list(self._parts[self._part]):
-            connection.look()
-        self._timer = loop.call_later(1 / _PARTS, self._look_again, loop) if self._all else None
+    def _check_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._next_group = (self._next_group + 1) % _GROUPS
+        for connection in list(self._groups[self._next_group]):
+            connection.check()
+        self._timer = loop.call_later(1 / _GROUPS, self._check_again, loop) if self._all else None
 
 
 def connection_of(scope: Scope) -> "BoundedHttp | None":
@@ -204,23 +204,23 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_begun = True  # the first request is due at once
         self._unfinished = 0  # bytes since the parser last completed a part of the request
         self._got_on = False
-        self._looks = 0  # since the head or the body began
+        self._checks = 0  # since the head or the body began
         self.body_bytes = 0
         self._unsent = 0
         self._drained = False
-        self._unread_looks = 0
+        self._unread_checks = 0
         self._is_lingering = False
         self._dropped = 0
 
     # Time -------------------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Cut off a connection that is too slow. Called once a second."""
-        self._unread_looks = self._unread_looks + 1 if self._is_unread() else 0
-        if self._unread_looks > UNREAD_S:
+        self._unread_checks = self._unread_checks + 1 if self._is_unread() else 0
+        if self._unread_checks > UNREAD_S:
             self.transport.abort()
             return
-        self._looks = self._looks + 1 if self.is_awaited else 0
+        self._checks = self._checks + 1 if self.is_awaited else 0
         if self._is_too_slow() and not self.transport.is_closing():
             self._cut_off()
 
@@ -251,8 +251,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _is_too_slow(self) -> bool:
         if self.phase is Phase.HEAD:
-            return self._looks > HEAD_S
-        return self.body_bytes < (self._looks - BODY_GRACE_S) * MIN_BYTES_PER_S
+            return self._checks > HEAD_S
+        return self.body_bytes < (self._checks - BODY_GRACE_S) * MIN_BYTES_PER_S
 
     def resume_writing(self) -> None:
         self._drained = True
@@ -269,7 +269,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
             return
         self._is_lingering = True
-        self._looks, self.body_bytes = 0, 0
+        self._checks, self.body_bytes = 0, 0
         self.transport.write_eof()
 
     def _drop(self, data: bytes) -> None:
@@ -332,7 +332,7 @@ class BoundedHttp(HttpToolsProtocol):
             raise ValueError(msg)  # as above
         self._got_on = True
         self._head_begun = False
-        self.phase, self._looks, self.body_bytes = Phase.BODY, 0, 0
+        self.phase, self._checks, self.body_bytes = Phase.BODY, 0, 0
         self._connections.arrives(self)
         self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # for `connection_of`
         super().on_headers_complete()

@@ -61,7 +61,9 @@ class DiskQuota:
         if self._read_space is None:
             return
         space = await self.space()
-        if (why := why_in_reserve(self._settings, space, more=more, part=_FOR_AWAITED if awaited else 1.0)) is not None:
+        if (
+            why := why_in_reserve(self._settings, space, more=more, share=_FOR_AWAITED if awaited else 1.0)
+        ) is not None:
             raise CapacityError(why, retry_after_s=_RETRY_AFTER_S, queue_state="paused_capacity")
         counts = await self._kept.of(tenant)
         if not awaited and (why := self._why_over_share(tenant, counts, space, more)) is not None:

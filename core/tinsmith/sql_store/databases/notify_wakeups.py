@@ -83,13 +83,13 @@ class NotifyWakeUps(Channel):
 
 
 def _payloads(sender: str, topics: list[str]) -> Iterator[str]:
-    part, size = [sender], len(sender)
+    chunk, size = [sender], len(sender)
     for topic in dict.fromkeys(topics):
         length = len(topic.encode()) + len(_SEPARATOR)
-        if len(part) > 1 and size + length > _MAX_PAYLOAD_BYTES:
-            yield _SEPARATOR.join(part)
-            part, size = [sender], len(sender)
-        part.append(topic)
+        if len(chunk) > 1 and size + length > _MAX_PAYLOAD_BYTES:
+            yield _SEPARATOR.join(chunk)
+            chunk, size = [sender], len(sender)
+        chunk.append(topic)
         size += length
-    if len(part) > 1:
-        yield _SEPARATOR.join(part)
+    if len(chunk) > 1:
+        yield _SEPARATOR.join(chunk)

@@ -135,15 +135,15 @@ class SocketWakeUps(Channel):
 
 
 def _messages(topics: Sequence[str]) -> Iterator[bytes]:
-    part: list[bytes] = []
+    chunk: list[bytes] = []
     size = 0
     for topic in (topic.encode() for topic in topics):
-        if part and size + len(topic) >= _MAX_MESSAGE_BYTES:
-            yield _SEPARATOR.encode().join(part)
-            part, size = [], 0
-        part.append(topic)
+        if chunk and size + len(topic) >= _MAX_MESSAGE_BYTES:
+            yield _SEPARATOR.encode().join(chunk)
+            chunk, size = [], 0
+        chunk.append(topic)
         size += len(topic) + 1
-    yield _SEPARATOR.encode().join(part)
+    yield _SEPARATOR.encode().join(chunk)
 
 
 def _fits(directory: Path) -> bool:

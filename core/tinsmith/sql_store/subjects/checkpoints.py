@@ -18,7 +18,7 @@ from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_lar
 T = TypeVar("T")
 
 _NO_LIMIT: Final = 2**62
-_PART: Final = 500  # values of one IN list
+_CHUNK: Final = 500  # values of one IN list
 _THERE = CHECKPOINTS.c.deleted_at.is_(None)
 _RECORDS = sqlalchemy.select(*columns_of(CheckpointRecord, CHECKPOINTS))
 _GET = _RECORDS.where(CHECKPOINTS.c.path == bindparam("wanted"), _THERE)
@@ -62,9 +62,9 @@ def get(connection: Connection, path: str, *, lock: bool = False) -> CheckpointR
 def newest(connection: Connection, model_ids: Collection[str]) -> list[CheckpointRecord]:
     found: list[CheckpointRecord] = []
     ids = sorted(model_ids)
-    for start in range(0, len(ids), _PART):
+    for start in range(0, len(ids), _CHUNK):
         for kind in get_args(CheckpointKind):
-            values = {"kind": kind, "model_ids": ids[start : start + _PART]}
+            values = {"kind": kind, "model_ids": ids[start : start + _CHUNK]}
             found += [to_record(row, CheckpointRecord) for row in connection.execute(_NEWEST_OF, values)]
     return found
 
@@ -72,9 +72,9 @@ def newest(connection: Connection, model_ids: Collection[str]) -> list[Checkpoin
 def directories(connection: Connection, paths: Collection[str]) -> set[str]:
     found: set[str] = set()
     wanted = sorted(paths)
-    for start in range(0, len(wanted), _PART):
-        part = wanted[start : start + _PART]
-        found.update(connection.execute(_DIRECTORIES, {"paths": part}).scalars())
+    for start in range(0, len(wanted), _CHUNK):
+        chunk = wanted[start : start + _CHUNK]
+        found.update(connection.execute(_DIRECTORIES, {"paths": chunk}).scalars())
     return found
 
 

@@ -22,7 +22,7 @@ from tinsmith.store.wakeups import work_topic
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PART: Final = 500  # values of one IN list
+_CHUNK: Final = 500  # values of one IN list
 _QUEUES_AT_ONCE: Final = 50  # queues read by one statement
 
 
@@ -38,7 +38,7 @@ class Head(NamedTuple):
 
     ordered: bool
     tenant: str
-    turn: int
+    arrival: int
     id: int
     request_id: str
     subject_id: str
@@ -54,7 +54,7 @@ _HEAD = f"SELECT {', '.join(Head._fields)} FROM operations"
 
 
 def _tenants(*, ordered: bool) -> tuple[str, str]:
-    """Find the tenants that have something ready, with one look into the index for each: a WITH item, and a SELECT."""
+    """Find the tenants that have something ready, with one index lookup for each: a WITH item, and a SELECT."""
     found = f"found_{ordered}".lower()
     ready = f"SELECT tenant FROM operations WHERE {_READY} AND ordered = {str(ordered).upper()}"
     item = (
@@ -101,11 +101,11 @@ class Rooms:
     samples: ClaimRoom
 
     def limits(self, queues: Sequence[Queue]) -> Limits:
-        """Return how many operations to look at of which queues."""
+        """Return how many operations to read from each queue."""
         found: dict[Queue, int] = {}
         for ordered, room in self._sorts():
-            places = room.places(queue.tenant for queue in queues if queue.ordered is ordered)
-            found |= {Queue(ordered, tenant): number for tenant, number in places.items()}
+            limits = room.limits(queue.tenant for queue in queues if queue.ordered is ordered)
+            found |= {Queue(ordered, tenant): number for tenant, number in limits.items()}
         return found
 
     def choose(self, heads: Sequence[Head]) -> Sequence[Head]:
@@ -115,7 +115,7 @@ class Rooms:
             waiting: dict[str, list[Claimable[Head]]] = defaultdict(list)
             for head in heads:
                 if head.ordered is ordered:
-                    waiting[head.tenant].append(Claimable(key=head, num_bytes=head.num_bytes, turn=head.turn))
+                    waiting[head.tenant].append(Claimable(key=head, num_bytes=head.num_bytes, arrival=head.arrival))
             chosen += room.choose(waiting)
         return chosen
 
@@ -161,7 +161,7 @@ def models_to_claim(connection: Connection, lease: Lease, rooms: Rooms) -> set[s
 
 
 def claim(tx: Transaction, lease: Lease, rooms: Rooms) -> Claim:
-    """Look and take in one transaction: an engine is woken when there is something, so that few claims find nothing."""
+    """Read and claim in one transaction: engines are woken when there is work, so few claims find none."""
     leases.fence(tx, lease)
     waiting = queues(tx.connection, lease.base_model)
     limits = rooms.limits(waiting)
@@ -196,31 +196,31 @@ def _heads(connection: Connection, base_model: str, limits: Limits) -> list[Head
     heads: list[Head] = []
     queues = sorted(limits)
     for start in range(0, len(queues), _QUEUES_AT_ONCE):
-        part = queues[start : start + _QUEUES_AT_ONCE]
+        chunk = queues[start : start + _QUEUES_AT_ONCE]
         values: dict[str, object] = {"base_model": base_model}
-        for number, queue in enumerate(part):
+        for number, queue in enumerate(chunk):
             values |= {f"ordered{number}": queue.ordered, f"tenant{number}": queue.tenant}
             values[f"limit{number}"] = limits[queue]
-        heads += _first_of(len(part)).all(connection, **values)
+        heads += _first_of(len(chunk)).all(connection, **values)
     return heads
 
 
 @cache
 def _first_of(num_queues: int) -> Query[Head]:
     """Return the statement that reads the heads of so many queues."""
-    parts = (
+    chunks = (
         f"SELECT * FROM ({_HEAD} WHERE {_READY} AND ordered = :ordered{n} AND tenant = :tenant{n} "
-        f"ORDER BY turn, seq_id LIMIT :limit{n}) AS part{n}"
+        f"ORDER BY arrival, seq_id LIMIT :limit{n}) AS queue{n}"
         for n in range(num_queues)
     )
-    return Query(" UNION ALL ".join(parts), Head)
+    return Query(" UNION ALL ".join(chunks), Head)
 
 
 def _start(tx: Transaction, lease: Lease, heads: Sequence[Head]) -> list[OperationRecord]:
     heads = _lock(tx.connection, heads)
     started: dict[str, OperationRecord] = {}
-    for start in range(0, len(heads), _PART):
-        ids = [head.id for head in heads[start : start + _PART]]
+    for start in range(0, len(heads), _CHUNK):
+        ids = [head.id for head in heads[start : start + _CHUNK]]
         _START.run(tx.connection, ids=ids, now=tx.now, engine=lease.engine_id)
         started.update((each.request_id, each) for each in _CLAIMED.all(tx.connection, ids=ids))
     claimed = [started[head.request_id] for head in heads]
@@ -233,8 +233,8 @@ def _lock(connection: Connection, heads: Sequence[Head]) -> list[Head]:
     if not log.locks_rows(connection):
         return list(heads)
     asked = sorted({head.subject_id for head in heads if head.ordered})
-    locked = {each for part in _parts(asked) for each in _LOCK_MODELS.all(connection, models=part)}
-    ids = {each for part in _parts([head.id for head in heads]) for each in _LOCK.all(connection, ids=part)}
+    locked = {each for chunk in _chunks(asked) for each in _LOCK_MODELS.all(connection, models=chunk)}
+    ids = {each for chunk in _chunks([head.id for head in heads]) for each in _LOCK.all(connection, ids=chunk)}
     skipped: set[str] = set()
     left = []
     for head in heads:
@@ -245,8 +245,8 @@ def _lock(connection: Connection, heads: Sequence[Head]) -> list[Head]:
     return left
 
 
-def _parts(keys: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (keys[start : start + _PART] for start in range(0, len(keys), _PART))
+def _chunks(keys: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK))
 
 
 def _advance_models(connection: Connection, claimed: Sequence[OperationRecord]) -> None:

@@ -78,16 +78,16 @@ async def complete_operations(connections: Connections, lease: Lease, completion
 
 def models_of(connection: Connection, _: Lease, completions: Sequence[Completion]) -> set[str]:
     models: set[str] = set()
-    for start in range(0, len(completions), log.PART):
-        part = [each.request_id for each in completions[start : start + log.PART]]
-        models.update(_MODELS.all(connection, request_ids=part))
+    for start in range(0, len(completions), log.CHUNK):
+        chunk = [each.request_id for each in completions[start : start + log.CHUNK]]
+        models.update(_MODELS.all(connection, request_ids=chunk))
     return models
 
 
 def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -> None:
     leases.fence(tx, lease)
-    for start in range(0, len(completions), log.PART):
-        _complete(tx, lease.engine_id, {each.request_id: each for each in completions[start : start + log.PART]})
+    for start in range(0, len(completions), log.CHUNK):
+        _complete(tx, lease.engine_id, {each.request_id: each for each in completions[start : start + log.CHUNK]})
 
 
 def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion]) -> None:

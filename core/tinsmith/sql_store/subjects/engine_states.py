@@ -18,7 +18,7 @@ _PENDING = (
     f"{log.OPERATION} WHERE base_model = :base_model "
     "AND (operations.state = 'queued' OR operations.state = 'running') AND id > :after "
     "AND NOT EXISTS (SELECT 1 FROM runs WHERE operations.ordered AND runs.model_id = operations.subject_id "
-    f"AND runs.state = 'ready') ORDER BY id LIMIT {log.PART}"
+    f"AND runs.state = 'ready') ORDER BY id LIMIT {log.CHUNK}"
 )
 _SOME = Query(_PENDING, log.Operation)
 _SOME_LOCKED = Query(f"{_PENDING} FOR UPDATE OF operations", log.Operation)
@@ -43,7 +43,7 @@ async def report_engine(connections: Connections, record: EngineRecord, *, lease
 
 
 async def _fail_pending(connections: Connections, base_model: str) -> None:
-    """In parts, so that other writes get their turn. If this process dies, the next engine runs what is left."""
+    """In chunks, so that other writes come in between. If this process dies, the next engine runs what is left."""
     last: int | None = 0
     while last is not None:
         last = await connections.durable.write_locking(pending_models, fail_some, base_model, last)

@@ -6,7 +6,7 @@ of the model can be claimed. The others fail the operations, some at a time, and
 Any process can go on where another stopped.
 
 The end of a session is such a decision too (`sessions.py`): nothing will fill the gap, so the UnloadModel takes the
-missing seq_id, and what is behind it fails in parts. Once a model is lost or unloaded, everything behind a gap fails.
+missing seq_id, and what is behind it fails in chunks. Once a model is lost or unloaded, everything behind a gap fails.
 """
 
 from datetime import datetime
@@ -26,7 +26,7 @@ from tinsmith.store.refusals import behind_a_gap, lost
 from tinsmith.store.sessions import SILENCE
 from tinsmith.store.wakeups import work_topic
 
-_PART: Final = log.PART  # operations that one transaction fails
+_CHUNK: Final = log.CHUNK  # operations that one transaction fails
 _LARGEST: Final = (1 << 63) - 1
 
 
@@ -69,12 +69,12 @@ _HEARD = sqlalchemy.select(SESSIONS.c.heard_since, SESSIONS.c.last_seen_at)
 async def fail_gaps(connections: Connections, base_model: str, *, older_than: datetime) -> int:
     failed = 0
     for model_id in await connections.reader.read(waiting_since, base_model, older_than):
-        failed += await fail_in_parts(connections, model_id, older_than)
+        failed += await fail_in_chunks(connections, model_id, older_than)
     return failed
 
 
-async def fail_in_parts(connections: Connections, model_id: str, older_than: datetime | None) -> int:
-    """Fail what waits behind a gap, some operations at a time, so that other writes get their turn in between.
+async def fail_in_chunks(connections: Connections, model_id: str, older_than: datetime | None) -> int:
+    """Fail what waits behind a gap, some operations at a time, so that other writes come in between.
 
     Return how many failed. Without `older_than`, only what waits for ever fails.
     """
@@ -159,9 +159,9 @@ def _was_heard(tx: Transaction, run: Run, since: datetime) -> bool:
 def _fail(tx: Transaction, run: Run, missing: int, *, before: int = _LARGEST) -> tuple[int, bool]:
     """Fail some of what is found behind the missing seq_id. Return how many failed, and whether there are more."""
     behind = {"model": run.model_id, "arrived": missing, "before": before}
-    rows = _SOME_BEHIND.all(tx.connection, **behind, at_most=_PART)
+    rows = _SOME_BEHIND.all(tx.connection, **behind, at_most=_CHUNK)
     log.fail(tx, rows, _failure(run, missing))
-    more = len(rows) == _PART and _SOME_BEHIND.first(tx.connection, **behind, at_most=1) is not None
+    more = len(rows) == _CHUNK and _SOME_BEHIND.first(tx.connection, **behind, at_most=1) is not None
     return len(rows), more
 
 

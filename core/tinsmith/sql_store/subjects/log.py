@@ -22,7 +22,7 @@ from tinsmith.store.wakeups import done_topic, request_of
 
 SMALL_BYTES: Final = 1 << 14
 """Larger results are read by a reader."""
-PART: Final = 500  # values of one IN list
+CHUNK: Final = 500  # values of one IN list
 FINISHED: Final = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
 RECORD: Final = ", ".join(
     f"operations.{each.name}"
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
     subject_id: str
     seq_id: int
     ordered: bool
-    turn: int
+    arrival: int
     state: OperationState
     attempts: int
     interruptions: int
@@ -120,8 +120,8 @@ def finished(connection: Connection, request_ids: Collection[str]) -> list[str]:
     """Return those that are finished or no longer exist."""
     asked = sorted(request_ids)
     pending: set[str] = set()
-    for start in range(0, len(asked), PART):
-        pending.update(_UNFINISHED.all(connection, request_ids=asked[start : start + PART]))
+    for start in range(0, len(asked), CHUNK):
+        pending.update(_UNFINISHED.all(connection, request_ids=asked[start : start + CHUNK]))
     return [request_id for request_id in asked if request_id not in pending]
 
 
@@ -141,8 +141,8 @@ def fail(tx: Transaction, operations: Sequence[Operation], failed: Failed) -> No
 def fail_pending(tx: Transaction, model_id: str, failed: Failed) -> None:
     """Fail everything that a model has queued or running."""
     operations = _PENDING_OF.all(tx.connection, model=model_id)
-    for start in range(0, len(operations), PART):
-        fail(tx, operations[start : start + PART], failed)
+    for start in range(0, len(operations), CHUNK):
+        fail(tx, operations[start : start + CHUNK], failed)
 
 
 def finish_many(tx: Transaction, ended: Sequence[Ended]) -> None:

@@ -29,7 +29,8 @@ _OURS = "SELECT id FROM operations WHERE base_model = :base_model AND tenant = :
 _NUM_QUEUED, _NUM_RUNNING = (
     Query(f"SELECT count(*) AS number FROM ({_OURS} AND {ahead} LIMIT {MANY_AHEAD}) AS ahead", int)
     for ahead in (
-        "early = FALSE AND ordered = :ordered AND (turn, seq_id) < (:turn, :seq_id) AND operations.state = 'queued'",
+        "early = FALSE AND ordered = :ordered AND (arrival, seq_id) < (:arrival, :seq_id) "
+        "AND operations.state = 'queued'",
         "id < :id AND operations.state = 'running'",
     )
 )

@@ -30,7 +30,7 @@ from tinsmith.sql_store.tables import (
     SESSIONS,
 )
 
-_PART: Final = 500  # rows that one transaction deletes; also the values of one IN list
+_CHUNK: Final = 500  # rows that one transaction deletes; also the values of one IN list
 _SAMPLES_KEPT_LONGER: Final = timedelta(hours=3)
 """The SDK asks for the samples of a client for up to two hours."""
 _SIZES = (
@@ -50,10 +50,10 @@ _SIZES = (
 async def prune(connections: Connections, finished_before: datetime, *, idle_since: datetime | None = None) -> int:
     durable, idle_since = connections.durable, idle_since or finished_before
     pruned = 0
-    while part := await durable.write_locking(
-        models_of, operations, finished_before, idle_since=idle_since, limit=_PART
+    while chunk := await durable.write_locking(
+        models_of, operations, finished_before, idle_since=idle_since, limit=_CHUNK
     ):
-        pruned += part
+        pruned += chunk
     await durable.write(finished_samples, finished_before)
     forgotten = await durable.write(deleted_checkpoints, finished_before)
     forgotten += await durable.write(routed_experts.prune, finished_before)
@@ -100,7 +100,7 @@ def _unneeded(finished_before: datetime, idle_since: datetime, limit: int) -> Se
         .scalar_subquery()
     )
     replayed_from_later = and_(
-        # a refused operation whose turn has not come: without its row there would be a gap
+        # a refused operation that nothing has claimed yet: without its row there would be a gap
         OPERATIONS.c.seq_id < RUNS.c.next_seq_id,
         OPERATIONS.c.seq_id <= oldest,
         windows.is_done_with(),
@@ -155,7 +155,7 @@ class Rows(NamedTuple):
     key: Column[Any]
     session: Column[Any]
     unneeded: tuple[sqlalchemy.ColumnElement[bool], ...]
-    part: int = _PART  # how many one transaction deletes
+    chunk: int = _CHUNK  # how many one transaction deletes
 
 
 _SAMPLERS = Rows(
@@ -171,7 +171,7 @@ _MODELS = Rows(
         _none(OPERATIONS.c.subject_id, _MODEL),
         _none(CHECKPOINTS.c.model_id, _MODEL),
     ),
-    part=4,  # each with all of its metrics
+    chunk=4,  # each with all of its metrics
 )
 _SESSIONS = Rows(
     _SESSION, _SESSION, (_none(RUNS.c.session_id, _SESSION), _none(SAMPLING_SESSIONS.c.session_id, _SESSION))
@@ -192,7 +192,7 @@ async def forget_sessions(connections: Connections, last_seen_before: datetime) 
 
 def unneeded(connection: Connection, rows: Rows, last_seen_before: datetime) -> list[str]:
     """Return some that can be deleted. Reads only, so a round without any costs no transaction."""
-    query = sqlalchemy.select(rows.key).where(*_OLD, rows.session == _SESSION, *rows.unneeded).limit(rows.part)
+    query = sqlalchemy.select(rows.key).where(*_OLD, rows.session == _SESSION, *rows.unneeded).limit(rows.chunk)
     return list(connection.execute(query, {"before": last_seen_before}).scalars())
 
 

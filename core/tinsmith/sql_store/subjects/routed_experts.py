@@ -12,7 +12,7 @@ from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.sql_store.tables import ROUTED_EXPERTS
 from tinsmith.store import ExpertsSampled
 
-_PART: Final = 500  # values of one IN list
+_CHUNK: Final = 500  # values of one IN list
 _OF_TENANT = ROUTED_EXPERTS.c.tenant == bindparam("of_tenant")
 _THESE = (
     _OF_TENANT,
@@ -29,7 +29,7 @@ _OLDEST = (
     sqlalchemy.select(ROUTED_EXPERTS.c.id, ROUTED_EXPERTS.c.num_bytes)
     .where(_OF_TENANT)
     .order_by(ROUTED_EXPERTS.c.id)
-    .limit(_PART)
+    .limit(_CHUNK)
 )
 _DELETE = ROUTED_EXPERTS.delete().where(ROUTED_EXPERTS.c.id.in_(bindparam("ids", expanding=True)))
 _OLD = ROUTED_EXPERTS.delete().where(ROUTED_EXPERTS.c.created_at < bindparam("before", type_=Microseconds()))
@@ -37,8 +37,8 @@ _OLD = ROUTED_EXPERTS.delete().where(ROUTED_EXPERTS.c.created_at < bindparam("be
 
 def find(connection: Connection, tenant: str, model_id: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
-    for part in _parts(digests):
-        values = {"of_tenant": tenant, "of_model": model_id, "digests": part}
+    for chunk in _chunks(digests):
+        values = {"of_tenant": tenant, "of_model": model_id, "digests": chunk}
         found.update((row.digest, row.experts) for row in connection.execute(_FIND, values))
     return found
 
@@ -47,8 +47,8 @@ def keep(tx: Transaction, sampled: ExpertsSampled) -> None:
     """If tokens are sampled again, their newest experts count."""
     connection = tx.connection
     of_model = {"tenant": sampled.tenant, "model_id": sampled.model_id}
-    for part in _parts(list(sampled.sequences)):
-        connection.execute(_REPLACE, {"of_tenant": sampled.tenant, "of_model": sampled.model_id, "digests": part})
+    for chunk in _chunks(list(sampled.sequences)):
+        connection.execute(_REPLACE, {"of_tenant": sampled.tenant, "of_model": sampled.model_id, "digests": chunk})
     rows = [
         {**of_model, "digest": digest, "experts": experts, "num_bytes": len(experts), "created_at": tx.now}
         for digest, experts in sampled.sequences.items()
@@ -75,5 +75,5 @@ def prune(tx: Transaction, before: datetime) -> int:
     return deleted
 
 
-def _parts(digests: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    return (digests[start : start + _PART] for start in range(0, len(digests), _PART))
+def _chunks(digests: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    return (digests[start : start + _CHUNK] for start in range(0, len(digests), _CHUNK))

@@ -145,21 +145,21 @@ class Heartbeats:
     async def _record_waiting(self) -> None:
         try:
             while self._waiting:
-                part, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
-                await self._record(part)
+                chunk, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
+                await self._record(chunk)
                 await asyncio.sleep(_PAUSE_S)
         finally:
             self._recorder = None
 
-    async def _record(self, part: list[tuple[Heartbeat, asyncio.Future[SessionRecord]]]) -> None:
+    async def _record(self, chunk: list[tuple[Heartbeat, asyncio.Future[SessionRecord]]]) -> None:
         try:
-            found = await self._writer.write(touch_all, [heartbeat for heartbeat, _ in part])
+            found = await self._writer.write(touch_all, [heartbeat for heartbeat, _ in chunk])
         except Exception as error:  # noqa: BLE001 - every caller gets it
-            for _, recorded in part:
+            for _, recorded in chunk:
                 if not recorded.done():
                     recorded.set_exception(error)
             return
-        for (heartbeat, recorded), session in zip(part, found, strict=True):
+        for (heartbeat, recorded), session in zip(chunk, found, strict=True):
             if recorded.done():  # its client has left
                 continue
             if session is None:
@@ -190,7 +190,7 @@ def _models_to_end(connection: Connection, session_id: str, *_: object) -> list[
 async def _fail_what_is_left(connections: Connections, session_id: str) -> None:
     """If this process dies before the end, `fail_gaps` of the engine goes on."""
     for model_id in await connections.reader.read(gaps.left_by, session_id):
-        await gaps.fail_in_parts(connections, model_id, None)
+        await gaps.fail_in_chunks(connections, model_id, None)
 
 
 def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:

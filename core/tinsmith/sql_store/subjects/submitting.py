@@ -1,7 +1,7 @@
 """Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row.
 
 Up to `arrived_seq_id` of a model nothing is missing. What is queued beyond is `early`, and no claim looks at it. When
-the missing operation arrives, those that waited for it alone get their turn.
+the missing operation arrives, those that waited for it alone arrive with it.
 
 While a gap is being failed (`gaps.py`), `next_seq_id` is ahead, and everything that the model has queued is early. Once
 the session has ended, everything behind the model's `unload_seq_id` stays early until it has failed.
@@ -29,7 +29,7 @@ class Neighbour(NamedTuple):
     seq_id: int
     request_id: str
     digest: bytes
-    turn: int
+    arrival: int
 
 
 class Engine(NamedTuple):
@@ -46,7 +46,7 @@ Neighbours = Mapping[int, Neighbour]  # by seq_id
 
 _LARGEST: Final = (1 << 63) - 1
 _NEAR = Query(
-    "SELECT seq_id, request_id, digest, turn FROM operations "
+    "SELECT seq_id, request_id, digest, arrival FROM operations "
     "WHERE subject_id = :subject_id AND seq_id >= :first AND seq_id <= :last",
     Neighbour,
 )
@@ -57,10 +57,10 @@ _END, _END_LOCKED = Query(_FIND_END, _End), Query(f"{_FIND_END} FOR SHARE", _End
 _NEWEST = "(SELECT coalesce(max(id), 0) + 1 FROM operations)"
 _INSERT = Change(
     "INSERT INTO operations (request_id, base_model, kind, tenant, session_id, subject_id, seq_id, ordered, early, "
-    "turn, num_tokens, num_bytes, payload_bytes, digest, state, created_at, attempts, interruptions, alone, "
+    "arrival, num_tokens, num_bytes, payload_bytes, digest, state, created_at, attempts, interruptions, alone, "
     "cancel_told) "
     "VALUES (:request_id, :base_model, :kind, :tenant, :session_id, :subject_id, :seq_id, :ordered, :early, "
-    f"CASE WHEN {_NEWEST} > :least_turn THEN {_NEWEST} ELSE :least_turn END, "
+    f"CASE WHEN {_NEWEST} > :least_arrival THEN {_NEWEST} ELSE :least_arrival END, "
     ":num_tokens, :num_bytes, :payload_bytes, :digest, 'queued', :now, 0, 0, FALSE, TRUE)"
 )
 _INSERT_PAYLOAD = Change(insert_into("payloads", "operation_id", "payload"))
@@ -77,7 +77,7 @@ _LAST_BEFORE_A_GAP = Query(
     int,
 )
 _NO_LONGER_EARLY = Change(
-    f"UPDATE operations SET early = FALSE, turn = (SELECT max(turn) {_FROM} >= :first AND seq_id <= :last) "
+    f"UPDATE operations SET early = FALSE, arrival = (SELECT max(arrival) {_FROM} >= :first AND seq_id <= :last) "
     "WHERE subject_id = :model AND seq_id >= :first AND seq_id <= :last "
     "AND operations.state = 'queued' AND operations.early"
 )
@@ -160,7 +160,7 @@ def insert(
 ) -> str:
     """Insert the row of an operation, and note its arrival. Return its request_id. What cannot run needs no payload.
 
-    Its turn comes after everything else, and not before the one before it. The caller writes what changes of `run`.
+    It comes after everything else, and not before the one before it. The caller writes what changes of `run`.
     """
     request_id = new_request_id(tx.now)
     before = near.get(operation.seq_id - 1)
@@ -175,7 +175,7 @@ def insert(
         "seq_id": operation.seq_id,
         "ordered": operation.ordered,
         "early": with_payload and run is not None and is_early(run, operation.seq_id),
-        "least_turn": 0 if before is None else before.turn,
+        "least_arrival": 0 if before is None else before.arrival,
         "num_tokens": operation.num_tokens,
         "num_bytes": operation.num_bytes,
         "payload_bytes": payload_bytes,

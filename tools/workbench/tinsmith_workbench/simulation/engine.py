@@ -70,10 +70,10 @@ class Engine:
             return []
         waiting = {
             tenant: [
-                Claimable(key=each, num_bytes=each.num_bytes, turn=each.claimed.record.seq_id)
-                for each in islice(queued[tenant], places)
+                Claimable(key=each, num_bytes=each.num_bytes, arrival=each.claimed.record.seq_id)
+                for each in islice(queued[tenant], limit)
             ]
-            for tenant, places in room.places(queued).items()
+            for tenant, limit in room.limits(queued).items()
         }
         return room.choose(waiting)
 

@@ -89,7 +89,7 @@ def upgrade() -> None:
         sa.Column("seq_id", sa.BigInteger(), nullable=False),
         sa.Column("ordered", sa.Boolean(), nullable=False),
         sa.Column("early", sa.Boolean(), nullable=False),
-        sa.Column("turn", sa.BigInteger(), nullable=False),
+        sa.Column("arrival", sa.BigInteger(), nullable=False),
         sa.Column("num_tokens", sa.BigInteger(), nullable=False),
         sa.Column("num_bytes", sa.BigInteger(), nullable=False),
         sa.Column("payload_bytes", sa.BigInteger(), nullable=False),
@@ -116,7 +116,7 @@ def upgrade() -> None:
     _create_partial_index(
         "ix_operations_queued",
         "operations",
-        ["base_model", "early", "ordered", "tenant", "turn", "seq_id"],
+        ["base_model", "early", "ordered", "tenant", "arrival", "seq_id"],
         "state = 'queued'",
     )
     _create_partial_index("ix_operations_running", "operations", ["base_model", "id"], "state = 'running'")

@@ -17,7 +17,7 @@ from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Sett
 Role = Literal["backend", "sampler"]
 
 
-class PartError(ConfigError):
+class ComponentError(ConfigError):
     """A trainer or sampler cannot work as configured, on whatever machine."""
 
     def __init__(self, message: str, model: str) -> None:
@@ -26,7 +26,7 @@ class PartError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Component:
     """A trainer or a sampler that can be told where to run."""
 
     index: int  # of its model in the configuration
@@ -36,7 +36,7 @@ class Part:
     config: BackendConfig
     wanted: DeviceSettings
     samples: bool  # False: a trainer with a separate sampler beside it
-    by_turns: bool = False  # shares its devices by turns with the other part of its model
+    by_turns: bool = False  # shares its devices by turns with the other component of its model
     shape: Mapping[str, Any] | None  # the model's parsed config.json (Any: JSON); None: not known yet
 
     @property
@@ -49,29 +49,29 @@ class Part:
         return self.wanted.devices if isinstance(self.wanted.devices, tuple) else ()
 
     def demand(self, placement: Placement) -> Demand:
-        """Ask the plugin. Raise PartError with the part's name."""
+        """Ask the plugin. Raise PartError with the component's name."""
         assert self.spec.demand is not None
         try:
             return self.spec.demand(self.config, self.shape, replace(placement, samples=self.samples))
         except ConfigError as error:
             msg = f"{self.name}: {error}"
-            raise PartError(msg, self.model) from error
+            raise ComponentError(msg, self.model) from error
 
 
-def parts_of(settings: Settings, plugins: Plugins, models: Collection[str]) -> list[Part]:
+def components_of(settings: Settings, plugins: Plugins, models: Collection[str]) -> list[Component]:
     """Return every trainer and sampler of these models whose plugin says what it needs, in order."""
     chosen = [(index, model) for index, model in enumerate(settings.models) if model.name in models]
-    return [part for index, model in chosen for part in _parts_of_model(index, model, plugins)]
+    return [component for index, model in chosen for component in _components_of_model(index, model, plugins)]
 
 
-def _parts_of_model(index: int, model: ModelSettings, plugins: Plugins) -> Iterator[Part]:
+def _components_of_model(index: int, model: ModelSettings, plugins: Plugins) -> Iterator[Component]:
     try:
         shape = model_config(model)
     except ConfigError as error:
-        raise PartError(str(error), model.name) from error
+        raise ComponentError(str(error), model.name) from error
     for role, spec, section in roles_of(model, plugins):
         if spec.demand is not None:
-            yield Part(
+            yield Component(
                 index=index,
                 model=model.name,
                 role=role,
