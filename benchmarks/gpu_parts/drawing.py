@@ -16,8 +16,8 @@ def run(options: Options) -> Report:
         needs("triton")
     rows, vocabulary = (8, 5000) if options.toy else (256, 151_936)
     logits = 3 * torch.randn(rows, vocabulary, device=options.device)
-    where = draws.places(np.arange(rows), np.arange(rows))
-    places = torch.from_numpy(where).to(options.device)
+    where = draws.quantiles(np.arange(rows), np.arange(rows))
+    quantiles = torch.from_numpy(where).to(options.device)
 
     def logprobs() -> torch.Tensor:
         return logits.log_softmax(dim=-1, dtype=torch.float32)
@@ -26,7 +26,7 @@ def run(options: Options) -> Report:
         return draws.draw(logits, where)
 
     def by_torch() -> torch.Tensor:
-        return draws.draw_by_torch(logits, places)
+        return draws.draw_by_torch(logits, quantiles)
 
     def as_vllm() -> torch.Tensor:
         shares = logits.softmax(dim=-1, dtype=torch.float32)

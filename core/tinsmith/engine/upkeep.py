@@ -11,8 +11,8 @@ from tinsmith.settings import QuotaSettings
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import PlaceLimits
 
-_MIN_LOOK_S: Final = 1.0
-_MAX_LOOK_S: Final = 60.0
+_MIN_POLL_S: Final = 1.0
+_MAX_POLL_S: Final = 60.0
 _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
 
@@ -34,14 +34,14 @@ async def admit_models(engine: EngineContext, trainer: TrainerCapabilities) -> N
     A model cannot get a place while no engine runs, so this one waits as long before it gives any up.
     """
     clock, quotas = SteadyClock(), engine.options.quotas
-    look_s = min(max(quotas.place_wait_s / 4, _MIN_LOOK_S), _MAX_LOOK_S)
+    poll_s = min(max(quotas.place_wait_s / 4, _MIN_POLL_S), _MAX_POLL_S)
     while True:
         now, steady_s = clock.read()
         wait_s = quotas.place_wait_s
         give_up_before = now - timedelta(seconds=wait_s) if steady_s >= wait_s else _NEVER
         limits = _limits(engine.base_model, quotas, trainer, give_up_before)
         await with_retries(engine.store.admit_models, engine.lease, limits)
-        await engine.store.wait_for_places(engine.base_model, look_s)
+        await engine.store.wait_for_places(engine.base_model, poll_s)
 
 
 def _limits(

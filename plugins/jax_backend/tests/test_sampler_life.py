@@ -122,7 +122,7 @@ async def test_cancelling_frees_the_slots_of_running_and_waiting_samples(backend
         isinstance(result, asyncio.CancelledError) for result in await asyncio.gather(*hogs, return_exceptions=True)
     )
     await until_busy(backend, busy=False)
-    assert len(backend._sampler._rounds._line) == 0
+    assert len(backend._sampler._rounds._queue) == 0
     assert_same_sequences(await sample(backend, make_sample(prompt(9), max_tokens=5)), expected)
 
 

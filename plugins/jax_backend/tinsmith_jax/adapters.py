@@ -140,9 +140,9 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
     for module in _modules(config):
         if module.name in trained:
             A = adapter["layers"][module.name][0]
-            for place in np.ndindex(A.shape[:-2]):  # a layer, or an expert of a layer
-                layer, expert = (*place, None)[:2]
-                A[place][:, : lora.rank] = draw_lora_A(lora, module.path, layer, module.size_in, expert=expert).T
+            for index in np.ndindex(A.shape[:-2]):  # a layer, or an expert of a layer
+                layer, expert = (*index, None)[:2]
+                A[index][:, : lora.rank] = draw_lora_A(lora, module.path, layer, module.size_in, expert=expert).T
     if "head" in trained:
         A = adapter["head"][0]
         A[:, : lora.rank] = draw_lora_A(lora, HEAD, 0, A.shape[0]).T
@@ -152,7 +152,7 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
 # Canonical names ------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a canonical weight lies in an adapter."""
 
     module: str  # or "head"
@@ -169,9 +169,9 @@ class Place(NamedTuple):
         return leaf if self.module == "head" else leaf[self.layer]
 
 
-def places(lora: LoraConfig, config: ModelConfig) -> dict[str, Place]:
-    """Return the places of what is trained, by canonical name."""
-    trained, found = trained_modules(lora), dict[str, Place]()
+def locations(lora: LoraConfig, config: ModelConfig) -> dict[str, Location]:
+    """Return where each trained weight lies, by canonical name."""
+    trained, found = trained_modules(lora), dict[str, Location]()
     for module in _modules(config):
         if module.name in trained:
             for layer in range(config.num_layers):
@@ -179,17 +179,17 @@ def places(lora: LoraConfig, config: ModelConfig) -> dict[str, Place]:
     return found | _pair_of(HEAD, "head", 0) if "head" in trained else found
 
 
-def _pair_of(path: str, module: str, layer: int) -> dict[str, Place]:
-    return {weight_name(path, "A"): Place(module, 0, layer), weight_name(path, "B"): Place(module, 1, layer)}
+def _pair_of(path: str, module: str, layer: int) -> dict[str, Location]:
+    return {weight_name(path, "A"): Location(module, 0, layer), weight_name(path, "B"): Location(module, 1, layer)}
 
 
 def canonical_shapes(lora: LoraConfig, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of what is trained, by canonical name."""
     own, found = shapes(config, lora.rank), dict[str, tuple[int, ...]]()
     with_experts = frozenset(module.name for module in _modules(config) if module.own is not None)
-    for name, place in places(lora, config).items():
-        *experts, rows, columns = place.leaf_of(own).shape[0 if place.module == "head" else 1 :]
-        shared = (1,) if place.module in with_experts and not experts else ()
+    for name, location in locations(lora, config).items():
+        *experts, rows, columns = location.leaf_of(own).shape[0 if location.module == "head" else 1 :]
+        shared = (1,) if location.module in with_experts and not experts else ()
         found[name] = (*shared, *experts, columns, rows)
     return found
 
@@ -204,7 +204,7 @@ class CanonicalAdapter(Mapping[str, Array]):
     def __init__(self, adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> None:
         """`adapter` has host arrays. Keep what is trained of them, without padding."""
         rank, trained = lora.rank, trained_modules(lora)
-        self._places = places(lora, config)
+        self._locations = locations(lora, config)
         self._pairs: dict[str, tuple[Array, Array]] = {}
         for module in _modules(config):
             if module.name in trained:
@@ -220,17 +220,17 @@ class CanonicalAdapter(Mapping[str, Array]):
         return 2 * sum(A.nbytes + B.nbytes for A, B in self._pairs.values())
 
     def __getitem__(self, name: str) -> Array:
-        module, side, layer = self._places[name]
+        module, side, layer = self._locations[name]
         return np.ascontiguousarray(self._pairs[module][side][layer].swapaxes(-1, -2))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._locations)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._locations
 
 
 def _cut(A: Array, B: Array, rank: int) -> tuple[Array, Array]:
@@ -245,7 +245,7 @@ def from_canonical(named: Mapping[str, Array], lora: LoraConfig, config: ModelCo
     adapter = jax.tree.map(
         lambda leaf: np.zeros((*leaf.shape[:-2], *leaf.shape[:-3:-1]), np.float32), shapes(config, padded_rank)
     )
-    wanted, where = canonical_shapes(lora, config), places(lora, config)
+    wanted, where = canonical_shapes(lora, config), locations(lora, config)
     for name in wanted:
         if name not in named:
             msg = f"adapter weight {name!r} is missing"

@@ -33,7 +33,17 @@ from tinsmith_jax import adapters, expert_sampling
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged, row_products
-from tinsmith_jax.layers import Places, activated, by_scale, gated, plus_bias, rms_norm, rope, scaled, with_kinds
+from tinsmith_jax.layers import (
+    PositionEncoding,
+    activated,
+    by_scale,
+    gated,
+    plus_bias,
+    rms_norm,
+    rope,
+    scaled,
+    with_kinds,
+)
 from tinsmith_jax.mesh import Axes, gathered
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_adapters import AdapterRows
@@ -84,8 +94,8 @@ class Arithmetic(Protocol):
     def resident_specs(self, specs: Jax) -> Jax:
         """Return likewise how it is divided."""
 
-    def empty(self, shapes: tuple[Cache, Jax], places: Jax) -> tuple[Cache, Jax]:
-        """Make a cache and rows of adapters in which nothing lies. `places`: on a mesh, where."""
+    def empty(self, shapes: tuple[Cache, Jax], shardings: Jax) -> tuple[Cache, Jax]:
+        """Make a cache and rows of adapters in which nothing lies. `shardings`: on a mesh, where."""
 
     def give_back(self, cache: Cache, resident: Jax, pages: Sequence[int], rows: Sequence[int]) -> None:
         """Return the memory of pages and rows to the system, if the shape `grows`."""
@@ -119,10 +129,10 @@ class InJax:
     def resident_specs(self, specs: Jax) -> Jax:
         return specs
 
-    def empty(self, shapes: tuple[Cache, Jax], places: Jax) -> tuple[Cache, Jax]:
+    def empty(self, shapes: tuple[Cache, Jax], shardings: Jax) -> tuple[Cache, Jax]:
         """Make all arrays in one program: one for each shape is slow to compile."""
         zeros = jax.jit(
-            lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes), out_shardings=places
+            lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes), out_shardings=shardings
         )
         made: tuple[Cache, Jax] = zeros()
         return made
@@ -191,16 +201,16 @@ def score_prompt(
     how: Arithmetic,
     weights: Weights,
     hidden_TH: jax.Array,
-    place: jax.Array,
+    owner: jax.Array,
     targets_TK: jax.Array,
     want_top: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Score one tile of a prompt; see `prompt_scores`. Logits are computed for this tile only.
 
-    `place` is the tile's shard, and its adapter's row there or BASE_MODEL. That shard knows the hidden states, and its
+    `owner` is the tile's shard, and its adapter's row there or BASE_MODEL. That shard knows the hidden states, and its
     result is everyone's.
     """
-    shard, row = place
+    shard, row = owner
     logits_TV = how.prompt_logits(weights, hidden_TH, row)
     scores = prompt_scores(logits_TV, targets_TK, num_top=how.shape.max_top, want_top=want_top)
     found: tuple[jax.Array, jax.Array, jax.Array] = how.axes.of_owner(scores, own=how.axes.own_row(shard, 1) == 0)
@@ -287,7 +297,7 @@ def _layers(
     x_NTH = by_scale(embed(base["embed"], tiles.tokens_NT, axes), how.config.embedding_scale)
     config = how.config.divided(axes.tensor)
     T = tiles.tokens_NT.shape[1]
-    places = Places.of(tiles.start_N[:, None] + jnp.arange(T), config)
+    encoding = PositionEncoding.of(tiles.start_N[:, None] + jnp.arange(T), config)
     layers, experts = take_apart(base["layers"], axes)
     # A scan copies what it takes apart, which XLA multiplies. For a few rows, that would take most of the time.
     in_place = _MATRICES if axes.kernels.triton and T == 1 and axes.fsdp == 1 else {}
@@ -320,7 +330,7 @@ def _layers(
 
         mlp = partial(_mlp, dense=dense, deltas=deltas, config=config)
         add = partial(_add, weights=weights, norm=norm, config=config, axes=axes)
-        cos_sin, window = places.for_kind(weights.get("kind"))
+        cos_sin, window = encoding.for_kind(weights.get("kind"))
         h_NTH = normed(x_NTH, "input_norm")
         qkv_NTo = plus_bias(dense(h_NTH, "qkv"), weights, "qkv_bias")
         q_NThD, k_NTJD, v_NTJD, gate_NThD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
@@ -444,8 +454,8 @@ def _write(
 
     def put(part_LP: jax.Array, new: jax.Array, at: tuple[Jax, ...], axis: int) -> jax.Array:
         if not in_place:
-            place_C = lax.broadcasted_iota(jnp.int32, part_LP.shape[2:], axis)
-            new = jnp.where(place_C == at[2 + axis], new, _page_at(part_LP, at))
+            index_C = lax.broadcasted_iota(jnp.int32, part_LP.shape[2:], axis)
+            new = jnp.where(index_C == at[2 + axis], new, _page_at(part_LP, at))
             at = (*at[:2], 0, 0, 0)
         written: jax.Array = lax.dynamic_update_slice(part_LP, new[None, None], at)
         return written

@@ -164,8 +164,8 @@ def route(h_TH: Jax, router_HE: Jax, config: ModelConfig, replayed_TC: Jax | Non
 
 def load_by_tile(chosen_TC: Jax, count_n: Jax, num_experts: int) -> Jax:
     """Return how many of each tile's tokens every expert computes, uint8 [n, E]: what pads a tile is left out."""
-    tile_T, place_T = jnp.divmod(jnp.arange(chosen_TC.shape[0]), TILE)
-    is_token_T = (place_T < count_n[tile_T]).astype(jnp.int32)
+    tile_T, index_T = jnp.divmod(jnp.arange(chosen_TC.shape[0]), TILE)
+    is_token_T = (index_T < count_n[tile_T]).astype(jnp.int32)
     counted = jnp.zeros((len(count_n), num_experts), jnp.int32).at[tile_T[:, None], chosen_TC].add(is_token_T[:, None])
     return counted.astype(jnp.uint8)  # a tile has fewer than 256 tokens
 
@@ -234,9 +234,9 @@ def _sorted(chosen_TC: Jax, adapter_T: Jax, num_experts: int, num_adapters: int)
     end_g = jnp.cumsum(blocks_g)
     order_P = jnp.argsort(group_P, stable=True)
     sorted_P = group_P[order_P]
-    place_P = jnp.arange(num_choices) - (jnp.cumsum(size_g) - size_g)[sorted_P]
+    index_P = jnp.arange(num_choices) - (jnp.cumsum(size_g) - size_g)[sorted_P]
     most = num_choices // TILE + min(num_groups, num_choices)
-    row_P = jnp.where(sorted_P < num_groups, (end_g - blocks_g)[sorted_P] * TILE + place_P, most * TILE)
+    row_P = jnp.where(sorted_P < num_groups, (end_g - blocks_g)[sorted_P] * TILE + index_P, most * TILE)
     group_b = jnp.minimum(jnp.searchsorted(end_g, jnp.arange(most), side="right"), num_groups - 1)
     return Blocks(
         token_R=jnp.full(most * TILE, num_tokens, jnp.int32).at[row_P].set(order_P // top_k),

@@ -82,14 +82,14 @@ def angles_of_kinds(positions: Jax, config: ModelConfig) -> tuple[tuple[Jax, Jax
     return tuple(rope_angles(positions, each.inv_freq, each.factor) for each in ropes)
 
 
-class Places(NamedTuple):
-    """The angles of tokens, and how far they see, for each kind of layer."""
+class PositionEncoding(NamedTuple):
+    """The angles of positions, and how far their tokens see, for each kind of layer."""
 
     angles: tuple[tuple[Jax, Jax], ...]
     windows: tuple[int, ...]  # empty if no layer has one
 
     @classmethod
-    def of(cls, positions: Jax, config: ModelConfig) -> "Places":
+    def of(cls, positions: Jax, config: ModelConfig) -> "PositionEncoding":
         windows = [kind.window for kind in config.kinds]
         found = () if windows == [None] * len(windows) else tuple(each or _EVERYTHING for each in windows)
         return cls(angles_of_kinds(positions, config), found)
@@ -110,11 +110,11 @@ def with_kinds(layers: Mapping[str, Jax], config: ModelConfig) -> Mapping[str, J
     return layers if len(config.kinds) == 1 else {**layers, "kind": jnp.array(config.pattern, jnp.int32)}
 
 
-def places_in_stream(positions_T: Jax, config: ModelConfig) -> tuple[Places, Jax]:
-    """Return the places of a packed stream's tokens, and the first tile of each tile's sequence."""
+def encoded_positions(positions_T: Jax, config: ModelConfig) -> tuple[PositionEncoding, Jax]:
+    """Return the encoding of the positions in a packed stream, and the first tile of each tile's sequence."""
     n = positions_T.shape[0] // TILE
     first_n = jnp.arange(n, dtype=jnp.int32) - positions_T.reshape(n, TILE)[:, 0] // TILE
-    return Places.of(positions_T, config), first_n
+    return PositionEncoding.of(positions_T, config), first_n
 
 
 def rope(x: Jax, cos: Jax, sin: Jax) -> Jax:

@@ -133,7 +133,7 @@ class Axes:
         return flag if self.num_streams == 1 else jax.lax.pmax(flag.astype(jnp.int32), STREAMS) > 0
 
     def own_row(self, row: Jax, num_rows: int) -> Jax:
-        """Return the place of one of all shards' rows among this shard's; `num_rows` if another shard has it."""
+        """Return the index of one of all shards' rows among this shard's; `num_rows` if another shard has it."""
         if self.num_streams == 1:
             return row
         own = row - jax.lax.axis_index(STREAMS) * num_rows
@@ -295,8 +295,8 @@ def put(tree: Jax, layout: Layout | None, specs: Jax) -> Jax:
     if layout is None:
         return jax.device_put(tree)
 
-    def divided(array: Jax, place: NamedSharding) -> Jax:
-        return jax.make_array_from_callback(np.shape(array), place, lambda index: np.asarray(array)[index])
+    def divided(array: Jax, sharding: NamedSharding) -> Jax:
+        return jax.make_array_from_callback(np.shape(array), sharding, lambda index: np.asarray(array)[index])
 
     return jax.tree.map(divided, tree, layout.placed_tree(specs))
 

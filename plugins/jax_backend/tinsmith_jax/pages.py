@@ -200,8 +200,8 @@ class ExpertPages:
         self._experts_SPTLC = np.zeros((*pages, *experts_of_token(config)), expert_dtype(config))
 
     def write(self, experts: ExpertsOfPages) -> None:
-        for place, experts_TLC in experts.items():
-            self._experts_SPTLC[place] = experts_TLC
+        for page, experts_TLC in experts.items():
+            self._experts_SPTLC[page] = experts_TLC
 
     def of(self, shard: int, pages: Sequence[int], num_tokens: int) -> Array:
         """Return a copy of the experts of the first tokens that a shard's pages hold, [tokens, L, C]."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tinsmith import Array
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.pages import ExpertPages
-from tinsmith_jax.requests import Line, Request
+from tinsmith_jax.requests import DrawQueue, Request
 from tinsmith_jax.sampling_values import PageCopy, PromptTile, SamplerDevice
 from tinsmith_jax.slots import Prompt, Slot, Slots
 from tinsmith_jax.suspects import Suspects
@@ -47,14 +47,14 @@ class PromptReader:
                 left -= longest
         self._begin_sequences()
 
-    def take_back(self, line: Line) -> None:
+    def take_back(self, queue: DrawQueue) -> None:
         """If tiles were being read when a step failed: take back their pages, and all sequences that may know them."""
         if not self._reading:
             return
         self._reading = False
         for slot in reversed(list(self._slots)):
             if slot.draw is not None and slot.own is None:
-                line.put_back(slot.draw)
+                queue.put_back(slot.draw)
                 self._slots.leave(slot)
         for shard, page in self._unwritten:
             self._slots.pages[shard].unname(page)

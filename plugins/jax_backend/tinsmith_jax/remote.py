@@ -194,8 +194,8 @@ class RemoteTraining:
             return
         shapes = adapters.canonical_shapes(self._loras[model_id], self._config)
         files = {kind: self._files.stored(kind, each, shapes) for kind, each in tensors.items() if each}
-        places = {kind: StoredTensors(each.stored) for kind, each in files.items()}  # workers need not wait
-        self._workers.load_state(model_id, ModelState(lora=state.lora, step=state.step, **places))
+        stored = {kind: StoredTensors(each.stored) for kind, each in files.items()}  # workers need not wait
+        self._workers.load_state(model_id, ModelState(lora=state.lora, step=state.step, **stored))
 
     def prepare(self, kind: Pass, buckets: Sequence[Bucket], *, replays: bool = False) -> Bucket:
         return self._run(TrainingDevice.prepare, kind, buckets, replays=replays)

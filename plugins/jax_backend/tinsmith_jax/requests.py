@@ -189,7 +189,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Line:
+class DrawQueue:
     """Sequences waiting for a slot: sessions with the fewest slots first, and in order within a sampling session."""
 
     _queues: OrderedDict[str, deque[Draw]] = field(default_factory=OrderedDict)
@@ -198,7 +198,7 @@ class Line:
         self._queues.setdefault(request.op.sampling_session_id, deque()).extend(request.draws)
 
     def first(self, running: Iterable[Draw]) -> Draw | None:
-        """Return the next sequence, given those that have a slot; None if the line is empty."""
+        """Return the next sequence, given those that have a slot; None if the queue is empty."""
         if not self._queues:
             return None
         held = [draw.request.op.sampling_session_id for draw in running]

@@ -1,6 +1,6 @@
 """The rounds of the sampler's thread, until it has to end.
 
-In each round, it drops cancelled requests, fills free slots from the line, reads some prompt tiles, decodes a few steps
+In each round, it drops cancelled requests, fills slots from the queue, reads some prompt tiles, decodes a few steps
 and returns finished sequences.
 
 Requests share these steps. If one fails, all go back to where they were before it, and those who were in it are tried
@@ -17,7 +17,7 @@ from tinsmith.huggingface import StopRules
 from tinsmith_jax.inbox import Inbox
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.prompt_reader import PromptReader
-from tinsmith_jax.requests import Line, Request
+from tinsmith_jax.requests import DrawQueue, Request
 from tinsmith_jax.sampling_values import SamplerDevice, SlotInput
 from tinsmith_jax.slots import Slot, Slots
 from tinsmith_jax.suspects import Suspects
@@ -44,7 +44,7 @@ class Rounds:
         self._suspects = Suspects()
         self.slots = Slots(device, self._suspects)
         self._reader = PromptReader(device, config, self.slots, self._suspects, tiles_per_round=tiles_per_round)
-        self._line = Line()
+        self._queue = DrawQueue()
 
     def run(self) -> None:
         try:
@@ -68,7 +68,7 @@ class Rounds:
             self._give_back()
         arrived = self._inbox.take()
         for request in arrived or ():
-            self._line.add(request)
+            self._queue.add(request)
         return arrived is not None
 
     def _give_back(self) -> None:
@@ -81,7 +81,7 @@ class Rounds:
         self._suspects.involved = ()
         self._drop_cancelled()
         self._forget_dropped()
-        self.slots.fill(self._line)
+        self.slots.fill(self._queue)
         self._reader.read()
         self._decode()
         self._release_ended()
@@ -136,9 +136,9 @@ class Rounds:
             self._inbox.answer(request, unless_diverged(request.op, request.result()))
 
     def _forget(self, request: Request) -> None:
-        """Remove a request from slots and line without completing it."""
+        """Remove a request from slots and queue without completing it."""
         request.cancelled = True
-        self._line.remove_cancelled()
+        self._queue.remove_cancelled()
         for slot in self.slots.of(request):
             self.slots.leave(slot)
         self._inbox.forget(request)
@@ -157,7 +157,7 @@ class Rounds:
             logger.warning("a sampling step of %d requests failed, they are tried one by one: %r", len(involved), error)
             self._suspects.add(draw for draw in self.slots.draws if draw.request in set(involved))
         if self._device.is_intact():
-            self._reader.take_back(self._line)
+            self._reader.take_back(self._queue)
         else:
             self._start_again()
         if len(involved) == 1:
@@ -169,7 +169,7 @@ class Rounds:
         """After the device's state is lost: draw every sequence in a slot anew. Its seed gives the same bits."""
         for draw in reversed(self.slots.draws):
             draw.start_again(self._rules.watch(draw.request.op.params))
-            self._line.put_back(draw)
+            self._queue.put_back(draw)
         self.slots.clear()
         self._reader.clear()
         self._device.reset()

@@ -110,9 +110,9 @@ class AdapterRows(NamedTuple):
         """Do as `product` with factors of one shape."""
         assert self.tokens is not None, "the tokens' adapters are listed"
         N, T, size = x_NTi.shape
-        stacked, place = (factors, layer) if layer is not None else ([each[None] for each in factors], jnp.int32(0))
+        stacked, index = (factors, layer) if layer is not None else ([each[None] for each in factors], jnp.int32(0))
         products = row_products.adapted(
-            x_NTi.reshape(N * T, size), stacked, place, self.tokens, interpret=self.interpret
+            x_NTi.reshape(N * T, size), stacked, index, self.tokens, interpret=self.interpret
         )
         return tuple(each.reshape(N, T, -1) for each in products)
 
@@ -131,8 +131,8 @@ class AdapterRows(NamedTuple):
 def _factor(factors: jax.Array, layer: jax.Array | None, row: jax.Array) -> jax.Array:
     """Return one adapter's factor [i, o] out of [R, i, o] or [L, R, i, o]."""
     stacked = factors[None] if layer is None else factors
-    place = jnp.int32(0) if layer is None else layer
-    factor_io: jax.Array = lax.dynamic_slice(stacked, (place, row, 0, 0), (1, 1, *stacked.shape[2:]))[0, 0]
+    index = jnp.int32(0) if layer is None else layer
+    factor_io: jax.Array = lax.dynamic_slice(stacked, (index, row, 0, 0), (1, 1, *stacked.shape[2:]))[0, 0]
     return factor_io
 
 

@@ -76,29 +76,29 @@ class SamplingDevice:
     def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None:
         """Read tiles into the cache, at most shape.prefill_tiles[-1] of each shard. They can be scored afterwards.
 
-        Every shard has as many places. Those that it does not need are padding, which is computed and written nowhere.
+        Every shard gets as many tiles. Those that it does not need are padding, which is computed and written nowhere.
         Return the experts of each tile if the sampler is to return them. Past a tile's tokens they mean nothing.
         """
         shape = self.shape
         of_shards: list[list[PromptTile]] = [[] for _ in range(shape.num_shards)]
         for tile in tiles:
             of_shards[tile.shard].append(tile)
-        num_places = next(size for size in shape.prefill_tiles if size >= max(map(len, of_shards)))
-        program = self._program("prefill", num_places)
-        packed = _pack(of_shards, num_places, shape)
+        num_tiles = next(size for size in shape.prefill_tiles if size >= max(map(len, of_shards)))
+        program = self._program("prefill", num_tiles)
+        packed = _pack(of_shards, num_tiles, shape)
         with self._device_lock:
             read = program(self._weights, self._cache, packed)
             self._cache, hidden, experts = jax.block_until_ready(read)
         self._hidden = {
-            (tile.shard, tile.pages[-1]): hidden[place] for shard in of_shards for place, tile in enumerate(shard)
+            (tile.shard, tile.pages[-1]): hidden[number] for shard in of_shards for number, tile in enumerate(shard)
         }
         if experts is None:
             return None
-        experts_SNTLC = np.asarray(experts).reshape(shape.num_shards, num_places, TILE, *experts.shape[1:])
+        experts_SNTLC = np.asarray(experts).reshape(shape.num_shards, num_tiles, TILE, *experts.shape[1:])
         return {
-            (tile.shard, tile.pages[-1]): experts_SNTLC[tile.shard, place]
+            (tile.shard, tile.pages[-1]): experts_SNTLC[tile.shard, number]
             for shard in of_shards
-            for place, tile in enumerate(shard)
+            for number, tile in enumerate(shard)
         }
 
     def score(
@@ -106,7 +106,7 @@ class SamplingDevice:
     ) -> tuple[FloatArray, IntArray, FloatArray]:
         """Score one of the tiles read last against targets (-1 = skip): logprobs [T, K], best tokens and logprobs."""
         hidden_TH = self._hidden[tile.shard, tile.pages[-1]]
-        place = np.array([tile.shard, tile.adapter], np.int32)
+        owner = np.array([tile.shard, tile.adapter], np.int32)
         program = self._program("score")
         parts, top = [], None
         for first in range(0, targets_TK.shape[1], TARGET_COLUMNS):
@@ -114,7 +114,7 @@ class SamplingDevice:
             padded = np.full((TILE, TARGET_COLUMNS), -1, np.int32)
             padded[: len(part), : part.shape[1]] = part
             with self._device_lock:
-                scored = jax.block_until_ready(program(self._weights, hidden_TH, place, padded, np.bool_(want_top)))
+                scored = jax.block_until_ready(program(self._weights, hidden_TH, owner, padded, np.bool_(want_top)))
             parts.append(np.asarray(scored[0])[: len(part), : part.shape[1]])
             top = scored[1:] if top is None else top
         assert top is not None, "there is at least one column: the next token"
@@ -126,8 +126,8 @@ class SamplingDevice:
         source, target = np.zeros((2, self.shape.num_slots), np.int32)
         used = [0] * self.shape.num_shards
         for copy in copies:
-            place = copy.shard * size + used[copy.shard]
-            source[place], target[place] = copy.source, copy.target
+            number = copy.shard * size + used[copy.shard]
+            source[number], target[number] = copy.source, copy.target
             used[copy.shard] += 1
         program = self._program("copy")
         with self._device_lock:
@@ -222,11 +222,11 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     )
 
 
-def _pack(of_shards: Sequence[Sequence[PromptTile]], num_places: int, shape: SamplingShape) -> TokenTiles:
+def _pack(of_shards: Sequence[Sequence[PromptTile]], num_tiles: int, shape: SamplingShape) -> TokenTiles:
     """Lay out the shards' tiles one after the other, each followed by its padding."""
-    packed = no_tiles(shape, num_places)
+    packed = no_tiles(shape, num_tiles)
     for shard, tiles in enumerate(of_shards):
-        for n, tile in enumerate(tiles, shard * num_places):
+        for n, tile in enumerate(tiles, shard * num_tiles):
             packed.tokens_NT[n, : len(tile.tokens)] = tile.tokens
             packed.start_N[n] = tile.start
             packed.table_NG[n, : len(tile.pages)] = tile.pages

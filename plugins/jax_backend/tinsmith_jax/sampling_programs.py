@@ -108,8 +108,8 @@ class SamplingPrograms:
     def empty(self) -> tuple[Cache, adapters.Adapter]:
         """Make the cache and the rows of the adapters."""
         specs: tuple[Jax, Jax] = jax.tree.map(lambda _: CACHE, self.cache), self._resident_specs
-        places = None if self.layout is None else self.layout.placed_tree(specs)
-        return self.how.empty((self.cache, self.resident), places)
+        shardings = None if self.layout is None else self.layout.placed_tree(specs)
+        return self.how.empty((self.cache, self.resident), shardings)
 
     def _plan(self, kind: Kind, size: int) -> Plan:
         match kind:
@@ -146,10 +146,10 @@ class SamplingPrograms:
 
     def _score(self) -> Plan:
         hidden_TH = _shape((self.shape.num_shards * TILE, self.config.hidden_size), self.shape.dtype)
-        place, want_top = np.zeros(2, np.int32), np.False_
+        owner, want_top = np.zeros(2, np.int32), np.False_
         return Plan(
             function=partial(decode.score_prompt, self.how),
-            arguments=(self._weights, hidden_TH, place, np.zeros((TILE, TARGET_COLUMNS), np.int32), want_top),
+            arguments=(self._weights, hidden_TH, owner, np.zeros((TILE, TARGET_COLUMNS), np.int32), want_top),
             into=(self._weights_specs, ROWS, _HERE, _HERE, _HERE),
             out=_HERE,
         )

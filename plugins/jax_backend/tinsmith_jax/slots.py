@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tinsmith import TokenArray
 from tinsmith_jax.pages import Pages, PrefixKey, Rows
-from tinsmith_jax.requests import Draw, Line, Request
+from tinsmith_jax.requests import Draw, DrawQueue, Request
 from tinsmith_jax.sampling_values import BASE_MODEL, PAGE, STOP_TABLE, Drawn, SamplerDevice, SlotInput
 from tinsmith_jax.suspects import Suspects
 
@@ -163,16 +163,16 @@ class Slots:
     def of(self, request: Request) -> list[Slot]:
         return [slot for slot in self._slots if slot.draw is not None and slot.draw.request is request]
 
-    def fill(self, line: Line) -> None:
+    def fill(self, queue: DrawQueue) -> None:
         """Assign free slots to waiting sequences, in order, as long as the next one has room."""
         free = [slot for slot in self._slots if slot.draw is None]
-        while free and (draw := line.first(self.draws)) is not None:
+        while free and (draw := queue.first(self.draws)) is not None:
             self._suspects.involved = (draw.request,)
             shards = {shard for shard in {slot.shard for slot in free} if self._has_room(shard, draw.request)}
             suitable = [slot for slot in free if slot.shard in shards]
             if not suitable:
                 break
-            line.remove(draw)
+            queue.remove(draw)
             slot = self._choose(suitable, draw.request)
             free.remove(slot)
             slot.draw = draw

@@ -19,7 +19,7 @@ import numpy as np
 from tinsmith import Array, FloatArray, LoraConfig
 from tinsmith.huggingface import Kind, StoredTensor
 from tinsmith_jax import adapters
-from tinsmith_jax.adapters import Adapter, Place
+from tinsmith_jax.adapters import Adapter, Location
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.mesh import Index, Layout, bounds, put_parts
 from tinsmith_jax.model_config import ModelConfig
@@ -28,7 +28,7 @@ from tinsmith_workers import Slice
 _PIECE: Final = 1 << 20  # numbers of a slice, about
 _ITEM: Final = 4  # bytes of a float32
 
-_Tensors = Sequence[tuple[Place, StoredTensor]]
+_Tensors = Sequence[tuple[Location, StoredTensor]]
 """Canonical tensors of one array, and where they lie in it."""
 
 
@@ -39,8 +39,8 @@ def slices(
     for tensors in _by_array(lora, config, targets).values():
         array = tensors[0][0].leaf_of(adapter)
         for shard in array.addressable_shards:
-            turn, turns = _turn(array, shard)
-            own = [(place, target) for place, target in tensors if place.layer % turns == turn]
+            replica, replicas = _replica(array, shard)
+            own = [(location, target) for location, target in tensors if location.layer % replicas == replica]
             yield from _of_shard(kind, shard, list(_matrices(own, shard.index, array.shape, lora.rank)))
 
 
@@ -56,9 +56,9 @@ def read(
     shapes, by_array = adapters.shapes(config, padded_rank), _by_array(lora, config, stored)
 
     def array(module: str, side: int) -> Jax:
-        place = Place(module, side, 0)
-        shape, tensors = place.leaf_of(shapes).shape, by_array.get((module, side), ())
-        return put_parts(shape, layout, place.leaf_of(specs), partial(_filled, tensors, shape, lora.rank))
+        location = Location(module, side, 0)
+        shape, tensors = location.leaf_of(shapes).shape, by_array.get((module, side), ())
+        return put_parts(shape, layout, location.leaf_of(specs), partial(_filled, tensors, shape, lora.rank))
 
     layers = {module: (array(module, 0), array(module, 1)) for module in shapes["layers"]}
     return {"layers": layers, "head": (array("head", 0), array("head", 1))}
@@ -68,13 +68,13 @@ def _by_array(
     lora: LoraConfig, config: ModelConfig, stored: Mapping[str, StoredTensor]
 ) -> Mapping[tuple[str, int], _Tensors]:
     """Group tensors by the module and side of the array that holds them."""
-    found: dict[tuple[str, int], list[tuple[Place, StoredTensor]]] = {}
-    for name, place in adapters.places(lora, config).items():
-        found.setdefault((place.module, place.side), []).append((place, stored[name]))
+    found: dict[tuple[str, int], list[tuple[Location, StoredTensor]]] = {}
+    for name, location in adapters.locations(lora, config).items():
+        found.setdefault((location.module, location.side), []).append((location, stored[name]))
     return found
 
 
-def _turn(array: Jax, shard: Jax) -> tuple[int, int]:
+def _replica(array: Jax, shard: Jax) -> tuple[int, int]:
     """Return which of the devices with the same part this one is, and how many they are."""
     found = array.sharding.devices_indices_map(array.shape).items()
     same = sorted(device.id for device, index in found if index == shard.index)
@@ -94,7 +94,7 @@ def _of_shard(kind: Kind, shard: Jax, matrices: Sequence["_Matrix"]) -> Iterator
             start=matrix.start + rows.start,
             columns=matrix.columns,
             num_bytes=(rows.stop - rows.start) * matrix.num_columns * _ITEM,
-            read=partial(on_host.read, matrix.place(rows)),
+            read=partial(on_host.read, matrix.indices(rows)),
         )
 
 
@@ -107,11 +107,11 @@ class _OnHost:
         self._copy: Array | None = None
         self._lock = threading.Lock()
 
-    def read(self, place: tuple[Jax, ...]) -> FloatArray:
+    def read(self, index: tuple[Jax, ...]) -> FloatArray:
         with self._lock:
             if self._copy is None:
                 self._copy = _copied(self._shard)
-            values: FloatArray = np.ascontiguousarray(self._copy[place].T)
+            values: FloatArray = np.ascontiguousarray(self._copy[index].T)
             self._left -= 1
             if self._left == 0:
                 self._shard = self._copy = None
@@ -134,7 +134,7 @@ def _filled(tensors: _Tensors, shape: tuple[int, ...], rank: int, index: Index) 
         columns = slice(None) if matrix.columns is None else slice(*matrix.columns)
         for rows in matrix.pieces():
             found = matrix.target.load_rows(matrix.start + rows.start, matrix.start + rows.stop)
-            part[matrix.place(rows)] = found[:, columns].T
+            part[matrix.indices(rows)] = found[:, columns].T
     return part
 
 
@@ -161,17 +161,17 @@ class _Matrix(NamedTuple):
         for start in range(0, self.num_rows, height):
             yield slice(start, min(start + height, self.num_rows))
 
-    def place(self, rows: slice) -> tuple[Jax, ...]:
+    def indices(self, rows: slice) -> tuple[Jax, ...]:
         """Return where these rows lie in the shard, transposed."""
         return (*self.outer, self.inner, rows)
 
 
 def _matrices(tensors: _Tensors, index: Index, shape: tuple[int, ...], rank: int) -> Iterator[_Matrix]:
     *outer, rows, columns = bounds(index, shape)
-    for place, tensor in tensors:
-        layer = () if place.module == "head" else (place.layer,)
+    for location, tensor in tensors:
+        layer = () if location.module == "head" else (location.layer,)
         for at, target in _of_experts(tensor, outer[1:]):
-            if place.side == 0:
+            if location.side == 0:
                 inputs = (rows.start, rows.stop)
                 own = None if inputs == (0, shape[-2]) else inputs
                 yield _Matrix(target, (*layer, *at), slice(0, rows.stop - rows.start), 0, rank, own)

@@ -1,4 +1,4 @@
-"""Who is in the present step, and whose fault a failed one is: those who were in it are tried one by one, at its place.
+"""Who is in the present step, and whose fault a failed one is: its members are tried one by one, at its position.
 
 Whoever must draw its tokens anew shares steps up to there: they had gone well. A step is a dispatch, or what the host
 prepares for it, of one request or of several at a time.
@@ -14,22 +14,22 @@ class Suspects:
 
     def __init__(self) -> None:
         self.involved: Sequence[Request] = ()  # in the present step
-        self._places: dict[Draw, set[int]] = {}
+        self._positions: dict[Draw, set[int]] = {}
 
     def add(self, draws: Iterable[Draw]) -> None:
         for draw in draws:
-            self._places.setdefault(draw, set()).add(len(draw.tokens))
+            self._positions.setdefault(draw, set()).add(len(draw.tokens))
 
     def groups(self, requests: Iterable[Request]) -> list[list[Request]]:
-        """Return which requests may share a step: each that is at a place of failure alone, then all others together.
+        """Return which requests may share a step: those at a position of failure alone, then all others together.
 
         In this order, nobody who is alone waits behind a load that does not end.
         """
-        if not self._places:
+        if not self._positions:
             together = list(dict.fromkeys(requests))
             return [together] if together else []
         self._drop_cleared()
-        suspected = {draw.request for draw, places in self._places.items() if len(draw.tokens) in places}
+        suspected = {draw.request for draw, positions in self._positions.items() if len(draw.tokens) in positions}
         shared: list[Request] = []
         alone: list[list[Request]] = []
         for request in dict.fromkeys(requests):
@@ -40,11 +40,11 @@ class Suspects:
         return [*alone, shared] if shared else alone
 
     def _drop_cleared(self) -> None:
-        """Forget those that are past all their places, and those that have ended."""
+        """Forget those that are past all their positions, and those that have ended."""
         cleared = [
             draw
-            for draw, places in self._places.items()
-            if len(draw.tokens) > max(places) or draw.stop_reason is not None or draw.request.cancelled
+            for draw, positions in self._positions.items()
+            if len(draw.tokens) > max(positions) or draw.stop_reason is not None or draw.request.cancelled
         ]
         for draw in cleared:
-            del self._places[draw]
+            del self._positions[draw]

@@ -280,7 +280,7 @@ class TrainPrograms:
             return shapes
         placed = self.layout.placed_tree(specs)
         return jax.tree.map(
-            lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes, placed
+            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, placed
         )
 
     def _program(self, key: Jax, run: Jax, shapes: Callable[[], tuple[Jax, ...]], out: Callable[[], Jax]) -> Program:

@@ -19,16 +19,16 @@ from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, ro
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import (
     Lora,
-    Places,
+    PositionEncoding,
     activated,
     by_scale,
     by_tile,
+    encoded_positions,
     gated,
     kept,
     lora_delta,
     normed,
     only_kept,
-    places_in_stream,
     plus_bias,
     rms_norm,
     rope,
@@ -67,7 +67,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     forward pass. Without it, what takes little time to compute again is not kept either: on a CPU, writing it to memory
     and reading it takes longer.
     """
-    where = places_in_stream(positions_T, config)
+    where = encoded_positions(positions_T, config)
     config = config.divided(axes.tensor)
     layers, experts = take_apart(base["layers"], axes)
     layers = with_kinds(layers, config)
@@ -161,10 +161,10 @@ def _attention_block(
     sums: Jax,
     tiles: Tiles,
     axes: Axes,
-    where: tuple[Places, Jax],
+    where: tuple[PositionEncoding, Jax],
 ) -> Jax:
-    places, first_n = where
-    (cos, sin), window = places.for_kind(weights.get("kind"))
+    encoding, first_n = where
+    (cos, sin), window = encoding.for_kind(weights.get("kind"))
     h_TH = axes.enter_tensor(normed(x_TH, weights, "input_norm", config))
     deltas = lora_delta(h_TH, lora_of(("q", "k", "v"), adapter, sums), tiles, axes, "outputs")
     projected = split_qkv(plus_bias(h_TH @ axes.whole(weights["qkv"], 0), weights, "qkv_bias"), deltas, config)

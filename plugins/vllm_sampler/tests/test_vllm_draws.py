@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinsmith_vllm.draws import draw, places
+from tinsmith_vllm.draws import draw, quantiles
 
 VOCAB = 1000
 
@@ -25,7 +25,7 @@ class _Launches(TorchDispatchMode):
 
 
 def launches(rows: int) -> int:
-    given, seeds = logits(rows), places(range(rows), [0] * rows)
+    given, seeds = logits(rows), quantiles(range(rows), [0] * rows)
     with _Launches() as counted:
         draw(given, seeds)
     return counted.number
@@ -40,7 +40,7 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
     row = logits(1)[0]
     likely = row.softmax(-1).double().numpy()
     number = 20_000
-    drawn = draw(row.expand(number, -1), places([7] * number, range(number))).numpy()
+    drawn = draw(row.expand(number, -1), quantiles([7] * number, range(number))).numpy()
     group = np.arange(VOCAB) % 8
     expected = number * np.bincount(group, likely, 8)
     found = np.bincount(group[drawn], minlength=8)
@@ -49,40 +49,40 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
 
 def test_a_row_is_drawn_alike_alone_and_in_company() -> None:
     rows, seeds, positions = logits(64), list(range(64)), [5] * 64
-    together = draw(rows, places(seeds, positions))
-    alone = [draw(rows[n : n + 1], places(seeds[n : n + 1], [5])) for n in range(64)]
+    together = draw(rows, quantiles(seeds, positions))
+    alone = [draw(rows[n : n + 1], quantiles(seeds[n : n + 1], [5])) for n in range(64)]
     assert torch.equal(together, torch.cat(alone))
 
 
 def test_seeds_and_positions_give_numbers_of_their_own() -> None:
     seeds, positions = np.meshgrid(np.arange(100), np.arange(100))
-    found = places(seeds.ravel(), positions.ravel())
+    found = quantiles(seeds.ravel(), positions.ravel())
     assert len(np.unique(found)) == 10_000
     assert 0 <= found.min() < 0.001
     assert 0.999 < found.max() < 1
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.03
 
 
-@pytest.mark.parametrize("place", [0.0, 1 - 2**-52])
-def test_an_excluded_token_is_never_drawn(place: float) -> None:
+@pytest.mark.parametrize("quantile", [0.0, 1 - 2**-52])
+def test_an_excluded_token_is_never_drawn(quantile: float) -> None:
     """At both ends of the distribution, where rounding would show."""
     rows = torch.full((1, VOCAB), -torch.inf)
     rows[0, 400:600] = 0.0
-    (token,) = draw(rows, np.array([place])).tolist()
-    assert token == (400 if place == 0.0 else 599)
+    (token,) = draw(rows, np.array([quantile])).tolist()
+    assert token == (400 if quantile == 0.0 else 599)
 
 
 def test_a_token_that_is_sure_is_drawn() -> None:
     rows = torch.full((3, VOCAB), -torch.inf)
     rows[:, 123] = 2.0
-    assert draw(rows, places([1, 2, 3], [0, 0, 0])).tolist() == [123] * 3
+    assert draw(rows, quantiles([1, 2, 3], [0, 0, 0])).tolist() == [123] * 3
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_rows_that_are_not_finite_get_a_token_and_change_no_other_row(number: float) -> None:
     """An index beyond the vocabulary would end the process at the next step."""
     logits_RV = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    where = places([1, 2, 3], [0, 0, 0])
+    where = quantiles([1, 2, 3], [0, 0, 0])
     expected = draw(logits_RV, where).tolist()
     logits_RV[1] = number
     tokens = draw(logits_RV, where).tolist()

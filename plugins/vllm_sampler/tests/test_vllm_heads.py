@@ -13,7 +13,7 @@ WITHOUT_HEAD = 13
 
 
 def make(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Heads:
-    return Heads(places=4, hidden=HIDDEN, vocabulary=VOCABULARY, rank=RANK, dtype=dtype, device=torch.device(device))
+    return Heads(slots=4, hidden=HIDDEN, vocabulary=VOCABULARY, rank=RANK, dtype=dtype, device=torch.device(device))
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -29,8 +29,8 @@ def adapter(adapter_id: int, scale: float = 1.5) -> HeadAdapter:
 
 def filled(order: list[int], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Heads:
     made = make(dtype, device)
-    for place, adapter_id in enumerate(order):
-        made.put(place, adapter_id, None if adapter_id == WITHOUT_HEAD else adapter(adapter_id))
+    for slot, adapter_id in enumerate(order):
+        made.put(slot, adapter_id, None if adapter_id == WITHOUT_HEAD else adapter(adapter_id))
     return made
 
 
@@ -64,7 +64,7 @@ def test_each_row_gets_its_own(device: str, dtype: torch.dtype, atol: float, mon
         np.testing.assert_allclose(found[row].double(), expected, atol=atol, rtol=0)
 
 
-def test_no_row_depends_on_the_others_nor_on_places() -> None:
+def test_no_row_depends_on_the_others_nor_on_slots() -> None:
     hidden, logits = random(len(ROWS), HIDDEN), random(len(ROWS), VOCABULARY)
     together = added(filled([9, WITHOUT_HEAD, 7, 11]), ROWS, hidden, logits)
     for row, adapter_id in enumerate(ROWS):

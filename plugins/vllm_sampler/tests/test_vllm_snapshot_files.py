@@ -25,10 +25,10 @@ from tinsmith.huggingface import StoredTensors
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing import assert_same_arrays
 from tinsmith_vllm.adapters import AdapterFiles
-from tinsmith_vllm.line import Line
 from tinsmith_vllm.memory import AdapterMemory
 from tinsmith_vllm.messages import CONFIG, Generate
 from tinsmith_vllm.weights import weights_of
+from tinsmith_vllm.weights_queue import WeightsQueue
 
 EXPERTS, INNER, HIDDEN, RANK = 6, 96, 64, 3
 
@@ -82,8 +82,8 @@ def test_what_is_merged_is_what_the_command_merges(
     tiny_models: dict[str, Path], tmp_path: Path, store: AdapterMemory | AdapterFiles
 ) -> None:
     snapshot, base = expert_adapter(), tiny_models["qwen3_moe"]
-    _, place = store.write_changes(snapshot, shapes(base))
-    found = dict(weights_of(base_of(base), place))
+    _, source = store.write_changes(snapshot, shapes(base))
+    found = dict(weights_of(base_of(base), source))
     write_checkpoint(
         tmp_path, "run/weights/x", kind="sampler", base_model=str(base), user_metadata={}, overwrite=False,
         created_at=datetime(2026, 1, 31, tzinfo=UTC),
@@ -209,28 +209,28 @@ def request(number: int, adapter_id: int) -> Generate:
     )  # fmt: skip
 
 
-def chosen(line: Line, *, idle: bool) -> list[int]:
-    return [each.request_id for each in line.next(idle=idle)]
+def chosen(queue: WeightsQueue, *, idle: bool) -> list[int]:
+    return [each.request_id for each in queue.next(idle=idle)]
 
 
 def test_snapshots_take_turns() -> None:
-    line = Line()
+    queue = WeightsQueue()
     for number, adapter_id in enumerate([7, 0, 7, 8]):
-        line.add(request(number, adapter_id))
-    assert line.num_sequences == 8
-    assert chosen(line, idle=False) == [], "the running batch has the weights of the base model"
-    assert chosen(line, idle=True) == [0, 2], "all who wait for the same weights start together"
-    line.loaded = 7
-    line.add(request(4, 7))
-    assert chosen(line, idle=False) == [], "nobody joins while others wait, so the batch drains"
-    assert chosen(line, idle=True) == [1]
-    line.loaded = 0
-    line.add(request(5, 0))
-    line.remove(3)
-    assert chosen(line, idle=True) == [4]
-    line.loaded = 7
-    assert chosen(line, idle=True) == [5]
-    line.loaded = 0
-    line.add(request(6, 0))
-    assert chosen(line, idle=False) == [6], "without others, requests join"
-    assert len(line) == 0
+        queue.add(request(number, adapter_id))
+    assert queue.num_sequences == 8
+    assert chosen(queue, idle=False) == [], "the running batch has the weights of the base model"
+    assert chosen(queue, idle=True) == [0, 2], "all who wait for the same weights start together"
+    queue.loaded = 7
+    queue.add(request(4, 7))
+    assert chosen(queue, idle=False) == [], "nobody joins while others wait, so the batch drains"
+    assert chosen(queue, idle=True) == [1]
+    queue.loaded = 0
+    queue.add(request(5, 0))
+    queue.remove(3)
+    assert chosen(queue, idle=True) == [4]
+    queue.loaded = 7
+    assert chosen(queue, idle=True) == [5]
+    queue.loaded = 0
+    queue.add(request(6, 0))
+    assert chosen(queue, idle=False) == [6], "without others, requests join"
+    assert len(queue) == 0

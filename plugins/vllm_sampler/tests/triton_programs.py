@@ -14,17 +14,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tinsmith_vllm import fused_draws
-from tinsmith_vllm.draws import draw, places
+from tinsmith_vllm.draws import draw, quantiles
 from tinsmith_vllm.token_weights import weights_of
 
 VOCAB = 2 * fused_draws.BLOCK + 800  # the last block is not full
-TYPES = {"logits": "*fp32", "largest": "*fp32", "sums": "*i64", "places": "*fp64", "tokens": "*i64"}
+TYPES = {"logits": "*fp32", "largest": "*fp32", "sums": "*i64", "quantiles": "*fp64", "tokens": "*i64"}
 
 
 def interpret() -> object:
     """Return the tokens and the weights of torch's operations, and those of the kernels."""
     logits = 3 * torch.randn(24, VOCAB + 16, generator=torch.Generator().manual_seed(3))[:, :VOCAB]
-    where = places(range(24), [5] * 24)
+    where = quantiles(range(24), [5] * 24)
     for row, number in enumerate([torch.nan, torch.inf, -torch.inf]):
         logits[row, 4321] = number
     logits[3] = -torch.inf

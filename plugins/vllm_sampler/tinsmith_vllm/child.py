@@ -18,7 +18,6 @@ import numpy as np
 
 from tinsmith_vllm import compat
 from tinsmith_vllm.channel import Channel
-from tinsmith_vllm.line import Line
 from tinsmith_vllm.messages import (
     QUESTION,
     SEED,
@@ -42,6 +41,7 @@ from tinsmith_vllm.messages import (
     Unload,
     Unstartable,
 )
+from tinsmith_vllm.weights_queue import WeightsQueue
 
 _BEAT_S: Final = 2.0
 _POLL_S: Final = 0.005  # while only adapters are being read
@@ -65,7 +65,7 @@ def main() -> None:
         raise
     if start.routed_experts:
         engine.collective_rpc("tinsmith_keep_experts")
-    EngineLoop(engine, channel, inbox, Line() if merges else None, routed_experts=start.routed_experts).run()
+    EngineLoop(engine, channel, inbox, WeightsQueue() if merges else None, routed_experts=start.routed_experts).run()
 
 
 def _read(channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
@@ -114,7 +114,7 @@ def _engine(start: Start, channel: Channel[ToVllm]) -> tuple[Any, bool]:
 class EngineLoop:
     """Runs the engine. Requests join the running batch between two steps.
 
-    With a line, vLLM has the weights of one snapshot at a time, and requests for others wait in it.
+    With `waiting`, vLLM has the weights of one snapshot at a time, and requests for others wait there.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class EngineLoop:
         engine: Any,
         channel: Channel[ToVllm],
         inbox: "queue.SimpleQueue[ToVllm]",
-        line: Line | None,
+        waiting: WeightsQueue | None,
         *,
         routed_experts: bool,
     ) -> None:
         self._engine = engine
         self._channel = channel
         self._inbox = inbox
-        self._line = line
+        self._waiting = waiting
         self._routed_experts = routed_experts
         self._routed: dict[str, int] = {}  # of running sequences: tokens whose experts were sent
         self._adapters: dict[int, Load] = {}
@@ -151,7 +151,7 @@ class EngineLoop:
 
     def _take_messages(self) -> None:
         """Handle all messages that have arrived. Wait for one if there is nothing else to do."""
-        if not self._engine.has_unfinished_requests() and self._inbox.empty() and not self._line:
+        if not self._engine.has_unfinished_requests() and self._inbox.empty() and not self._waiting:
             try:
                 self._handle(self._inbox.get(timeout=_POLL_S if self._reading else None))
             except queue.Empty:
@@ -161,8 +161,8 @@ class EngineLoop:
 
     def _handle(self, message: ToVllm) -> None:
         match message:
-            case Generate() if self._line is not None:
-                self._line.add(message)
+            case Generate() if self._waiting is not None:
+                self._waiting.add(message)
             case Generate():
                 self._generate(message)
             case Abort():
@@ -173,7 +173,7 @@ class EngineLoop:
                 self._unload(message)
             case Count():
                 number = int(self._engine.get_num_unfinished_requests())
-                number += 0 if self._line is None else self._line.num_sequences
+                number += 0 if self._waiting is None else self._waiting.num_sequences
                 self._channel.send(Counted(request_id=message.request_id, num_sequences=number))
             case Rest():
                 self._rest(asleep=message.asleep)
@@ -189,7 +189,7 @@ class EngineLoop:
 
     def _unload(self, message: Unload) -> None:
         self._adapters.pop(message.adapter_id, None)
-        if self._line is None:
+        if self._waiting is None:
             self._engine.remove_lora(message.adapter_id)
 
     def _rest(self, *, asleep: bool) -> None:
@@ -212,13 +212,13 @@ class EngineLoop:
             raise RuntimeError(msg)
 
     def _admit(self) -> None:
-        """Start what waits in the line and may start now, after loading its weights if need be."""
-        if self._line is None:
+        """Start what waits in the queue and may start now, after loading its weights if need be."""
+        if self._waiting is None:
             return
-        requests = self._line.next(idle=not self._engine.has_unfinished_requests())
-        if requests and requests[0].adapter_id != self._line.loaded:
+        requests = self._waiting.next(idle=not self._engine.has_unfinished_requests())
+        if requests and requests[0].adapter_id != self._waiting.loaded:
             self._load_weights(requests[0].adapter_id)
-            self._line.loaded = requests[0].adapter_id
+            self._waiting.loaded = requests[0].adapter_id
         for request in requests:
             self._generate(request)
 
@@ -258,7 +258,7 @@ class EngineLoop:
             self._asked.add(message.request_id)
 
     def _adapter(self, message: Generate) -> dict[str, Any]:
-        if self._line is not None or not message.adapter_id:
+        if self._waiting is not None or not message.adapter_id:
             return {}
         found = self._adapters[message.adapter_id]
         return {"lora_request": compat.lora_request(found.adapter_id, found.name, found.path)}
@@ -282,8 +282,8 @@ class EngineLoop:
         )
 
     def _abort(self, message: Abort) -> None:
-        if self._line is not None:
-            self._line.remove(message.request_id)
+        if self._waiting is not None:
+            self._waiting.remove(message.request_id)
         names = [f"{message.request_id}.{index}" for index in message.indices]
         running = [name for name in names if self._requests.pop(name, None) is not None]
         for name in running:

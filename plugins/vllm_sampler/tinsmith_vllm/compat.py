@@ -272,7 +272,7 @@ def rows_of(runner: Any_, number: int) -> list[tuple[Mapping[str, Any], int]]:
 def replace_prompt_scoring(runner: Any_, score: Callable[[Any_, Mapping[str, int]], dict[str, None]]) -> None:
     """Call `score(hidden_states, num_scheduled_tokens)` after each step with the rows that the step computed."""
     _require(runner, "_get_prompt_logprobs_dict", "num_prompt_logprobs", "requests", "input_batch", "query_start_loc")
-    runner._get_prompt_logprobs_dict = score  # noqa: SLF001 - there is no public place for it
+    runner._get_prompt_logprobs_dict = score  # noqa: SLF001 - vLLM has no public hook for it
 
 
 def capture_experts(runner: Any_) -> Any_:
@@ -304,13 +304,13 @@ def num_slots(runner: Any_) -> int:
 
 
 def slots_of_step(runner: Any_, num_rows: int) -> Any_:
-    """Return the places in the cache of the rows of the last step."""
+    """Return the positions in the cache of the rows of the last step."""
     _require(runner, "input_batch")
     return runner.input_batch.block_table[0].slot_mapping.gpu[:num_rows].cpu()
 
 
 def slots_of(runner: Any_, name: str, first: int, last: int) -> Any_:
-    """Return the places in the cache of a sequence's tokens, until the step after its end. `name`: see SEQUENCE."""
+    """Return the positions in the cache of a sequence's tokens, until the step after its end. `name`: see SEQUENCE."""
     from torch import arange, tensor
 
     blocks = next(tensor(each.block_ids[0]) for each in runner.requests.values() if _name_of(each) == name)
@@ -372,7 +372,7 @@ def add_to_logits(model: Any_, add: Callable[[Any_, Any_], None]) -> bool:
         return False
     (processor,) = processors
     _require(processor, "_get_logits")
-    product = processor._get_logits  # noqa: SLF001 - there is no public place for it
+    product = processor._get_logits  # noqa: SLF001 - vLLM has no public hook for it
 
     def product_and_more(hidden_states: Any_, *others: Any_) -> Any_:
         logits = product(hidden_states, *others)
@@ -388,7 +388,7 @@ def head_sizes(runner: Any_) -> dict[str, Any_]:
     """Return what `Heads` are made for."""
     config, lora = runner.model_config, runner.lora_config
     return {
-        "places": int(lora.max_loras),
+        "slots": int(lora.max_loras),
         "hidden": int(config.get_hidden_size()),
         "vocabulary": int(config.get_vocab_size()),
         "rank": int(lora.max_lora_rank),
@@ -402,10 +402,10 @@ def adapters_of_rows(runner: Any_, number: int) -> Any_:
     return runner.input_batch.request_lora_mapping[:number]
 
 
-def watch_places(runner: Any_, put: Callable[[int, int, Any_], None]) -> None:
-    """Call `put(place, adapter_id, head)` when an adapter gets one of the places on the device. `head`: see HEAD_OF."""
+def watch_slots(runner: Any_, put: Callable[[int, int, Any_], None]) -> None:
+    """Call `put(slot, adapter_id, head)` when an adapter gets one of the slots on the device. `head`: see HEAD_OF."""
     _require(runner, "lora_manager")
-    manager = runner.lora_manager._adapter_manager  # noqa: SLF001 - there is no public place for it
+    manager = runner.lora_manager._adapter_manager  # noqa: SLF001 - vLLM has no public hook for it
     _require(manager, "activate_adapter", "lora_index_to_id", "get_adapter")
     activate = manager.activate_adapter
 

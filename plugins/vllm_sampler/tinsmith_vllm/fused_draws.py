@@ -2,7 +2,7 @@
 
 1. The largest logit of each block of a row.
 2. The sum of the weights of each block.
-3. For each row, the block in which its place lies, and the token in the block.
+3. For each row, the block in which its quantile lies, and the token in the block.
 
 Launched with `enable_fp_fusion` off: a product that is fused with an addition rounds otherwise than on the CPU. Array
 suffixes: R = rows, N = blocks of a row.
@@ -28,14 +28,14 @@ _P0, _P1, _P2, _P3, _P4, _P5, _P6 = map(tl.constexpr, POWERS)
 _INF = tl.constexpr(float("inf"))
 
 
-def fused_draw(logits_RV: torch.Tensor, places_R: torch.Tensor) -> torch.Tensor:
-    """See `draws.draw`. `places_R` is float64, and on the same device."""
+def fused_draw(logits_RV: torch.Tensor, quantiles_R: torch.Tensor) -> torch.Tensor:
+    """See `draws.draw`. `quantiles_R` is float64, and on the same device."""
     if logits_RV.stride(-1) != 1:
         logits_RV = logits_RV.contiguous()
     largest_RN, sums_RN = sums(logits_RV)
     rows = len(logits_RV)
     tokens_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    tokens_of_rows[rows,](logits_RV, largest_RN, sums_RN, places_R, tokens_R, *_sizes(logits_RV), **OPTIONS)
+    tokens_of_rows[rows,](logits_RV, largest_RN, sums_RN, quantiles_R, tokens_R, *_sizes(logits_RV), **OPTIONS)
     return tokens_R
 
 
@@ -75,12 +75,12 @@ def sums_of_blocks(logits, largest, sums, stride, vocabulary, blocks, BLOCK: tl.
 
 @triton.jit
 def tokens_of_rows(  # noqa: PLR0913 - a kernel's
-    logits, largest, sums, places, tokens, stride, vocabulary, blocks, BLOCK: tl.constexpr, ALL: tl.constexpr
+    logits, largest, sums, quantiles, tokens, stride, vocabulary, blocks, BLOCK: tl.constexpr, ALL: tl.constexpr
 ):
     row = tl.program_id(0)
     index = tl.arange(0, ALL)
     of_block = tl.load(sums + row * blocks + index, mask=index < blocks, other=0)
-    wanted = tl.floor(tl.load(places + row) * tl.sum(of_block).to(tl.float64)).to(tl.int64)
+    wanted = tl.floor(tl.load(quantiles + row) * tl.sum(of_block).to(tl.float64)).to(tl.int64)
     ends = tl.cumsum(of_block)
     block = tl.minimum(tl.sum((ends <= wanted).to(tl.int32)), blocks - 1)  # all of them, if nothing has a weight
     before = tl.sum(tl.where(index < block, of_block, 0))

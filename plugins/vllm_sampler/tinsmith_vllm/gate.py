@@ -36,15 +36,15 @@ class Gate:
 
     async def _wait(self, queue: deque[asyncio.Future[None]]) -> None:
         """Return inside: `_let_in` has counted this one already."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(waiter)
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if not waiter.cancelled():
                 self._leave()  # it was let in just before
-            elif turn in queue:
-                queue.remove(turn)
+            elif waiter in queue:
+                queue.remove(waiter)
                 self._let_in()
             raise
 
@@ -68,7 +68,7 @@ class Gate:
                 self._alone.popleft().set_result(None)
             return
         while self._sharing:
-            turn = self._sharing.popleft()
-            if not turn.cancelled():
+            waiter = self._sharing.popleft()
+            if not waiter.cancelled():
                 self._enter(alone=False)
-                turn.set_result(None)
+                waiter.set_result(None)

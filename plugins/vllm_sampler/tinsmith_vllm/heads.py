@@ -21,7 +21,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class HeadAdapter:
-    """The head's part of an adapter: `scale` B A. On the host, or in a place of `Heads`."""
+    """The head's part of an adapter: `scale` B A. On the host, or in a slot of `Heads`."""
 
     A_rH: torch.Tensor
     B_Vr: torch.Tensor
@@ -29,26 +29,26 @@ class HeadAdapter:
 
 
 class Heads:
-    """The places on the device for adapters of the head: one for each adapter that is applied at a time.
+    """The slots on the device for adapters of the head: one for each adapter that is applied at a time.
 
     On a CPU, each row is computed alone, so that its bits depend on no other row. Elsewhere, the rows of an adapter are
     computed together: a kernel for each row would take longer than the rest of the step.
     """
 
     def __init__(
-        self, *, places: int, hidden: int, vocabulary: int, rank: int, dtype: torch.dtype, device: torch.device
+        self, *, slots: int, hidden: int, vocabulary: int, rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._hidden, self._vocabulary, self._rank = hidden, vocabulary, rank
         self._add = _add_alone if device.type == "cpu" else _add_together
         # each with memory of its own: where it begins could change the bits of a product
-        self._places = [
+        self._slots = [
             (
                 torch.empty(rank * hidden, dtype=torch.float32, device=device),
                 torch.empty(vocabulary * rank, dtype=dtype, device=device),
             )
-            for _ in range(places)
+            for _ in range(slots)
         ]
-        self._ids: list[int | None] = [None] * places
+        self._ids: list[int | None] = [None] * slots
         self._heads: dict[int, HeadAdapter] = {}
         self._scored: int | None = None
 
@@ -70,16 +70,16 @@ class Heads:
             raise ValueError(msg)
         return HeadAdapter(A_rH, B_Vr, scale)
 
-    def put(self, place: int, adapter_id: int, head: HeadAdapter | None) -> None:
-        """Give a place to an adapter, which may have no part for the head."""
-        if (last := self._ids[place]) is not None:
+    def put(self, slot: int, adapter_id: int, head: HeadAdapter | None) -> None:
+        """Give a slot to an adapter, which may have no part for the head."""
+        if (last := self._ids[slot]) is not None:
             self._heads.pop(last, None)
-        self._ids[place] = adapter_id
+        self._ids[slot] = adapter_id
         if head is None:
             return
         A_rH, B_Vr = (
             room[: given.numel()].view(given.shape).copy_(given)
-            for room, given in zip(self._places[place], (head.A_rH, head.B_Vr), strict=True)
+            for room, given in zip(self._slots[slot], (head.A_rH, head.B_Vr), strict=True)
         )
         self._heads[adapter_id] = HeadAdapter(A_rH, B_Vr, head.scale)
 

@@ -9,25 +9,25 @@ WORTH: Final = 16  # sequences: a replica that began a prompt may have so many m
 _TOKENS: Final = 64  # of a prompt, by which it is known; vLLM caches in blocks of 16
 _MOST: Final = 4096
 
-Place = TypeVar("Place")
+Location = TypeVar("Location")
 Key = tuple[int, str, bytes]
 
 
-class Prefixes(Generic[Place]):
+class Prefixes(Generic[Location]):
     """Remembers who has read which beginning of a prompt, with which adapter, for whom. The oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[Key, Place] = OrderedDict()
+        self._locations: OrderedDict[Key, Location] = OrderedDict()
 
-    def place_of(self, op: Sample, adapter_id: int) -> Place | None:
-        return self._places.get(_key(op, adapter_id))
+    def location_of(self, op: Sample, adapter_id: int) -> Location | None:
+        return self._locations.get(_key(op, adapter_id))
 
-    def remember(self, op: Sample, adapter_id: int, place: Place) -> None:
+    def remember(self, op: Sample, adapter_id: int, location: Location) -> None:
         key = _key(op, adapter_id)
-        self._places[key] = place
-        self._places.move_to_end(key)
-        while len(self._places) > _MOST:
-            self._places.popitem(last=False)
+        self._locations[key] = location
+        self._locations.move_to_end(key)
+        while len(self._locations) > _MOST:
+            self._locations.popitem(last=False)
 
 
 def _key(op: Sample, adapter_id: int) -> Key:

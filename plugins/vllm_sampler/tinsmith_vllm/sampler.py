@@ -62,7 +62,7 @@ class VllmSampler(SamplingBackend):
     """Ready once constructed. A replica that dies is restarted, and its samples are drawn again.
 
     Replicas that merge have the weights of one snapshot at a time; the vLLM process takes turns among those that are
-    asked for (`line.py`). The others apply adapters.
+    asked for (`weights_queue.py`). The others apply adapters.
     """
 
     def __init__(self, config: VllmConfig, context: BackendContext) -> None:
@@ -371,7 +371,7 @@ class VllmSampler(SamplingBackend):
         if (own := ends.own) is not None and own.deaths_in_a_row < REPEATEDLY and not own.is_gone:
             return own
         merges = self._ready.merges or replicas is self._full_replicas
-        known = self._prefixes.place_of(op, adapter_id)
+        known = self._prefixes.location_of(op, adapter_id)
 
         def cost(each: Replica) -> tuple[bool, bool, bool, bool, int, int]:
             busy = each.num_sequences.total()

@@ -18,23 +18,23 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-def weights_of(base: Weights, place: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+def weights_of(base: Weights, source: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all weights: those of the base model, changed by an adapter; or a full model's own.
 
-    `place` is a directory, or an adapter's memory.
+    `source` is a directory, or an adapter's memory.
 
     An adapter of the head of a tied model adds `lm_head.weight`, which the base model does not have.
     """
-    if place is None:
+    if source is None:
         yield from base
-    elif not place.is_dir():
-        with safe_open(place, framework="pt") as adapter:
+    elif not source.is_dir():
+        with safe_open(source, framework="pt") as adapter:
             yield from _merged(base, adapter, json.loads(adapter.metadata()[CHANGES]))
-    elif (place / CHANGES).exists():
-        with safe_open(place / ADAPTER, framework="pt") as adapter:
-            yield from _merged(base, adapter, json.loads((place / CHANGES).read_text(encoding="utf-8")))
+    elif (source / CHANGES).exists():
+        with safe_open(source / ADAPTER, framework="pt") as adapter:
+            yield from _merged(base, adapter, json.loads((source / CHANGES).read_text(encoding="utf-8")))
     else:
-        for file in sorted(place.glob("*.safetensors")):
+        for file in sorted(source.glob("*.safetensors")):
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118 - no mapping
                     yield name, stored.get_tensor(name)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tinsmith_vllm import compat
-from tinsmith_vllm.draws import draw, places
+from tinsmith_vllm.draws import draw, quantiles
 from tinsmith_vllm.heads import Heads
 from tinsmith_vllm.messages import QUESTION, SEED
 from tinsmith_vllm.weights import HEAD, weights_of
@@ -29,7 +29,7 @@ def _make_heads(runner: Any, model: Any) -> None:
         model, lambda logits, hidden: heads.add(logits, hidden, compat.adapters_of_rows(runner, len(hidden)))
     ):
         runner.tinsmith_heads = heads
-        compat.watch_places(runner, heads.put)
+        compat.watch_slots(runner, heads.put)
 
 
 # vLLM imports this module in each worker before it loads the model and makes the cache
@@ -53,7 +53,7 @@ class TinsmithWorker:
         compat.replace_drawing(runner, lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32), self._draw)
         compat.replace_prompt_scoring(runner, self.tinsmith_scorer.score)
         # kernels are compiled now: what fails then ends the start, and not a tenant's first sample
-        draw(compat.blank_logits(runner), places([0], [0]))
+        draw(compat.blank_logits(runner), quantiles([0], [0]))
         if runner.lora_config is not None:
             compat.leave_base_rows_alone()
             self.tinsmith_adapters = PreparedAdapters(runner.lora_config.max_cpu_loras)
@@ -86,7 +86,7 @@ class TinsmithWorker:
 
     def _draw(self, logits_RV: torch.Tensor) -> torch.Tensor:
         rows = compat.rows_of(self.model_runner, len(logits_RV))
-        return draw(logits_RV, places([extra[SEED] for extra, _ in rows], [position for _, position in rows]))
+        return draw(logits_RV, quantiles([extra[SEED] for extra, _ in rows], [position for _, position in rows]))
 
     def tinsmith_scores(self, key: int) -> Scores | None:
         """Return the requested scores of a prompt, once. Return None on ranks without logits."""
@@ -119,7 +119,7 @@ def _no_head(tensors: Mapping[str, torch.Tensor], scale: float) -> None:
 
 
 class CachedExperts:
-    """The experts that computed each token whose keys and values are in the cache, in the same places.
+    """The experts that computed each token whose keys and values are in the cache, at the same positions.
 
     So what a sequence shares with others through the prefix cache has its experts as well.
     """

@@ -113,8 +113,8 @@ def _tile_kernel(which_ref: Jax, x_ref: Jax, matrix_ref: Jax, out_ref: Jax, *, t
 def _adapter_kernel(order_ref: Jax, bounds_ref: Jax, x_ref: Jax, y_ref: Jax, out_ref: Jax) -> None:
     adapter = pl.program_id(0)
 
-    def step(place: Jax, total: Jax) -> Jax:
-        tile = order_ref[place]
+    def step(number: Jax, total: Jax) -> Jax:
+        tile = order_ref[number]
         return total + _dot(x_ref[tile].T, y_ref[tile])
 
     first, end = bounds_ref[adapter], bounds_ref[adapter + 1]

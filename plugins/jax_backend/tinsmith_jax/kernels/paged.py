@@ -131,8 +131,8 @@ def _attend_kernel(  # noqa: PLR0913 - what a kernel reads and writes
         if masked:
             row, column = (lax.broadcasted_iota(jnp.int32, (rows, C), axis) for axis in (0, 1))
             scores = jnp.where(column <= start % C + row % T, scores, -jnp.inf)
-            place = lax.broadcasted_iota(jnp.int32, (C, D), 0)
-            v = jnp.where(place < start % C + T, v, jnp.zeros_like(v))
+            position = lax.broadcasted_iota(jnp.int32, (C, D), 0)
+            v = jnp.where(position < start % C + T, v, jnp.zeros_like(v))
         new_high = jnp.maximum(high, scores.max(axis=1))
         shrink = jnp.exp(high - new_high)
         p = jnp.exp(scores - new_high[:, None])

@@ -39,8 +39,8 @@ class RowAdapters(NamedTuple):
     def of(cls, which_R: Jax) -> "RowAdapters":
         which_R = _padded(which_R.astype(jnp.int32), {0: _rows(len(which_R))}, -1)
         which_bu = which_R.reshape(-1, _rows(len(which_R)))
-        place_u = jnp.arange(which_bu.shape[1])
-        first_bu = jnp.argmax(which_bu[:, :, None] == which_bu[:, None, :], axis=2) == place_u
+        index_u = jnp.arange(which_bu.shape[1])
+        first_bu = jnp.argmax(which_bu[:, :, None] == which_bu[:, None, :], axis=2) == index_u
         own_bu = first_bu & (which_bu >= 0)
         order_bu = jnp.argsort(~own_bu, axis=1, stable=True)
         number_b = own_bu.sum(axis=1).astype(jnp.int32)

@@ -87,12 +87,12 @@ def compiled(directory: Path, compiler: str) -> Path:
     if deaths or not _is_intact(library):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with Scratch("compiling-", directory) as scratch, ThreadPoolExecutor() as pool:
-            place = scratch.path
-            objects = {file: f"{place}/{file.stem}.o" for file in sources if file.suffix == ".cc"}
+            temporary = scratch.path
+            objects = {file: f"{temporary}/{file.stem}.o" for file in sources if file.suffix == ".cc"}
             calls = [[*call, "-c", str(file), "-o", made] for file, made in objects.items()]
-            list(pool.map(partial(_run, temporary=place), calls))
-            _run([*call, "-shared", *objects.values(), "-o", f"{place}/{library.name}"], temporary=place)
-            _put(place / library.name, library)
+            list(pool.map(partial(_run, temporary=temporary), calls))
+            _run([*call, "-shared", *objects.values(), "-o", f"{temporary}/{library.name}"], temporary=temporary)
+            _put(temporary / library.name, library)
     return library
 
 

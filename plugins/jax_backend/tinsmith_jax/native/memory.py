@@ -24,16 +24,16 @@ def take_with_use(array: jax.Array) -> None:
     _advise(begin, begin + array.nbytes, "MADV_DONTNEED")
 
 
-def give_back(array: jax.Array, axis: int, places: Sequence[int]) -> None:
-    """Return to the system the memory of an array's parts at these places of an axis. They then hold anything.
+def give_back(array: jax.Array, axis: int, indices: Sequence[int]) -> None:
+    """Return to the system the memory of an array's parts at these indices of an axis. They then hold anything.
 
-    Places come in order. The array lies in the host's memory, whole and in the order of its axes, and nobody else works
-    on it. What shares a page of the system with another part stays.
+    Indices are in order. The array lies in the host's memory, whole and in the order of its axes, and nobody else
+    works on it. What shares a page of the system with another part stays.
     """
     size = array.dtype.itemsize * math.prod(array.shape[axis + 1 :])
     for outer in range(math.prod(array.shape[:axis])):
         start = array.unsafe_buffer_pointer() + outer * array.shape[axis] * size
-        for begin, end in _runs(places):
+        for begin, end in _runs(indices):
             _advise(start + begin * size, start + end * size, "MADV_DONTNEED")
 
 
@@ -45,8 +45,8 @@ def _advise(begin: int, end: int, advice: str) -> None:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), known)
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the first of each run of numbers that follow each other, and the one after its last."""
-    for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
-        numbers = [place for _, place in run]
+    for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
+        numbers = [index for _, index in run]
         yield numbers[0], numbers[-1] + 1

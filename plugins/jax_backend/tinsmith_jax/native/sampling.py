@@ -57,9 +57,9 @@ class Sampling:
     def resident_specs(self, specs: Jax) -> Jax:
         return {**specs, "rank": Spec(), "scale": Spec()}
 
-    def empty(self, shapes: tuple[Cache, Jax], places: Jax) -> tuple[Cache, Jax]:
+    def empty(self, shapes: tuple[Cache, Jax], shardings: Jax) -> tuple[Cache, Jax]:
         """Nothing is written: pages and rows take memory when something is put there."""
-        del places
+        del shardings
         leaves, tree = jax.tree.flatten(shapes)
         cache, resident = jax.tree.unflatten(tree, jax.jit(jax.ffi.ffi_call(loading.UNTOUCHED, leaves))())
         for array in jax.tree.leaves((cache, _factors(resident))):
@@ -91,8 +91,8 @@ class Sampling:
     # Programs ---------------------------------------------------------------------------------------------------------
 
     def read(self, weights: Weights, cache: Cache, tiles: TokenTiles) -> tuple[Cache, jax.Array, None]:
-        place_T = jnp.arange(tiles.tokens_NT.shape[1])
-        position_NT = jnp.where(tiles.tokens_NT >= 0, tiles.start_N[:, None] + place_T, -1)
+        index_T = jnp.arange(tiles.tokens_NT.shape[1])
+        position_NT = jnp.where(tiles.tokens_NT >= 0, tiles.start_N[:, None] + index_T, -1)
         rows = _Rows(jnp.maximum(tiles.tokens_NT, 0), position_NT, tiles.table_NG, tiles.adapter_N)
         cache, hidden_NH = self._layers(weights, cache, rows, self.config.hidden_size, gives_logits=False)
         return cache, hidden_NH.reshape(*tiles.tokens_NT.shape, -1), None

@@ -18,7 +18,7 @@ import numpy as np
 from tinsmith_jax import adapters as lora
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.layers import places_in_stream, rms_norm
+from tinsmith_jax.layers import encoded_positions, rms_norm
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.native import loading
 from tinsmith_jax.native.head import Head
@@ -84,8 +84,8 @@ class Training:
         yields whatever lay in memory.
         """
         assert replayed_LTC is None, "these models have no experts"
-        places, first_n = places_in_stream(positions_T, self.config)
-        (angles,) = places.angles
+        encoding, first_n = encoded_positions(positions_T, self.config)
+        (angles,) = encoding.angles
         stream = (count_n, first_n, tiles.adapter_n, tiles.scale_n, *angles)
         weights = base["layers"]
         norms = (weights.get(name, _ABSENT).astype(np.float32) for name in _NORMS)

@@ -5,7 +5,7 @@ from collections import deque
 from tinsmith_vllm.messages import Generate
 
 
-class Line:
+class WeightsQueue:
     """Who came first decides which weights are loaded next, and all who wait for the same ones start together.
 
     While anybody waits, nobody joins the running batch, so it drains: a busy snapshot cannot keep others waiting.
