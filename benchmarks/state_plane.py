@@ -1,4 +1,4 @@
-"""A fully trained model's state on its way to the disk: memory and the training lane, as functions of its size.
+"""A fully trained model's state on its way to the disk: memory, and time of the training thread, by its size.
 
     python benchmarks/state_plane.py [--mib 150 300 600] [--buffer-mib 64 1024] [--ranks 2] [--directory DIR]
 
@@ -31,7 +31,7 @@ MIB = 1 << 20
 COLUMNS = (
     "state MiB",
     "buffer MiB",
-    "copied in the lane",
+    "copied in the training thread",
     "peak of the buffer",
     "ranks grew",
     "engine grew",

@@ -130,13 +130,13 @@ def test_what_does_not_fit_into_the_buffer_waits_for_the_disk(tmp_path: Path, di
     writer.begin("c", "m", model.slices(targets))
     assert disk.asked.wait(WAIT_S)
     order: list[str] = []
-    lane = threading.Thread(target=lambda: (writer.settle("m", KINDS), order.append("settled")))
-    lane.start()
-    while writer.peak_bytes < 3 * BAND:  # the lane fills the buffer, and no more
+    trainer = threading.Thread(target=lambda: (writer.settle("m", KINDS), order.append("settled")))
+    trainer.start()
+    while writer.peak_bytes < 3 * BAND:  # the training thread fills the buffer, and no more
         threading.Event().wait(0.001)
     order.append("opened")
     disk.opened.set()
-    lane.join(WAIT_S)
+    trainer.join(WAIT_S)
     assert order == ["opened", "settled"]
     model.change()
     assert complete(writer, "c").complete
@@ -171,11 +171,11 @@ def test_settling_waits_for_the_slice_that_is_being_copied(tmp_path: Path) -> No
     slow = Slice(kind="weights", target=first.target, start=0, columns=None, num_bytes=first.num_bytes, read=slowly)
     writer.begin("c", "m", [slow])
     assert begun.wait(WAIT_S)
-    lane = threading.Thread(target=lambda: (writer.settle("m", KINDS), order.append("settled")))
-    lane.start()
-    lane.join(0.1)  # would be enough for a lane that does not wait
+    trainer = threading.Thread(target=lambda: (writer.settle("m", KINDS), order.append("settled")))
+    trainer.start()
+    trainer.join(0.1)  # would be enough for a thread that does not wait
     go.set()
-    lane.join(WAIT_S)
+    trainer.join(WAIT_S)
     assert order == ["copied", "settled"]
     complete(writer, "c")
 
