@@ -217,8 +217,8 @@ class Launcher:
         from tinsmith.processes import engine_child
 
         stand_in = sys.executable, "-S", "-E", "-s", str(_HERE / "stand_in.py"), self.path
-        own = engine_child._command
-        engine_child._command = lambda child: (*stand_in, *own(child)[3:])  # without: python -m tinsmith
+        own = engine_child.engine_command
+        engine_child.engine_command = lambda child: (*stand_in, *own(child)[3:])  # without: python -m tinsmith
 
 
 def _import_everything() -> None:

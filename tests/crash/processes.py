@@ -97,8 +97,8 @@ class Launcher:
     def engines_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have supervisors of this process start engines here, too."""
         stand_in = sys.executable, "-S", "-E", "-s", str(Path(__file__).with_name("stand_in.py")), self.path
-        own = engine_child._command
-        monkeypatch.setattr(engine_child, "_command", lambda child: (*stand_in, *own(child)[3:]))
+        own = engine_child.engine_command
+        monkeypatch.setattr(engine_child, "engine_command", lambda child: (*stand_in, *own(child)[3:]))
 
     def close(self) -> None:
         assert self.process.stdin is not None

@@ -90,7 +90,7 @@ def test_a_documented_configuration_starts_as_planned(
     plugins = Plugins.load()
     flags = [Flag("models.0.path", str(tmp_path))]
     settings = load_settings(plugins, file=ROOT / "deploy" / "gpus" / f"{file}.yaml", environ={}, flags=flags)
-    placed = serve._placed(settings, plugins)
+    placed = serve.assign_devices(settings, plugins)
     printed = capsys.readouterr().err
     with running_server(tmp_path / "data", models=placed.models) as server:
         first_steps(server.url)

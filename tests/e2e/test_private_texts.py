@@ -87,7 +87,7 @@ def supervisor(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterat
     def command(child: EngineChild) -> tuple[str, ...]:
         return sys.executable, "-c", FAULTY_ENGINE, "engine", child.model.name, "--config", str(child.settings_file)
 
-    monkeypatch.setattr(engine_child, "_command", command)
+    monkeypatch.setattr(engine_child, "engine_command", command)
     few = {
         "supervisor": SupervisorSettings(restart_backoff_s=0.01),
         "recovery": RecoverySettings(max_retries=1),

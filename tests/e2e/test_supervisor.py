@@ -138,7 +138,7 @@ async def ready(store: SqlStore) -> EngineRecord:
 
 
 def use_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(engine_child, "_command", lambda _: (sys.executable, "-c", script))
+    monkeypatch.setattr(engine_child, "engine_command", lambda _: (sys.executable, "-c", script))
 
 
 @pytest.fixture
@@ -345,9 +345,9 @@ os.rename({str(tmp_path / "new")!r}, {str(seen)!r})
 input()
 """
     use_command(monkeypatch, script)
-    async with supervised(settings_for(tmp_path), store) as supervisor:
-        child = supervisor._children[0]
-        file = child.settings_file
+    settings = settings_for(tmp_path)
+    async with supervised(settings, store):
+        file = settings.data_dir.engine_settings(TOY.name, server="")
         await until(store, lambda _: file.exists() and file.stat().st_size > 0)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700

@@ -45,7 +45,7 @@ if then == "wait":
 def crashing(server: RunningServer, directory: Path, monkeypatch: pytest.MonkeyPatch, *, times: int) -> Iterator[None]:
     """Start an engine that crashes so often before it loads. After three crashes, it is given up."""
     command = (sys.executable, "-S", "-c", ENGINE, str(directory / "starts"), str(times))
-    monkeypatch.setattr(engine_child, "_command", lambda _: command)
+    monkeypatch.setattr(engine_child, "engine_command", lambda _: command)
     supervision = SupervisorSettings(restart_backoff_s=0.01, max_restarts=2)
     supervisor = Supervisor(server.settings.model_copy(update={"supervisor": supervision}), server.store)
     server.call(supervisor.start())

@@ -12,8 +12,7 @@ from pydantic import SecretStr
 
 from tinsmith.errors import AuthenticationError, InvalidTokenError
 from tinsmith.hook_values import Principal
-from tinsmith.server import api_keys
-from tinsmith.server.api_keys import ApiKeys, KeyToken, KeyTokens, owner_of
+from tinsmith.server.api_keys import ApiKeys, KeyTokens, owner_of
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey, KeySource
 
@@ -120,7 +119,8 @@ def test_a_wrong_key_is_no_invalid_token() -> None:
         assert not isinstance(refusal.value, InvalidTokenError)
 
 
-def test_a_signature_is_checked_once_and_the_time_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def counted_decodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the tokens whose signature is checked from now on, in order."""
     decoded: list[str] = []
     decode = jwt.decode
 
@@ -129,6 +129,11 @@ def test_a_signature_is_checked_once_and_the_time_always(monkeypatch: pytest.Mon
         return decode(token, *arguments, **options)
 
     monkeypatch.setattr(jwt, "decode", noting)
+    return decoded
+
+
+def test_a_signature_is_checked_once_and_the_time_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = counted_decodes(monkeypatch)
     tokens = KeyTokens(SECRET, 3600)
     token = tokens.issue(Principal(tenant="one", name="one"), "id", not_after=int(time.time()) + 100)
     assert [tokens.read(token) for _ in range(3)] == [tokens.read(token)] * 3
@@ -140,17 +145,12 @@ def test_a_signature_is_checked_once_and_the_time_always(monkeypatch: pytest.Mon
 
 
 def test_few_tokens_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_keys, "_MOST_KNOWN", 2)
-    decoded: list[str] = []
-    decode = KeyTokens._decoded
-
-    def noting(tokens: KeyTokens, token: str) -> KeyToken:
-        decoded.append(token)
-        return decode(tokens, token)
-
-    monkeypatch.setattr(KeyTokens, "_decoded", noting)
+    decoded = counted_decodes(monkeypatch)
     tokens = KeyTokens(SECRET, 3600)
-    first, second, third = (tokens.issue(Principal(tenant=name, name=name), "id") for name in ("a", "b", "c"))
-    for token in (first, second, third, third, second, first):
-        assert tokens.read(token).tenant == {first: "a", second: "b", third: "c"}[token]
-    assert decoded == [first, second, third, first]
+    issued = [tokens.issue(Principal(tenant=f"t{n}", name="a"), "id") for n in range(2000)]
+    assert [tokens.read(token).tenant for token in issued] == [f"t{n}" for n in range(2000)]
+    assert decoded == issued
+    decoded.clear()
+    for token in (issued[-1], issued[0]):
+        tokens.read(token)
+    assert decoded == [issued[0]], "the newest is remembered, the oldest is not"

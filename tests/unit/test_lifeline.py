@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 
-from tinsmith import lifeline, scratch
+from tinsmith import lifeline
 from tinsmith.lifeline import Tethered
 from tinsmith.processes import engine_child
 from tinsmith.processes.engine_child import EngineChild
@@ -134,7 +134,7 @@ async def test_what_an_engine_has_started_ends_with_it(
     settings = Settings.model_validate({"server": {"data_dir": tmp_path}, "models": [{"name": "tiny"}]})
     log = tmp_path / "log"
     script = f"sleep 1000 >/dev/null 2>&1 & echo $! $! > {log}; echo started; {end}"
-    monkeypatch.setattr(engine_child, "_command", lambda _: ("sh", "-c", script))
+    monkeypatch.setattr(engine_child, "engine_command", lambda _: ("sh", "-c", script))
     child = EngineChild(settings, settings.models[0])
 
     def passed_on(line: str, **_: object) -> None:
@@ -200,9 +200,10 @@ def test_what_others_put_beside_scratch_is_neither_opened_nor_removed(
     (trap / "owner.lock").unlink()
     with monkeypatch.context() as patch:
         patch.setattr("os.geteuid", lambda: trap.stat().st_uid + 1)
-        scratch._sweep(shared, "own-")
+        with pytest.raises(PermissionError, match="not a directory of this user"):
+            Scratch("own-", shared)  # which is not that other user's, either
     assert list(trap.iterdir()) == [], "another user's lock is opened"
-    scratch._sweep(shared, "own-")
+    Scratch("own-", shared).close()
     assert not trap.exists()
 
 

@@ -390,7 +390,7 @@ def test_an_engine_that_cannot_work_as_configured_stops_no_other(
     settings = Settings(models=(faulty, sound, files))
     monkeypatch.setattr("tinsmith.processes.serve.this_machine", lambda: cards(2))
     monkeypatch.setattr("tinsmith.processes.engine.this_machine", lambda: cards(2))
-    placed_settings = serve._placed(settings, PLUGINS)
+    placed_settings = serve.assign_devices(settings, PLUGINS)
     assert placed_settings.models[1].backend.options()["devices"] == ["0", "1"]  # type: ignore[union-attr]
     assert placed_settings.models[0] == faulty
     assert "not placed: backend faulty of 'faulty': set it right" in caplog.text

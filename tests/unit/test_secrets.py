@@ -21,8 +21,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.lifeline import Tethered
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes import engine_child
-from tinsmith.processes.engine_child import EngineChild, _environment
-from tinsmith.processes.serve import _take_from_environment
+from tinsmith.processes.engine_child import EngineChild, engine_environment
+from tinsmith.processes.serve import forget_settings_of_environment
 from tinsmith.settings import ApiKey, PluginSection, Settings, secrets
 from tinsmith.settings.environment import WORKER_KEY as WORKER_KEY_VARIABLE
 from tinsmith.settings.secrets import CleanFormatter, cleaned, is_secret_name
@@ -247,7 +247,7 @@ async def test_what_an_engine_prints_last_is_clean(
     [model] = settings.models
     child = EngineChild(settings, model)
     code = _ENGINE if script == "engine" else f"import sys; sys.exit('RuntimeError: tiny: {TOKEN}')"
-    monkeypatch.setattr(engine_child, "_command", lambda of: (sys.executable, "-c", code, str(of.settings_file)))
+    monkeypatch.setattr(engine_child, "engine_command", lambda of: (sys.executable, "-c", code, str(of.settings_file)))
     ended = await child.run(None)
     printed = capfd.readouterr().err
     assert "RuntimeError: tiny: " in printed
@@ -285,7 +285,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("planted")
 def test_an_engine_gets_what_it_downloads_models_and_greets_workers_with() -> None:
-    found = _environment()
+    found = engine_environment()
     assert {name: found[name] for name in CREDENTIALS} == CREDENTIALS
     assert found["TINSMITH_OF_A_PLUGIN"] == "stays"
     assert not SETTINGS.keys() & found.keys()
@@ -293,12 +293,13 @@ def test_an_engine_gets_what_it_downloads_models_and_greets_workers_with() -> No
 
 @pytest.mark.usefixtures("planted")
 def test_a_server_leaves_no_setting_to_what_it_starts(caplog: pytest.LogCaptureFixture) -> None:
-    _take_from_environment(Settings.model_validate({"server": {"api_keys": [{"key": KEY, "tenant": "a"}]}}).server)
+    with_key = Settings.model_validate({"server": {"api_keys": [{"key": KEY, "tenant": "a"}]}})
+    forget_settings_of_environment(with_key.server)
     assert "TINSMITH_SERVER__API_KEYS" not in os.environ
     assert "TINSMITH_STORE__URL" not in os.environ
     assert "come from the environment, so none can be revoked until this server stops" in caplog.text
     caplog.clear()
-    _take_from_environment(Settings().server)
+    forget_settings_of_environment(Settings().server)
     assert not caplog.text
 
 

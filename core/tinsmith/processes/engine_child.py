@@ -80,7 +80,7 @@ class EngineChild:
         own = {SUPERVISED: before or "", ENGINE_ID: engine_id, "PYTHONUNBUFFERED": "1"}  # no last words are lost
         other_end, tether = os.pipe()  # this end closes when this process dies, however it dies
         try:
-            self._process = await _start(_command(self), {**_environment(), **own}, other_end)
+            self._process = await _start(engine_command(self), {**engine_environment(), **own}, other_end)
         except BaseException:
             os.close(tether)
             raise
@@ -174,7 +174,7 @@ async def _start(command: tuple[str, ...], environment: dict[str, str], stdin: i
     )
 
 
-def _command(child: EngineChild) -> tuple[str, ...]:
+def engine_command(child: EngineChild) -> tuple[str, ...]:
     return sys.executable, "-m", "tinsmith", "engine", child.model.name, "--config", str(child.settings_file)
 
 
@@ -185,7 +185,7 @@ def _settings_file(settings: Settings, model: ModelSettings) -> Path:
     return settings.data_dir.engine_settings(model.name, server=own)
 
 
-def _environment() -> dict[str, str]:
+def engine_environment() -> dict[str, str]:
     """Return ours with pages that stay, without settings: the settings file contains what the engine needs of them."""
     kept = child_environment(keep=(WORKER_KEY, *HUB_TOKENS))
     return kept | {_TUNABLES: with_pages_that_stay(kept.get(_TUNABLES, ""))}

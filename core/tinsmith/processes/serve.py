@@ -67,12 +67,12 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     configure_logging(settings.server.log_level)
     refuse([each for each in obstacles(settings, plugins) if not each.may_pass])
     settings = with_files_for_connections(settings)
-    _take_from_environment(settings.server)
+    forget_settings_of_environment(settings.server)
     if keys is not None:
         keys.warn_of_readers()
     if (stand_in := StandIn.of(settings.losses, plugins.losses.all())) is not None:
         _log.warning("%s", stand_in)
-    settings = _placed(settings, plugins)
+    settings = assign_devices(settings, plugins)
     with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
         listener = listen(settings.server)
         url = _url(settings.server, listener)
@@ -82,7 +82,7 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
         leave(code)
 
 
-def _take_from_environment(server: ServerSettings) -> None:
+def forget_settings_of_environment(server: ServerSettings) -> None:
     """Leave no setting in the environment, and say what cannot be changed because it came from there."""
     if forget_settings() and server.api_keys:
         _log.warning(
@@ -91,7 +91,7 @@ def _take_from_environment(server: ServerSettings) -> None:
         )
 
 
-def _placed(settings: Settings, plugins: Plugins) -> Settings:
+def assign_devices(settings: Settings, plugins: Plugins) -> Settings:
     """Assign devices and memory to the engines of this server, and print the plan.
 
     An engine that cannot work as configured has no part in it: it says so itself, and others are served.

@@ -50,13 +50,13 @@ def too_much() -> Any:
 def starved(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> JaxBackend:
     """Let passes over HUGE sequences run out of memory, in XLA."""
     device = local(backend).training
-    arguments = device._arguments
+    arguments = device.arguments_of
 
     def hungry(stream: Stream) -> Any:
         lengths = np.diff(np.flatnonzero(np.append(stream.batch.kind_T, -1) < 0), prepend=-1) - 1
         return too_much() if HUGE in lengths else arguments(stream)
 
-    monkeypatch.setattr(device, "_arguments", hungry)
+    monkeypatch.setattr(device, "arguments_of", hungry)
     return backend
 
 
@@ -64,16 +64,16 @@ def starved(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> JaxBackend:
 def narrow(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Let passes over more than one sequence run out of memory, in XLA. Yields the sequences of each attempt."""
     device = local(backend).training
-    arguments, attempts, room = device._arguments, list[int](), dict(backend._room)
+    arguments, attempts, room = device.arguments_of, list[int](), dict(backend.fitting_tokens)
 
     def hungry(stream: Stream) -> Any:
         attempts.append(int(np.count_nonzero(np.diff(stream.batch.kind_T, prepend=-1) > 0)))
         return too_much() if attempts[-1] > 1 else arguments(stream)
 
     with monkeypatch.context() as patch:
-        patch.setattr(device, "_arguments", hungry)
+        patch.setattr(device, "arguments_of", hungry)
         yield attempts
-    backend._room = room
+    backend.fitting_tokens = room
 
 
 def bits(state: ModelState) -> dict[str, bytes]:
@@ -116,18 +116,18 @@ def test_a_pass_that_does_not_fit_runs_in_halves(
             for ours, alone in zip(one.loss_fn_outputs, other.loss_fn_outputs, strict=True):
                 assert_same_bits(ours, alone)
         assert attempts == ([2, 1, 1, 2, 1, 1] if halved else [1] * 4)
-    assert backend._room == {"gradients": 128, "score": 128, kind: 64}
+    assert backend.fitting_tokens == {"gradients": 128, "score": 128, kind: 64}
 
 
 def test_a_call_that_fails_leaves_the_size_of_passes_alone(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the number of sequences was too much for the device."""
-    before = dict(backend._room)
-    monkeypatch.setattr(local(backend).training, "_arguments", lambda _: too_much())
+    before = dict(backend.fitting_tokens)
+    monkeypatch.setattr(local(backend).training, "arguments_of", lambda _: too_much())
     with pytest.raises(OutOfMemoryError, match="no memory for a sequence of 9 tokens, alone in its pass"):
         backend.forward_backward([make_op("a", 3, [9, 9])])
-    assert backend._room == before
+    assert backend.fitting_tokens == before
 
 
 def test_steps_that_do_not_fit_together_are_made_one_by_one(

@@ -32,12 +32,12 @@ def shared(tiny_models: Mapping[str, Path], jax_cache: Path) -> JaxBackend:
 
 @pytest.fixture
 def backend(shared: JaxBackend) -> Iterator[JaxBackend]:
-    room = dict(shared._room)
+    room = dict(shared.fitting_tokens)
     for seed, name in enumerate(MODELS):
         add_model(shared, name, LoraConfig(rank=4, seed=seed), random_B=True)
         shared.forward_backward([make_op(name, seed, [9])])  # there are sums, to which passes add
     yield shared
-    shared._room = room
+    shared.fitting_tokens = room
     for name in MODELS:
         shared.unload_model(name)
 
@@ -130,13 +130,13 @@ def test_without_memory_for_both_they_run_one_after_the_other(
     expected = run_one_by_one(backend, layout, monkeypatch)
     together.clear()
     device, before = local(backend).training, {name: backend.capture_state(name) for name in MODELS}
-    arguments = device._arguments
+    arguments = device.arguments_of
 
     def hungry(stream: Any) -> Any:
         lacks = len(together[-1]) > 1 and threading.current_thread().name in threads
         return jnp.zeros((1 << 50,), jnp.float32).block_until_ready() if lacks else arguments(stream)
 
-    monkeypatch.setattr(device, "_arguments", hungry)
+    monkeypatch.setattr(device, "arguments_of", hungry)
     assert_same(run(backend, layout), expected)
     assert "two passes side by side will run one after the other" in caplog.text
     assert together == [[256, 128], [256], [128]]
@@ -149,14 +149,14 @@ def test_without_memory_for_both_they_run_one_after_the_other(
 
 def test_another_error_in_the_second_pass_is_raised(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     device = local(backend).training
-    arguments = device._arguments
+    arguments = device.arguments_of
 
     def broken(stream: Any) -> Any:
         if threading.current_thread().name != "MainThread":
             raise ZeroDivisionError
         return arguments(stream)
 
-    monkeypatch.setattr(device, "_arguments", broken)
+    monkeypatch.setattr(device, "arguments_of", broken)
     before = backend.capture_state("m")
     with pytest.raises(ZeroDivisionError):
         backend.forward_backward([make_op("m", 0, [64, 64, 64])])

@@ -89,7 +89,7 @@ class Trainer(TrainingBackend):
         self._experts, self._always_replays = experts, always_replays
         self._side_by_side = side_by_side
         self._models: dict[str, LoraConfig] = {}
-        self._room: dict[Pass, int] = {  # tokens of a stream that run together
+        self.fitting_tokens: dict[Pass, int] = {  # tokens of a stream that run together
             "score": buckets.max_tokens,
             "gradients": budget.together_tokens,
         }
@@ -147,7 +147,7 @@ class Trainer(TrainingBackend):
         pieces = [piece for index, op in enumerate(ops) for piece in self._pieces(index, op)]
         results = _Results([[] for _ in ops])
         self.device.begin(list(dict.fromkeys(piece.op.model_id for piece in pieces)))
-        before = self._room[kind]
+        before = self.fitting_tokens[kind]
         beside = self._side_by_side and kind == "gradients"
         try:
             room = room_beside(pieces, before) if beside else before
@@ -155,7 +155,7 @@ class Trainer(TrainingBackend):
             self._run_in_what_fits(micros, kind, results, beside=beside)
         except OutOfMemoryError:
             self.device.roll_back()  # a failed call adds nothing
-            self._room[kind] = before
+            self.fitting_tokens[kind] = before
             raise
         return [results.output(index, op) for index, op in enumerate(ops)]
 
@@ -171,7 +171,7 @@ class Trainer(TrainingBackend):
             else:
                 continue
             if len(together) > 1:
-                self._lower_room(kind, sum(each.bucket.num_tokens for each in together.values()))
+                self._lower_fitting_tokens(kind, sum(each.bucket.num_tokens for each in together.values()))
                 _log.warning("two passes side by side will run one after the other: %s", lacking)
                 left: Iterable[MicroBatch] = together
             else:
@@ -188,7 +188,7 @@ class Trainer(TrainingBackend):
         other = work[0]
         apart = frozenset(first.models).intersection(other.models)
         bucket = self._prepared(other, kind)
-        room = self._room[kind] - first.bucket.num_tokens
+        room = self.fitting_tokens[kind] - first.bucket.num_tokens
         if bucket.num_tokens > room or len(other.rows(apart)[0]) > MAX_ADAPTERS:
             return {micro: first}
         return {micro: first, work.popleft(): self._pass(other, bucket, apart)}
@@ -213,13 +213,13 @@ class Trainer(TrainingBackend):
         if len(micro.pieces) == 1:
             msg = f"no memory for a sequence of {micro.pieces[0].num_tokens} tokens, alone in its pass: {lacking}"
             raise OutOfMemoryError(msg)
-        self._lower_room(kind, micro.bucket(self._buckets.of(kind)).num_tokens)
+        self._lower_fitting_tokens(kind, micro.bucket(self._buckets.of(kind)).num_tokens)
         _log.warning("halved a pass over %d sequences: %s", len(micro.pieces), lacking)
         return micro.halves()
 
-    def _lower_room(self, kind: Pass, too_many: int) -> None:
+    def _lower_fitting_tokens(self, kind: Pass, too_many: int) -> None:
         """Remember how many tokens were too many once: they would be again."""
-        self._room[kind] = max(TILE, too_many // 2)
+        self.fitting_tokens[kind] = max(TILE, too_many // 2)
 
     def _prepared(self, micro: MicroBatch, kind: Pass) -> Bucket:
         return self.device.prepare(kind, self._candidates(micro, kind), replays=self._replayed(micro) is not None)
@@ -235,7 +235,7 @@ class Trainer(TrainingBackend):
         own = micro.bucket(buckets)
         if not self.limits.exact:
             return [own]
-        return [own, *(each for each in buckets.holding(own)[1:] if each.num_tokens <= self._room[kind])]
+        return [own, *(each for each in buckets.holding(own)[1:] if each.num_tokens <= self.fitting_tokens[kind])]
 
     def _replayed(self, micro: MicroBatch) -> tuple[int, int] | None:
         """Return the layers and experts of each token, if the program that runs is to replay them."""

@@ -178,7 +178,7 @@ class TrainingDevice:
         run = self._programs.get(self._program("score", one.bucket, replays=one.stream.replays))
         weights, _ = self._rows(one)
         with self._pass_named(one.bucket), self._device_lock:
-            return _on_host(*run(self._base, weights, *self._arguments(one.stream)))
+            return _on_host(*run(self._base, weights, *self.arguments_of(one.stream)))
 
     def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]:
         """Do as `score`, side by side, and add the gradients of the summed losses to those of the models.
@@ -217,7 +217,7 @@ class TrainingDevice:
         run = self._programs.get(self._program("gradients", one.bucket, replays=one.stream.replays))
         weights, sums = self._rows(one)
         with self._pass_named(one.bucket):
-            *scored, new_sums = run(self._base, weights, sums, *self._arguments(one.stream))
+            *scored, new_sums = run(self._base, weights, sums, *self.arguments_of(one.stream))
             return _on_host(*scored), new_sums
 
     def _take_sums(self, one: TrainingPass, sums: Sequence[Adapter]) -> None:
@@ -318,7 +318,8 @@ class TrainingDevice:
         parts = weights if self._train.axes.fsdp == 1 else self._divided(zeros, padded_rank)
         return optimizer.State(weights, parts, parts)
 
-    def _arguments(self, stream: Stream) -> tuple[Any, ...]:
+    def arguments_of(self, stream: Stream) -> tuple[Any, ...]:
+        """Return what a program takes of a stream, on a mesh divided over its devices."""
         experts = () if stream.experts_LTC is None else (stream.experts_LTC,)
         arguments = (stream.tokens_T, stream.positions_T, stream.tiles, stream.batch, *experts)
         if self._train.layout is None:
