@@ -84,7 +84,7 @@ class Options:
         return 512 if self.toy else 16_384
 
     def write_model(self, directory: Path) -> DecoderShape:
-        """Write config.json and a tokenizer. The weights beside them are not of that shape: make others."""
+        """Write config.json and a tokenizer. The weights beside them have another shape: see `write_weights`."""
         write_tiny_model(directory, TINY)
         path = directory / "config.json"
         config = json.loads(path.read_text())
@@ -94,6 +94,20 @@ class Options:
             config.update(sizes)
             path.write_text(json.dumps(config))
         return decoder_shape(config, path, supported=["Qwen3ForCausalLM"])
+
+    def write_weights(self, directory: Path) -> None:
+        """Replace the weights by random ones of the shape in config.json, made on the device."""
+        import torch
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(directory)
+        (directory / "model.safetensors").unlink()
+        with self.device:
+            made = transformers.AutoModelForCausalLM.from_config(config, dtype=self.dtype)  # type: ignore[no-untyped-call]
+        made.save_pretrained(directory)
+        del made
+        if not self.toy:
+            torch.cuda.empty_cache()  # the processes that load it need the room
 
 
 def needs(*packages: str) -> None:

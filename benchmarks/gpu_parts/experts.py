@@ -50,18 +50,10 @@ def _write(options: Options, directory: Path) -> DecoderShape:
     write_tiny_model(directory, TINY)
     path = directory / "config.json"
     if not options.toy:
-        import transformers
-
         sizes = known_config(MODEL)
         assert sizes is not None, MODEL
         path.write_text(json.dumps({**json.loads(path.read_text()), **sizes, "num_hidden_layers": LAYERS}))
-        config = transformers.AutoConfig.from_pretrained(directory)
-        (directory / "model.safetensors").unlink()
-        with options.device:
-            made = transformers.AutoModelForCausalLM.from_config(config, dtype=options.dtype)  # type: ignore[no-untyped-call]
-        made.save_pretrained(directory)
-        del made
-        torch.cuda.empty_cache()  # the rank is another process, and needs the room
+        options.write_weights(directory)
     return decoder_shape(json.loads(path.read_text()), path, supported=["Qwen3MoeForCausalLM"])
 
 

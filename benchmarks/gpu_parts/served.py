@@ -44,20 +44,10 @@ def run(options: Options) -> Report:
 
 def _write(options: Options, directory: Path) -> int:
     """Write a model with random weights; return the size of its vocabulary."""
-    import torch
-    import transformers
-
     shape = options.write_model(directory)
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": layers(options)}))
-    config = transformers.AutoConfig.from_pretrained(directory)
-    (directory / "model.safetensors").unlink()
-    with options.device:
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=options.dtype)  # type: ignore[no-untyped-call]
-    made.save_pretrained(directory)
-    del made
-    if not options.toy:
-        torch.cuda.empty_cache()  # the server's processes need the room
+    options.write_weights(directory)
     return shape.vocab_size
 
 

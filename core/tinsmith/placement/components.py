@@ -1,4 +1,4 @@
-"""The trainers and samplers of a configuration, each with what it asks for."""
+"""The trainers and samplers of a configuration, each with the devices and memory it asks for."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def roles_of(model: ModelSettings, plugins: Plugins) -> Iterator[tuple[Role, Any
 
 
 def model_config(model: ModelSettings) -> Mapping[str, Json] | None:
-    """Read the model's config.json, or return that of a well-known model of its name."""
+    """Read the model's config.json, or return the config of the well-known model with its name."""
     if model.path is not None:
         return read_model_config(model.path)
     return known_config(model.name)

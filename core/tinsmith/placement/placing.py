@@ -50,7 +50,7 @@ def place(components: Sequence[Component], machine: Machine) -> list[Placed]:
 
     Components on the CPU share the machine's.
 
-    Raise ConfigError if a component cannot work with what is left for it, with what would fit.
+    Raise ConfigError if too little is left for a component, and say what would fit.
     """
     try:
         return _placed(components, machine)

@@ -9,7 +9,7 @@ from tinsmith.placement.placing import Placed, gib
 
 
 def lines_of(plan: Sequence[Placed]) -> Iterator[str]:
-    """Yield some lines for each component: where it runs, what that is enough for, and what follows."""
+    """Yield some lines for each component: its devices, the models and tokens that fit, and the consequences."""
     for placed in plan:
         yield f"{placed.component.name}: {_where(placed)}"
         enough = ", ".join(_enough(placed))
@@ -20,7 +20,7 @@ def lines_of(plan: Sequence[Placed]) -> Iterator[str]:
 
 
 def _warnings(plan: Sequence[Placed]) -> Iterator[str]:
-    """Yield what to set if devices that nobody here has seen are those of others."""
+    """Yield what to set if the launcher may choose devices that others use."""
     for placed in plan:
         others = [
             each
@@ -60,7 +60,7 @@ def _enough(placed: Placed) -> Iterator[str]:
 
 
 def described(plan: Sequence[Placed], machine: Machine, *, tenants: int) -> Iterator[str]:
-    """Yield the whole plan, with the memory of each component by what it is for."""
+    """Yield the whole plan, with the memory of each component by purpose."""
     if machine.device_bytes is not None:
         devices = "1 device" if len(machine.devices) == 1 else f"{len(machine.devices)} devices"
         yield f"{devices} of {gib(machine.device_bytes)}, models in training: {tenants}"

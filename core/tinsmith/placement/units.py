@@ -93,7 +93,7 @@ def _given(component: Component) -> tuple[str, ...] | None:
 
 
 def _missing(named: Sequence[str], number: int, machine: Machine) -> str:
-    """Say which devices are not there. GPUs may also be named by what identifies them anywhere."""
+    """Say which devices are not there. GPUs may also be named by their UUID."""
     unknown = [each for each in named if each not in machine.devices and not each.startswith(("GPU-", "MIG-"))]
     if unknown:
         return f"devices {', '.join(unknown)}"

@@ -106,7 +106,7 @@ def make_turns(
     *,
     tell: Callable[[DeviceTurn], None],
 ) -> DeviceTurns | None:
-    """Return the turns of what `make_backends` made, if they are enabled. `thread` is the trainer's."""
+    """Return the turns of these backends if they are enabled. `thread` is the trainer's."""
     if not model.turns.enabled:
         return None
     assert sampler is not None

@@ -100,7 +100,7 @@ def _lock(file: IO[str], path: Path, *, shared: bool) -> None:
 
 
 def _described(content: str) -> str:
-    """Return which server holds the lock, from what it wrote; empty if it has not written anything yet."""
+    """Return the name that the holder of the lock wrote; empty if it has written none yet."""
     try:
         holder = json.loads(content)
     except ValueError:

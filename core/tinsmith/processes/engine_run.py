@@ -46,7 +46,7 @@ class StoppedWhileLoadingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """How the engine before this one ended, as far as anybody knows."""
+    """How the previous engine ended, if that is known."""
 
     how: str
     interrupted: bool  # so that nothing that it was running is at fault

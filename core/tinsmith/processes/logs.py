@@ -21,7 +21,7 @@ EVERY_S: Final = 60.0
 
 
 class StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the time of each line: while progress is shown, the console that shows it."""
+    """Looks up `sys.stderr` for each line: while progress is shown, that is the console that shows it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -137,7 +137,7 @@ def with_files_for_connections(settings: Settings) -> Settings:
 
 
 def allow_many_files(wanted: int = _FILES) -> int:
-    """Raise it as far as the hard limit. Return the new one, or `wanted` if there is none."""
+    """Raise the limit, at most to the hard limit. Return the new one, or `wanted` if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= reachable:

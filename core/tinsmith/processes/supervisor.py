@@ -83,7 +83,7 @@ class Supervisor:
         await self._report(child, EngineState.STOPPED, restarts=restarts.number)
 
     async def _give_up(self, child: EngineChild, failure: EngineFailure, *, restarts: int) -> None:
-        """Report it until it is written: nobody else will, and what waits for the engine fails with it."""
+        """Report it until it is written: nobody else does, and this fails everything that waits for the engine."""
         detail = f"{failure.text}; {_REMEDY}"
         while not await self._report(child, EngineState.FAILED, detail, restarts=restarts, failure=failure):
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Choosing the database from the configuration, and what can be said about it before it is opened."""
+"""Chooses the database from the configuration, and describes it before it is opened."""
 
 import time
 

@@ -126,7 +126,7 @@ class Grouping(ABC):
 
 
 class Reader(Grouping):
-    """A few connections, each of which answers all waiting reads in one transaction.
+    """A few connections. Each answers all waiting reads in one transaction.
 
     A read sees everything that was committed before it was asked for.
     """
@@ -144,7 +144,7 @@ class Reader(Grouping):
 
 
 class Work(Protocol):
-    """What writes work on: a transaction, and what they have changed in it."""
+    """A transaction for writes, and a record of their changes."""
 
     def lock(self, names: Iterable[str]) -> None:
         """Lock what the writes change, in one order."""
@@ -295,7 +295,7 @@ def _settle(call: Call, result: Any) -> None:
 
 
 def _store_error(error: Exception) -> Exception:
-    """Wrap errors of the database in a StoreError; return any other error as it is."""
+    """Wrap errors of the database in a StoreError; return any other error unchanged."""
     if not isinstance(error, SQLAlchemyError | OSError):
         return error
     wrapped = StoreFullError(_FULL) if _is_full(error) else StoreError(f"the request store failed: {error}; {_CHECK}")

@@ -1,6 +1,6 @@
 """The statements of hot transactions: SQL texts with names, run on the database's driver.
 
-What SQLAlchemy does around each execution takes several times as long as what SQLite does. A text is SQL as PostgreSQL
+SQLAlchemy's execution layer costs several times more than SQLite itself. A text is SQL as PostgreSQL
 has it, with `:name` for a parameter, `IN :name` for a list, and `DATABASE_NOW` for the time by the database's clock.
 SQLite gets it without the clause at its end that locks rows, since it has one writer.
 """
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 Values = Mapping[str, Any]  # Any, here and below: values of any column
 Convert = Callable[[Any], Any]
-_Columns = tuple[Sequence[str], Sequence[tuple[str, Convert]]]  # their names, and what converts some of them
+_Columns = tuple[Sequence[str], Sequence[tuple[str, Convert]]]  # their names, and the converters of some
 
 _PARAMETER: Final = re.compile(r"(?<![:\w]):(\w+)")
 _LIST: Final = re.compile(r"\bIN :(\w+)")
@@ -40,7 +40,7 @@ class _Statement:
         self._of_sqlite: dict[tuple[int, ...], str] = {}  # by the lengths of the lists
 
     def execute(self, connection: Connection, *rows: Values) -> Any:  # Any: a cursor with rows as tuples
-        """Execute for each of these values. Whoever listens for statements is told, and errors are SQLAlchemy's."""
+        """Execute once per set of values. Statement listeners are notified, and errors are SQLAlchemy's."""
         in_sqlite = connection.dialect.name == "sqlite"
         bound = [_bound(each, self._lists if in_sqlite else ()) for each in rows]
         values: Any = bound if (several := len(bound) > 1) else bound[0]
@@ -158,7 +158,7 @@ def _converted(value: Any) -> Any:
 
 
 def _reading(kind: Any) -> Convert | None:  # Any: a type, or one of two
-    """Return what converts a column's value to this type; numbers, texts and bytes come as they are."""
+    """Return the converter of a column's value to this type; numbers, texts and bytes need none."""
     kind = next((each for each in get_args(kind) if each is not type(None)), kind)
     if kind is datetime:
         return from_microseconds

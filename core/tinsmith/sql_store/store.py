@@ -1,6 +1,6 @@
 """SqlStore: the request store over SQLAlchemy. Writes go through the group commit, reads through a few connections.
 
-`SqlStore` says of each method of the store which function of which subject it is, and on which connection that runs.
+`SqlStore` maps each method of the store to a function of a subject, and to the connection that runs it.
 """
 
 import asyncio

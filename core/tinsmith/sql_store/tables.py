@@ -259,7 +259,7 @@ class ResultRow(Table, table=True):
 
 
 class FinishedSampleRow(Table, table=True):
-    """The place of a finished sample among those of its client."""
+    """The number of a finished sample among the samples of its client."""
 
     __tablename__ = "finished_samples"
 
@@ -372,7 +372,7 @@ class RoutedExpertsRow(Table, table=True):
 
 
 class MetricsRow(Table, table=True):
-    """What one operation measured, or what the client logged for one step (`seq_id` -1), next to the run's others."""
+    """The metrics of one operation, or those that the client logged for one step (`seq_id` -1)."""
 
     __tablename__ = "metrics"
     __table_args__ = ({"sqlite_with_rowid": False},)

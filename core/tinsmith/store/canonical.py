@@ -1,6 +1,6 @@
 """The canonical form of operations, by which a repeat is recognised. Upgrades must not change it.
 
-It is the MessagePack of what the client has sent: the dataclasses without fields that are `operations.ADDED`, with each
+It is the client's request as MessagePack: the dataclasses without fields that are `operations.ADDED`, with each
 array as its dtype, its shape and its bytes. It is passed on in
 parts, and large arrays as views: as a whole it would take the memory of the operation once more.
 """

@@ -23,7 +23,7 @@ class Checkpoints(ABC):
 
     @abstractmethod
     async def recorded_directories(self, paths: Collection[str]) -> set[str]:
-        """Return the directories of those of these checkpoints that exist."""
+        """Return the directories of the checkpoints that exist."""
 
     @abstractmethod
     async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:

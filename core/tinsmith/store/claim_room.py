@@ -1,4 +1,4 @@
-"""How much an engine may claim, and of whom: the shares of tenants in what it holds.
+"""How much an engine may claim, and from which tenants: their shares of its claims.
 
 The engine always holds some work of every tenant that has any. So the scheduler sees all of them, and can serve them
 fairly.
@@ -44,7 +44,7 @@ class Claimable(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRoom:
-    """What an engine may hold of one sort, operations of models or samples, and what it holds already.
+    """How many operations of one sort an engine may hold, and how many it holds: of models, or samples.
 
     Each tenant with work has an equal share of `operations` and of `num_bytes`. What others leave unused, a tenant may
     use as well: all the operations, and half of the bytes. So there are at most twice as many operations, since a
@@ -62,7 +62,7 @@ class ClaimRoom:
 
     @property
     def unused(self) -> int:
-        """Return how many more operations there is room for, whoever they belong to."""
+        """Return how many more operations fit, of any tenant."""
         return max(0, self.operations - sum(each.operations for each in self.held.values()))
 
     def limits(self, waiting: Iterable[str]) -> dict[str, int]:
@@ -77,7 +77,7 @@ class ClaimRoom:
         return max(1, self.operations // max(1, len(self.held.keys() | set(waiting))))
 
     def choose(self, waiting: Mapping[str, Sequence[Claimable[T]]]) -> list[T]:
-        """Choose from the operations of each tenant, which are in order. Whoever holds least goes first."""
+        """Choose from the operations of each tenant, which are in order. The tenant that holds least goes first."""
         tally = _Tally(self, waiting)
         order = [(tally.operations(tenant), each[0].arrival, tenant, 0) for tenant, each in waiting.items() if each]
         heapq.heapify(order)

@@ -34,7 +34,7 @@ RESULT_TYPES: dict[str, type[ops.Result]] = {
     "model_unloaded": ops.ModelUnloaded,
     "sample_output": ops.SampleOutput,
 }
-_OBJECT_BYTES = 512  # of an operation or an array, besides the array's content
+_OBJECT_BYTES = 512  # of an operation or an array, not counting the array's content
 _OPERATION_NAMES: dict[type, str] = {cls: name for name, cls in OPERATION_TYPES.items()}
 _RESULT_NAMES: dict[type, str] = {cls: name for name, cls in RESULT_TYPES.items()}
 

@@ -10,15 +10,15 @@ from tinsmith.settings import QuotaSettings
 from tinsmith.store.records import KeptBytes
 
 _RESERVE_BYTES: Final = 1 << 30
-_RESERVE_SHARE: Final = 20  # of a small file system, the reserve is one of so many shares
+_RESERVE_SHARE: Final = 20  # the reserve of a small file system is 1/20 of it
 _LEFT_BYTES: Final = 4 << 30  # that one tenant leaves for others, unless configured otherwise
-_LEFT_SHARE: Final = 5  # or one of so many of what there is, if that is less
+_LEFT_SHARE: Final = 5  # or 1/5 of what is available, if that is less
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
-    """Of a file system; `free_bytes` is what this user may still write."""
+    """The space of a file system. `free_bytes`: what this user may still write."""
 
     total_bytes: int
     free_bytes: int
@@ -40,9 +40,9 @@ def reserve_bytes(quotas: QuotaSettings, space: DiskSpace) -> int:
 
 
 def allowed_bytes(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace) -> int:
-    """Return how much the tenant may keep: what is configured, or what it keeps and what is free, less some for others.
+    """Return how much the tenant may keep: its share if one is set, else all that is free less a part for others.
 
-    That is not in proportion to a large disk: whoever is alone on one would otherwise lose much of it to nobody.
+    That part has a fixed maximum: otherwise a lone tenant on a large disk could not use much of it.
     """
     limits = quotas.of(kept.tenant)
     if limits.disk_bytes is not None:
@@ -54,7 +54,7 @@ def allowed_bytes(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace) -> i
 
 
 def why_over_share(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace, *, more: int) -> str | None:
-    """Return why the tenant may not keep so many bytes more, or None if it may."""
+    """Return why the tenant may not keep that many more bytes, or None if it may."""
     allowed = allowed_bytes(quotas, kept, space)
     if kept.total + more <= allowed:
         return None
@@ -69,7 +69,7 @@ def why_over_share(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace, *, 
 
 
 def why_in_reserve(quotas: QuotaSettings, space: DiskSpace, *, more: int, share: float = 1.0) -> str | None:
-    """Return why so many bytes more would use the reserve, or `share` of it; None if they would not."""
+    """Return why that many more bytes would use the reserve, or `share` of it; None if they would not."""
     reserve = int(share * reserve_bytes(quotas, space))
     if space.free_bytes - more >= reserve:
         return None

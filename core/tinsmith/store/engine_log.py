@@ -41,7 +41,7 @@ class EngineLog(ABC):
 
     @abstractmethod
     async def failed_pass(self, model_id: str, *, after_seq_id: int | None, before_seq_id: int) -> FailedPass | None:
-        """Return the first forward_backward that failed between two operations of a model, whoever failed it.
+        """Return the first forward_backward that failed between two operations of a model, for any reason.
 
         What `fail_gaps` has failed counts, of whichever kind: what never arrived may have been a pass. `after_seq_id`
         None: since the last operation that cleared the pending gradient, a succeeded optim_step or load_state, or the

@@ -19,7 +19,7 @@ MOST_NAMES: Final = 512
 """The metrics that a client may log for one step."""
 
 OF_CLIENT: Final = -1
-"""The `seq_id` of what a client has logged."""
+"""The `seq_id` of metrics that a client logged."""
 
 ENGINE_S: Final = "engine_s:sum"
 """The part of its batch's time that an operation took."""
@@ -45,7 +45,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRow:
-    """What one operation measured, or what the client logged for one step."""
+    """The metrics of one operation, or those that the client logged for one step."""
 
     step: int
     seq_id: int  # OF_CLIENT: the client's

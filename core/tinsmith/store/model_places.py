@@ -44,7 +44,7 @@ class Taken:
     """The places that are taken."""
 
     by_tenant: Counter[str]
-    full: int = 0  # by models of which all weights are trained
+    full: int = 0  # by models with all weights trained
 
 
 def next_ones(waiting: Sequence[Applicant], taken: Taken, limits: PlaceLimits) -> Iterator[Applicant]:

@@ -1,6 +1,6 @@
-"""The store, for an engine that starts: what was running, which models to rebuild, and from what.
+"""The store, for a starting engine: interrupted operations, and the models to rebuild and their sources.
 
-Methods that take a lease raise LeaseLostError as those of `engine_log` do.
+Methods that take a lease raise LeaseLostError, as in `engine_log`.
 """
 
 from abc import ABC, abstractmethod

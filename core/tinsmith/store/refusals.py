@@ -1,6 +1,6 @@
 """What every store says when it refuses something, and how an operation fails that will not run.
 
-What is said of an id that does not exist is the same for what never existed, was deleted, or is another's.
+The message about an unknown id is the same whether it never existed, was deleted, or belongs to another tenant.
 """
 
 import json
@@ -28,7 +28,7 @@ from tinsmith.store.records import (
 from tinsmith.store.request_ids import created_at
 
 MAX_METADATA_BYTES: Final = 64 << 10
-"""A bound for what clients attach to sessions, models and checkpoints, which is kept for ever, or nearly."""
+"""The maximum size of metadata that clients attach to sessions, models and checkpoints: it is kept for long."""
 
 CANCELLED: Final = Failed(message="cancelled by the client")
 

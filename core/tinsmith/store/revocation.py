@@ -1,4 +1,4 @@
-"""Whether a checkpoint may still be used by what was allowed to use it before. Server and engine ask here.
+"""Whether a right to use a checkpoint that was granted before still holds. Server and engine ask here.
 
 That is a sampling session that was opened on it, or an operation that waits to load it.
 

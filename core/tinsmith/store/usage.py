@@ -11,7 +11,7 @@ class UsageLog(ABC):
 
     @abstractmethod
     async def hourly_usage(self, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
-        """Return what was used in the hours from that of `first` to that of `last`, oldest first.
+        """Return the usage by hour, from the hour of `first` to the hour of `last`, oldest first.
 
         Both times are in UTC. `tenant` None lists every tenant's.
         """

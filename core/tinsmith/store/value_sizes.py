@@ -1,6 +1,6 @@
 """How many bytes operations and results take in the store at most, without encoding them.
 
-Each bound counts arrays as they are before compression, and `_PER_ITEM` bytes for whatever surrounds an array.
+Each bound counts arrays before compression, plus `_PER_ITEM` bytes of overhead per array.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Wake-ups: how calls that wait in one process learn that something has changed, whoever has changed it.
+"""Wake-ups: how calls that wait in one process learn of changes by any process.
 
 A wake-up may be lost, or come too often. So a waiting call subscribes to a topic, reads the store, waits, and reads
 again.
@@ -58,7 +58,7 @@ class WakeUps:
 
     @contextmanager
     def subscribe(self, topic: str) -> Iterator[asyncio.Event]:
-        """Yield an event that is set whenever the topic is told; the caller clears it."""
+        """Yield an event that is set whenever the topic is announced; the caller clears it."""
         event = asyncio.Event()
         self._waiting.setdefault(topic, set()).add(event)
         try:
@@ -101,7 +101,7 @@ class WakeUps:
         event.clear()
 
     async def next(self, topic: str, timeout_s: float) -> None:
-        """Return when the topic is told, or after `timeout_s`."""
+        """Return when the topic is announced, or after `timeout_s`."""
         with self.subscribe(topic) as told, suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await told.wait()

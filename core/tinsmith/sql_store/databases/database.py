@@ -101,7 +101,7 @@ class Database(ABC):
         return False
 
     async def scrub(self, *, deleted: bool) -> None:
-        """Remove deleted content from the files, as far as this database can.
+        """Remove deleted content from the files, if this database can.
 
         `deleted`: whether this process has deleted something since the last call.
         """
@@ -152,6 +152,6 @@ class SharedStatements:
 
 
 def make_engine(url: URL, **options: Any) -> Engine:  # Any: as `create_engine`
-    """Make an engine for a URL whose driver name is that of a dialect with shared statements."""
+    """Make an engine for a URL whose driver names a dialect with shared statements."""
     execution_options = {**options.pop("execution_options", {}), "compiled_cache": _COMPILED}
     return create_engine(url, execution_options=execution_options, **options)

@@ -207,7 +207,7 @@ def _heads(connection: Connection, base_model: str, limits: Limits) -> list[Head
 
 @cache
 def _first_of(num_queues: int) -> Query[Head]:
-    """Return the statement that reads the heads of so many queues."""
+    """Return the statement that reads the heads of this many queues."""
     chunks = (
         f"SELECT * FROM ({_HEAD} WHERE {_READY} AND ordered = :ordered{n} AND tenant = :tenant{n} "
         f"ORDER BY arrival, seq_id LIMIT :limit{n}) AS queue{n}"
@@ -229,7 +229,7 @@ def _start(tx: Transaction, lease: Lease, heads: Sequence[Head]) -> list[Operati
 
 
 def _lock(connection: Connection, heads: Sequence[Head]) -> list[Head]:
-    """Leave out what another process is changing right now, and what comes after it in its model."""
+    """Leave out operations that another process is changing right now, and those behind them in their models."""
     if not log.locks_rows(connection):
         return list(heads)
     asked = sorted({head.subject_id for head in heads if head.ordered})

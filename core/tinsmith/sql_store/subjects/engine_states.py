@@ -1,4 +1,4 @@
-"""What engines report of themselves, and what happens to pending operations if an engine is given up."""
+"""The reports of engines, and the failure of pending operations when an engine is given up."""
 
 from datetime import datetime
 
@@ -68,7 +68,7 @@ def pending_models(connection: Connection, base_model: str, after: int) -> set[s
 
 
 def fail_some(tx: Transaction, base_model: str, after: int) -> int | None:
-    """Fail some of what is pending for an engine that was given up, if its id is greater than `after`.
+    """Fail some operations pending for an engine that was given up: ids above `after`.
 
     Return the greatest id that failed, or None if nothing is left. `submit` refuses what comes later.
     """

@@ -91,7 +91,7 @@ def _model_to_fail(connection: Connection, model_id: str, *_: object) -> list[st
 
 
 def waiting_since(connection: Connection, base_model: str, older_than: datetime) -> list[str]:
-    """Return the models of which something has waited behind a gap since before then, or waits for ever."""
+    """Return the models with operations behind a gap that have waited since before then, or wait for ever."""
     return _MODELS.all(connection, base_model=base_model, older_than=older_than)
 
 
@@ -101,7 +101,7 @@ def left_by(connection: Connection, session_id: str) -> list[str]:
 
 
 def fail_some(tx: Transaction, model_id: str, older_than: datetime | None) -> tuple[int, bool]:
-    """Fail some of what waits behind a gap for ever, or has waited since before `older_than`.
+    """Fail some operations behind a gap that wait for ever, or have waited since before `older_than`.
 
     Return how many failed, and whether there are more.
     """
@@ -157,7 +157,7 @@ def _was_heard(tx: Transaction, run: Run, since: datetime) -> bool:
 
 
 def _fail(tx: Transaction, run: Run, missing: int, *, before: int = _LARGEST) -> tuple[int, bool]:
-    """Fail some of what is found behind the missing seq_id. Return how many failed, and whether there are more."""
+    """Fail some operations behind the missing seq_id. Return how many failed, and whether there are more."""
     behind = {"model": run.model_id, "arrived": missing, "before": before}
     rows = _SOME_BEHIND.all(tx.connection, **behind, at_most=_CHUNK)
     log.fail(tx, rows, _failure(run, missing))

@@ -109,5 +109,5 @@ async def wait_for_metrics(connections: Connections, model_id: str, *, known: in
 
 
 def delete_of_deleted(connection: Connection, model_ids: Sequence[str]) -> None:
-    """Delete the metrics of those of these runs that are gone."""
+    """Of these runs, delete the metrics of those that are gone."""
     connection.execute(_DELETE, {"keys": model_ids})

@@ -13,7 +13,7 @@ LIVE: Final = (RunState.CREATING, RunState.READY)
 
 @dataclass(slots=True)
 class Run:
-    """Whoever changes one calls `write`."""
+    """A caller that changes one must call `write`."""
 
     model_id: str
     session_id: str

@@ -88,7 +88,7 @@ def _num_ahead(connection: Connection, operation: log.Operation) -> int:
 
 
 def _first_missing(run: Run, seq_id: int) -> int | None:
-    """The session may have ended, and an UnloadModel may have taken the place of what is missing."""
+    """The session may have ended, and an UnloadModel may have taken the missing seq_id."""
     missing = run.arrived_seq_id + 1 if run.unload_seq_id is None else min(run.arrived_seq_id + 1, run.unload_seq_id)
     return missing if seq_id > missing else None
 

@@ -62,7 +62,7 @@ async def prune(connections: Connections, finished_before: datetime, *, idle_sin
 
 
 def models_of(connection: Connection, finished_before: datetime, *, idle_since: datetime, limit: int) -> set[str]:
-    """Return the models of which `operations` would delete something."""
+    """Return the models with something that `operations` would delete."""
     rows = connection.execute(_unneeded(finished_before, idle_since, limit))
     return {row.subject_id for row in rows if row.ordered}
 
@@ -150,7 +150,7 @@ _OLD = SESSIONS.c.ended.is_not(None), SESSIONS.c.last_seen_at < bindparam("befor
 
 
 class Rows(NamedTuple):
-    """Rows of one table: their key, the session that they belong to, and what must be true before they go."""
+    """Rows of one table: their key, their session, and the condition under which they are deleted."""
 
     key: Column[Any]
     session: Column[Any]

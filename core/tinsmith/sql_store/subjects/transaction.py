@@ -87,7 +87,7 @@ _PENDING = Query(f"SELECT {', '.join(_Counted._fields)} FROM pending_work WHERE 
 
 @dataclass(frozen=True, slots=True)
 class PendingChanges:
-    """What arrives and what finishes in one transaction, by tenant, kind, and whether it finishes.
+    """Arrivals and completions of one transaction, by tenant, kind, and which of the two.
 
     `stored_bytes` is how much the log grows by payloads and results, or shrinks.
     """

@@ -1,4 +1,4 @@
-"""What tenants have used, and what they keep.
+"""What tenants have used, and what they store.
 
 Usage is a row for each hour, tenant and base model, added to in the transaction of each result. Each sum of what is
 kept reads an index, or rows that are counted as they change.
@@ -139,7 +139,7 @@ def _record(row: sqlalchemy.Row[tuple[object, ...]], hour: datetime | None) -> U
 
 
 def kept(connection: Connection, tenant: str | None) -> list[KeptBytes]:
-    """Return what a tenant keeps, or what each of them keeps, by name."""
+    """Return the bytes that each tenant stores, by name; or those of one tenant."""
     found: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for what, (query, column) in _SUMS.items():
         of = query.group_by(column) if tenant is None else query.group_by(column).where(column == tenant)

@@ -13,7 +13,9 @@ _of_model = OPERATIONS.c.subject_id == bindparam("model")
 _before = OPERATIONS.c.seq_id < bindparam("before")
 _FAILED_PASS = and_(
     OPERATIONS.c.state == OperationState.FAILED,
-    or_(OPERATIONS.c.kind == PASS, OPERATIONS.c.early),  # or what was failed behind a gap, which may have been a pass
+    or_(
+        OPERATIONS.c.kind == PASS, OPERATIONS.c.early
+    ),  # or an operation that was failed behind a gap, which may have been a pass
 )
 _LAST_CLEARING = (
     sqlalchemy.select(OPERATIONS.c.seq_id)
