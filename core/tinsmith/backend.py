@@ -330,6 +330,10 @@ class TrainingBackend(ABC):
         """Free the device; called once, last."""
 
 
+OnTokens = Callable[[int, int, Sequence[int]], None]
+"""Called from the event loop with a sequence's number, how many of its tokens come before, and tokens."""
+
+
 class SamplingBackend(ABC):
     """Samples from the base model and from snapshots. Called from one event loop, with many samples in flight.
 
@@ -363,6 +367,14 @@ class SamplingBackend(ABC):
 
         The result depends only on the operation and the snapshot, not on other requests or later training.
         """
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        """Optional: do as `sample`, and tell the tokens while they are drawn. Called if `op.streamed`.
+
+        Nothing has to be told, and tokens may be told twice: whatever the result has besides reaches the client then.
+        """
+        del on_tokens
+        return await self.sample(op)
 
     async def sleep_sampler(self) -> None:
         """Optional, with `wake_sampler`: lend the devices to a trainer. Free their memory. Idempotent.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,11 +47,14 @@ class RouteSampling(ABC):
         """
 
     @abstractmethod
-    async def sample(self, caller: Principal, operation: Sample) -> SampleOutput:
+    async def sample(
+        self, caller: Principal, operation: Sample, *, hear: Callable[[int, Sequence[int]], None] | None = None
+    ) -> SampleOutput:
         """Submit the sample and return its result. Cancel it if the call is cancelled.
 
         `operation` names a sampling session of `open`; its `snapshot_id` is that of the session, whatever it says.
-        Raise UserError if the sample is refused or fails by the caller's fault.
+        `hear` is called with a sequence's number and its next tokens, as they are drawn: with all of them by the time
+        of the result. Raise UserError if the sample is refused or fails by the caller's fault.
         """
 
     @abstractmethod

@@ -227,6 +227,7 @@ class Sample:
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: IntArray | None = None  # [P - 1, K]; row i scores position i + 1; -1 = skip
     target_layout: SparseLayout | None = None  # set if the targets came sparse; the answer then has the same layout
+    streamed: bool = field(default=False, metadata=ADDED)  # somebody reads the tokens while they are drawn
 
     def fits(self, max_context_tokens: int) -> bool:
         """Return whether prompt and continuations fit into a context of that many tokens.

@@ -426,13 +426,31 @@ def samples_raise_if(condition: Callable[[Sample], bool]) -> Fault:
     return fault
 
 
+def streams_skip_the_first_token(patch: Patch) -> None:
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
+        shifted = [
+            lambda sequence, first, tokens, tell=tell: tell(sequence, first + 1, tokens) for tell in told if tell
+        ]
+        return await _sample(model, adapter, op, vocab_size, *shifted)
+
+    patch.setattr(toy_sampling, "sample", sample)
+
+
+def streams_draw_otherwise(patch: Patch) -> None:
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
+        op = replace(op, params=replace(op.params, seed=op.params.seed + 1)) if any(told) else op
+        return await _sample(model, adapter, op, vocab_size, *told)
+
+    patch.setattr(toy_sampling, "sample", sample)
+
+
 def is_ruined(adapter: Adapter) -> bool:
     return not all(np.abs(weight).max() < 1e20 for weight in adapter.weights.values())  # of NaN, too
 
 
 def of_ruined_adapters(patch: Patch, change: Callable[[SampleOutput], SampleOutput]) -> None:
-    async def sample(model: Any, adapter: Adapter, op: Sample, vocab_size: int) -> SampleOutput:
-        output = await _sample(model, adapter, op, vocab_size)
+    async def sample(model: Any, adapter: Adapter, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
+        output = await _sample(model, adapter, op, vocab_size, *told)
         return change(output) if is_ruined(adapter) else output
 
     patch.setattr(toy_sampling, "sample", sample)
@@ -457,12 +475,12 @@ def ruined_adapters_draw_no_token(patch: Patch) -> None:
 def a_ruined_adapter_ruins_its_batch(patch: Patch) -> None:
     running: list[list[bool]] = []  # whether each sample has been ruined
 
-    async def sample(model: Any, adapter: Adapter, op: Sample, vocab_size: int) -> SampleOutput:
+    async def sample(model: Any, adapter: Adapter, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
         running.append(mine := [False])
         if is_ruined(adapter):
             for each in running:
                 each[0] = True
-        output = await _sample(model, adapter, op, vocab_size)
+        output = await _sample(model, adapter, op, vocab_size, *told)
         shift = np.float32("nan" if mine[0] else 0)
         return replace(output, sequences=tuple(replace(s, logprobs=s.logprobs + shift) for s in output.sequences))
 
@@ -485,15 +503,15 @@ def prompts_are_cached_for_everybody(patch: Patch) -> None:
 
 
 def change_answers(patch: Patch, change: Callable[[SampleOutput, Sample], SampleOutput]) -> None:
-    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
-        return change(await _sample(model, adapter, op, vocab_size), op)
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
+        return change(await _sample(model, adapter, op, vocab_size, *told), op)
 
     patch.setattr(toy_sampling, "sample", sample)
 
 
 def change_requests(patch: Patch, change: Callable[[Sample], Sample]) -> None:
-    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
-        return await _sample(model, adapter, change(op), vocab_size)
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
+        return await _sample(model, adapter, change(op), vocab_size, *told)
 
     patch.setattr(toy_sampling, "sample", sample)
 
@@ -587,11 +605,11 @@ def draws_depend_on_earlier_requests(patch: Patch) -> None:
 def company_shifts_logprobs(patch: Patch) -> None:
     running = 0
 
-    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
         nonlocal running
         running += 1
         try:
-            output = await _sample(model, adapter, op, vocab_size)
+            output = await _sample(model, adapter, op, vocab_size, *told)
             shift = 1e-4 * (running - 1)
         finally:
             running -= 1
@@ -601,11 +619,11 @@ def company_shifts_logprobs(patch: Patch) -> None:
 
 
 def cancelling_is_swallowed(patch: Patch) -> None:
-    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
         try:
-            return await _sample(model, adapter, op, vocab_size)
+            return await _sample(model, adapter, op, vocab_size, *told)
         except BaseException:  # noqa: BLE001 - the fault
-            return await _sample(model, adapter, op, vocab_size)
+            return await _sample(model, adapter, op, vocab_size, *told)
 
     patch.setattr(toy_sampling, "sample", sample)
 
@@ -617,9 +635,9 @@ def diverged_weights_are_answered(patch: Patch) -> None:
 def nan_stays_where_it_was(patch: Patch) -> None:
     stays = False
 
-    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
         nonlocal stays
-        output = await _sample(model, adapter, op, vocab_size)
+        output = await _sample(model, adapter, op, vocab_size, *told)
         left, stays = stays, stays or not all(np.isfinite(s.logprobs).all() for s in output.sequences)
         scale = np.float32("nan" if left else 1)
         return replace(output, sequences=tuple(replace(s, logprobs=s.logprobs * scale) for s in output.sequences))
@@ -628,8 +646,8 @@ def nan_stays_where_it_was(patch: Patch) -> None:
 
 
 def snapshots_are_ignored(patch: Patch) -> None:
-    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int) -> SampleOutput:
-        return await _sample(model, Adapter(weights={}, scale=1.0), op, vocab_size)
+    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
+        return await _sample(model, Adapter(weights={}, scale=1.0), op, vocab_size, *told)
 
     patch.setattr(toy_sampling, "sample", sample)
 
@@ -791,6 +809,8 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     *((company_shifts_logprobs, "test_neighbours_make_no_difference", {"neighbours": n}) for n in (1, 2, 8)),
     (diverged_weights_are_answered, "test_a_diverged_snapshot_is_refused_by_name", {"number": np.nan}),
     (nan_stays_where_it_was, "test_a_diverged_neighbour_makes_no_difference", {"kind": "nan"}),
+    (streams_skip_the_first_token, "test_a_stream_tells_what_is_sampled", {}),
+    (streams_draw_otherwise, "test_a_stream_tells_what_is_sampled", {}),
     (cancelling_is_swallowed, "test_cancelled_sample_leaves_others_alone", {}),
 ]
 

@@ -18,6 +18,7 @@ from tinsmith.backend import (
     BackendSpec,
     HostSnapshot,
     ModelState,
+    OnTokens,
     SamplerCapabilities,
     SamplingBackend,
     Snapshot,
@@ -189,10 +190,17 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         self._device.snapshots.pop(snapshot_id, None)  # samples that are running hold the weights themselves
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
+        return await self._sample(op)
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        return await self._sample(op, on_tokens)
+
+    async def _sample(self, op: Sample, on_tokens: OnTokens | None = None) -> SampleOutput | Failed:
         adapter = self._device.snapshots.get(op.snapshot_id)
         if adapter is None:
             return Failed(message=f"snapshot {op.snapshot_id!r} is not loaded", category="server")
-        output = await toy_sampling.sample(self._device.model, adapter, op, self.sampler_capabilities.vocab_size)
+        vocab_size = self.sampler_capabilities.vocab_size
+        output = await toy_sampling.sample(self._device.model, adapter, op, vocab_size, on_tokens)
         return unless_diverged(op, output)
 
     # Sleep ------------------------------------------------------------------------------------------------------------

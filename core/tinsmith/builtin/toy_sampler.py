@@ -1,6 +1,6 @@
 """The toy backend as a sampler of its own, for a trainer that is another object. It can sleep while that one trains."""
 
-from tinsmith.backend import BackendContext, SamplerCapabilities, SamplerSpec, SamplingBackend, Snapshot
+from tinsmith.backend import BackendContext, OnTokens, SamplerCapabilities, SamplerSpec, SamplingBackend, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.hookspecs import hookimpl
 from tinsmith.operations import Failed, Sample, SampleOutput
@@ -22,6 +22,9 @@ class ToySampler(SamplingBackend):
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._toy.sample(op)
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        return await self._toy.sample_streaming(op, on_tokens)
 
     async def sleep_sampler(self) -> None:
         self._toy.sleep_trainer()

@@ -10,6 +10,7 @@ import asyncio
 
 import numpy as np
 
+from tinsmith.backend import OnTokens
 from tinsmith.builtin.toy_model import Adapter, Float64Array, ToyModel, log_softmax, quiet
 from tinsmith.operations import (
     FloatArray,
@@ -28,7 +29,9 @@ def text_of(token: int, vocab_size: int) -> str:
     return "" if token == vocab_size - 1 else chr(32 + token)
 
 
-async def sample(model: ToyModel, adapter: Adapter, op: Sample, vocab_size: int) -> SampleOutput:
+async def sample(
+    model: ToyModel, adapter: Adapter, op: Sample, vocab_size: int, on_tokens: OnTokens | None = None
+) -> SampleOutput:
     """Answer one request. Touches nothing shared: what it returns depends on its arguments alone."""
     prompt = model.forward(op.prompt_P, adapter)
     logp_PV = log_softmax(prompt.logits_TV)
@@ -38,6 +41,8 @@ async def sample(model: ToyModel, adapter: Adapter, op: Sample, vocab_size: int)
         drawing = _Drawing(op, rng, vocab_size)
         memory_H, logits_V = prompt.memory_TH[-1], prompt.logits_TV[-1]
         while drawing.goes_on(logits_V):
+            if on_tokens is not None:
+                on_tokens(index, len(drawing.tokens) - 1, drawing.tokens[-1:])
             await asyncio.sleep(0)  # lets others run, and a cancellation in
             seen = model.forward(np.array(drawing.tokens[-1:], np.int32), adapter, memory_H)
             memory_H, logits_V = seen.memory_TH[-1], seen.logits_TV[-1]

@@ -22,6 +22,7 @@ from tinsmith.engine.replay import Replayer
 from tinsmith.engine.sampling import SampleQueue, Sampling
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.steps import Steps
+from tinsmith.engine.token_streams import TokenTeller
 from tinsmith.engine.training import Training, TrainingQueue
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import LossSpec
@@ -66,7 +67,8 @@ def assemble_engine(
     waiting = TrainingQueue(scheduler, Limits(max_batch_tokens=trainer.max_batch_tokens), models.why_not)
     training = Training(engine, waiting, models, steps, operations, points, recorder)
     samples = SampleQueue(scheduler, drawing.sampler_capabilities)
-    sampling = Sampling(engine, samples, drawing, snapshots, gate, recorder, on_room=claims.wake)
+    teller = TokenTeller(engine.store)
+    sampling = Sampling(engine, samples, drawing, snapshots, gate, recorder, teller, on_room=claims.wake)
     replayer = Replayer(models, checkpoints, recovery_root=engine.data_dir.recovery_points(engine.base_model))
     recovery = Recovery(engine, models, replayer, snapshots, gate, points, steps)
     return Engine(engine, claims, training, sampling, recovery, trainer)

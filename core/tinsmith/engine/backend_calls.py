@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final, Never, ParamSpec, TypeVar
+from typing import Any, Final, Never, ParamSpec, TypeVar
 
 from tinsmith import operations as ops
-from tinsmith.backend import SamplerCapabilities, SamplingBackend, Snapshot, TrainerCapabilities
+from tinsmith.backend import OnTokens, SamplerCapabilities, SamplingBackend, Snapshot, TrainerCapabilities
 from tinsmith.engine.call_watch import ONE_CALL, CallWatch, Sizes, Watched
 from tinsmith.engine.device_turns import DeviceTurns, submit_in_turn
 from tinsmith.engine.failures import BackendFailedError, backend_failed, contained, guarded
@@ -107,8 +107,16 @@ class WatchedSampler(SamplingBackend):
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         """Draw. A result that the contract does not allow is a failure of its own request."""
+        return await self._drawn(op, partial(self._sampler.sample, op))
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        return await self._drawn(op, partial(self._sampler.sample_streaming, op, on_tokens))
+
+    async def _drawn(
+        self, op: Sample, draw: Callable[[], Coroutine[Any, Any, SampleOutput | Failed]]
+    ) -> SampleOutput | Failed:
         async with self._call(_SAMPLE, self._sizes(op, op.params.max_tokens)) as call:
-            result = self._checked(op, await guarded(partial(self._sampler.sample, op)))
+            result = self._checked(op, await guarded(draw))
             call.did = {} if isinstance(result, Failed) else self._sizes(op, _longest(result))
             return result
 

@@ -66,6 +66,7 @@ class Engine:
                     close_gaps(self._context),
                     admit_models(self._context, self._trainer),
                     self.sampling.tidy(),
+                    self.sampling.tell_tokens(),
                 )
                 watching = [tasks.create_task(each) for each in endless]
                 await asyncio.wait([tasks.create_task(self._feed()), tasks.create_task(self.training.run())])

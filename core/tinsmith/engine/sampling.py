@@ -17,10 +17,11 @@ from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import engine_failed
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.snapshots import Snapshots
+from tinsmith.engine.token_streams import TokenTeller
 from tinsmith.errors import TinsmithError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.scheduler import Limits, Pending, Scheduler
-from tinsmith.store import ExpertsSampled
+from tinsmith.store import ExpertsSampled, OperationRecord
 from tinsmith.store.routed_experts import digest_of, encode_experts
 
 _STAYS_S: Final = 60.0  # for which a tenant counts after its last sample; a clock that is set back ends it
@@ -161,6 +162,7 @@ class Sampling:
         snapshots: Snapshots,
         gate: ConsistencyGate,
         recorder: Recorder,
+        teller: TokenTeller,
         *,
         on_room: Callable[[], None],
     ) -> None:
@@ -171,6 +173,7 @@ class Sampling:
         self.snapshots = snapshots
         self._gate = gate
         self._recorder = recorder
+        self._teller = teller
         self._on_room = on_room
         self._running: dict[str, asyncio.Task[None]] = {}  # by request_id
 
@@ -214,6 +217,10 @@ class Sampling:
         for task in self._running.values():
             task.cancel()
 
+    async def tell_tokens(self) -> None:
+        """Until cancelled, pass on the tokens of samples that are streamed."""
+        await self._teller.run()
+
     async def tidy(self) -> None:
         """Until cancelled, free the snapshots that nobody may use any more, and those left idle for too long."""
         while True:
@@ -244,7 +251,7 @@ class Sampling:
         if claimed.refused is not None:
             return Outcome(result=claimed.refused)
         operation = cast("ops.Sample", claimed.operation)
-        result = await self._sample(operation)
+        result = await self._sample(operation, claimed.record)
         if not isinstance(result, ops.SampleOutput):
             return Outcome(result=result)
         answer = replace(result, sequences=tuple(replace(each, routed_experts=None) for each in result.sequences))
@@ -260,15 +267,23 @@ class Sampling:
         return Outcome(result=answer, effects=(sampled,))
 
     @durable_boundary("engine.sample")
-    async def _sample(self, operation: ops.Sample) -> ops.SampleOutput | ops.Failed:
+    async def _sample(self, operation: ops.Sample, record: OperationRecord) -> ops.SampleOutput | ops.Failed:
         self._gate.expect_not_refused(operation.snapshot_id)
         self._gate.hurry(operation.snapshot_id)
+        if operation.streamed:  # nobody reads tokens of a snapshot that may be refused
+            await self._gate.expect_passed(operation.snapshot_id)
         async with self.snapshots.for_sample(operation) as versioned:
-            result = await self._sampler.sample(versioned)
+            result = await self._draw(versioned, record)
         await self._gate.expect_passed(operation.snapshot_id)
         if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
             return replace(result, target_layout=operation.target_layout)
         return result
+
+    async def _draw(self, operation: ops.Sample, record: OperationRecord) -> ops.SampleOutput | ops.Failed:
+        if not operation.streamed:
+            return await self._sampler.sample(operation)
+        with self._teller.telling(record) as on_tokens:
+            return await self._sampler.sample_streaming(operation, on_tokens)
 
 
 def _encoded_experts(operation: ops.Sample, output: ops.SampleOutput) -> dict[bytes, bytes]:

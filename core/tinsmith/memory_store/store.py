@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial, wraps
@@ -21,6 +22,7 @@ from tinsmith.store import (
     Claimable,
     ClaimRoom,
     Completion,
+    DrawnTokens,
     Effect,
     EngineRecord,
     EngineState,
@@ -68,7 +70,9 @@ from tinsmith.store.sessions import SILENCE
 from tinsmith.store.wakeups import (
     WakeUps,
     done_topic,
+    drawn_topic,
     lease_topic,
+    message,
     metrics_topic,
     places_topic,
     samples_topic,
@@ -877,6 +881,20 @@ class MemoryStore(RequestStore):
     @_transaction
     def _metric_bytes(self, model_id: str) -> int:
         return self._memory.run(model_id).record.metric_bytes
+
+    # tokens that are being drawn
+
+    @_transaction
+    def tell_drawn(self, pieces: Sequence[DrawnTokens]) -> None:
+        self._memory.told += [
+            message(drawn_topic(each.sampling_session_id, each.seq_id), each.encoded()) for each in pieces
+        ]
+
+    def drawn(
+        self, sampling_session_id: str, seq_id: int, hear: Callable[[DrawnTokens], None]
+    ) -> AbstractContextManager[None]:
+        decoded = partial(DrawnTokens.decoded, sampling_session_id, seq_id)
+        return self._wakeups.listen(drawn_topic(sampling_session_id, seq_id), lambda text: hear(decoded(text)))
 
     # upkeep
 

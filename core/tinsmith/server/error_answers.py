@@ -102,7 +102,8 @@ def _headers_of(error: Exception) -> dict[str, str]:
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    field = ".".join(str(part)[:_SHOWN_CHARS] for part in problems[0]["loc"][1:]) if problems else None
+    named = [each for each in problems if each["type"] != "json_invalid"]  # whose location is an offset
+    field = ".".join(str(part)[:_SHOWN_CHARS] for part in named[0]["loc"][1:]) if named else None
     return _answer(request, ErrorAnswer(status=422, detail=validation_detail(error), field=field or None))
 
 

@@ -9,7 +9,7 @@ import itertools
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
@@ -20,6 +20,7 @@ from tinsmith.hook_values import Principal, RouteSampling
 from tinsmith.operations import Failed, Result, Sample, SampleOutput
 from tinsmith.server.auth import usable_sampler
 from tinsmith.server.context import ServerContext
+from tinsmith.server.heard_tokens import HeardTokens
 from tinsmith.server.results import FINISHED, as_told, finished_result
 from tinsmith.server.sampling_sessions import open_sampling_session
 from tinsmith.server.submitting import submit_sample
@@ -89,16 +90,30 @@ class TenantSampling(RouteSampling):
                 tenant.opened.popitem(last=False)
             return known
 
-    async def sample(self, caller: Principal, operation: Sample) -> SampleOutput:
+    async def sample(
+        self, caller: Principal, operation: Sample, *, hear: Callable[[int, Sequence[int]], None] | None = None
+    ) -> SampleOutput:
         sampler = await usable_sampler(self._context, caller, operation.sampling_session_id)
-        whole = replace(operation, snapshot_id=sampler.snapshot_id)
+        seq_id = next(self._seq_ids)
+        whole = replace(operation, snapshot_id=sampler.snapshot_id, streamed=hear is not None)
+        if hear is None:
+            return await self._sample(caller, sampler, seq_id, whole)
+        heard = HeardTokens(hear)
+        with self._context.store.drawn(sampler.sampling_session_id, seq_id, heard.add):
+            output = await self._sample(caller, sampler, seq_id, whole)
+        heard.finish(output)
+        return output
+
+    async def _sample(
+        self, caller: Principal, sampler: SamplingSessionRecord, seq_id: int, whole: Sample
+    ) -> SampleOutput:
         request_id = await submit_sample(
             self._context,
             caller,
             sampler,
-            next(self._seq_ids),
+            seq_id,
             lambda: whole,
-            body_bytes=operation.prompt_P.nbytes,
+            body_bytes=whole.prompt_P.nbytes,
         )
         finished = None
         try:

@@ -5,7 +5,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -34,13 +34,14 @@ from tinsmith.sql_store.subjects import (
     sampling_sessions,
     sessions,
     submitting,
+    token_streams,
     transaction,
     upkeep,
     usage,
     windows,
 )
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.store import RequestStore, SessionRecord, StoreContext
+from tinsmith.store import DrawnTokens, RequestStore, SessionRecord, StoreContext
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -218,6 +219,14 @@ class SqlStore(RequestStore):
     log_metrics = _durable(metrics.log, locks=metrics.model_of)
     read_metrics = _read(metrics.read)
     wait_for_metrics = _over(metrics.wait_for_metrics)
+
+    # tokens that are being drawn
+    tell_drawn = _relaxed(token_streams.tell)
+
+    def drawn(
+        self, sampling_session_id: str, seq_id: int, hear: Callable[[DrawnTokens], None]
+    ) -> AbstractContextManager[None]:
+        return token_streams.listen(self.connections, sampling_session_id, seq_id, hear)
 
     # upkeep
     secret = _over(upkeep.secret)

@@ -65,6 +65,7 @@ from tinsmith.store.runs import Runs
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_log import ServerLog
 from tinsmith.store.sessions import Sessions
+from tinsmith.store.token_streams import DrawnTokens, TokenStreams
 from tinsmith.store.usage import UsageLog
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "Completion",
     "ConsistencyCounts",
     "DeviceTurn",
+    "DrawnTokens",
     "Effect",
     "EngineCapabilities",
     "EngineFailure",
@@ -135,6 +137,7 @@ __all__ = [
     "StoreContext",
     "StoreSpec",
     "StoredCheckpoints",
+    "TokenStreams",
     "Usage",
     "UsageLog",
     "UsageRecord",

@@ -31,6 +31,7 @@ from tinsmith.store.runs import Runs
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.server_log import ServerLog
 from tinsmith.store.sessions import Sessions
+from tinsmith.store.token_streams import TokenStreams
 from tinsmith.store.usage import UsageLog
 
 
@@ -49,6 +50,7 @@ class RequestStore(
     UsageLog,
     RoutedExperts,
     Metrics,
+    TokenStreams,
 ):
     """Every method may be called concurrently from the process's event loop.
 

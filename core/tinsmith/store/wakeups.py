@@ -1,7 +1,7 @@
 """Wake-ups: how calls that wait in one process learn of changes by any process.
 
 A wake-up may be lost, or come too often. So a waiting call subscribes to a topic, reads the store, waits, and reads
-again.
+again. A message, which is a topic with a text, is told to those who listen to the topic just then, and is never kept.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _DONE = "done "
+_TEXT = "\t"  # between the topic and the text of a message
 
 
 def work_topic(base_model: str) -> str:
@@ -39,8 +40,18 @@ def metrics_topic(model_id: str) -> str:
     return f"metrics {model_id}"
 
 
+def drawn_topic(sampling_session_id: str, seq_id: int) -> str:
+    """Its messages are the tokens of a sample, while it is drawn."""
+    return f"drawn {sampling_session_id} {seq_id}"
+
+
 def done_topic(request_id: str) -> str:
     return _DONE + request_id
+
+
+def message(topic: str, text: str) -> str:
+    """Return what is told in place of a topic. The text has neither tabs nor line breaks."""
+    return topic + _TEXT + text
 
 
 def request_of(topic: str) -> str | None:
@@ -53,6 +64,7 @@ class WakeUps:
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._hearers: dict[str, list[Callable[[str], None]]] = {}
         self._events: dict[str, asyncio.Event] = {}  # that stay subscribed
         self._subscriptions = ExitStack()
 
@@ -69,15 +81,32 @@ class WakeUps:
             if not subscribed:
                 del self._waiting[topic]
 
+    @contextmanager
+    def listen(self, topic: str, hear: Callable[[str], None]) -> Iterator[None]:
+        """Call `hear` with the text of each message of the topic that is told meanwhile."""
+        self._hearers.setdefault(topic, []).append(hear)
+        try:
+            yield
+        finally:
+            hearers = self._hearers[topic]
+            hearers.remove(hear)
+            if not hearers:
+                del self._hearers[topic]
+
     def topics(self) -> list[str]:
         """Return the topics that something waits for."""
         return list(self._waiting)
 
     def wake(self, topics: Iterable[str]) -> None:
-        """Wake the calls that wait for these topics. From the thread of the event loop."""
-        for topic in topics:
-            for event in self._waiting.get(topic, ()):
-                event.set()
+        """Wake the calls that wait for these topics, and pass messages on. From the thread of the event loop."""
+        for each in topics:
+            topic, is_message, text = each.partition(_TEXT)
+            if is_message:
+                for hear in list(self._hearers.get(topic, ())):
+                    hear(text)
+            else:
+                for event in self._waiting.get(topic, ()):
+                    event.set()
 
     async def read_until(
         self, done: Callable[[T], bool], read: Callable[[], Awaitable[T]], *, topic: str, timeout_s: float

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import SamplingBackend
-from tinsmith.operations import AdamParams, Datum, TokenArray
+from tinsmith.operations import AdamParams, Datum, Sample, SampleOutput, TokenArray
 from tinsmith.testing.contract import need
 from tinsmith.testing.model_driver import ModelDriver
 from tinsmith.testing.reference import Float64Array
@@ -52,6 +52,23 @@ class DrawingContract(SamplingSuite):
             assert left.tokens.tolist() == right.tokens.tolist(), "the same seed must draw the same tokens"
         drawn = [tuple(s.tokens.tolist()) for output in (first, other, huge) for s in output.sequences]
         assert len(set(drawn)) == len(drawn), "other seeds, and the samples of one request, must draw other tokens"
+
+    @in_one_loop
+    async def test_a_stream_tells_what_is_sampled(self, backend: SamplingBackend) -> None:
+        """Whatever is told, and however often: at its place in the result are the same tokens."""
+        prompt = random_prompt(9, 5, backend.sampler_capabilities.vocab_size)
+        wanted, told = params(max_tokens=12, temperature=2.0, seed=5), list[tuple[int, int, list[int]]]()
+        op = Sample(
+            sampling_session_id="contract:sample:0", snapshot_id=None, prompt_P=prompt, params=wanted, num_samples=2
+        )
+        streamed = await backend.sample_streaming(op, lambda *piece: told.append((*piece[:2], list(piece[2]))))
+        assert isinstance(streamed, SampleOutput), streamed
+        drawn = [each.tokens.tolist() for each in (await ask(backend, prompt, wanted, num_samples=2)).sequences]
+        assert [each.tokens.tolist() for each in streamed.sequences] == drawn
+        for sequence, first, tokens in told:
+            assert tokens
+            assert drawn[sequence][first : first + len(tokens)] == tokens
+            assert all(type(token) is int for token in tokens)
 
     @in_one_loop
     async def test_greedy_takes_the_best(self, backend: SamplingBackend) -> None:

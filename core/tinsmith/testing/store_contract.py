@@ -55,6 +55,7 @@ from tinsmith.testing.store_records import (
 )
 from tinsmith.testing.store_recovery import RecoveryContract
 from tinsmith.testing.store_retention import RetentionContract
+from tinsmith.testing.store_streams import StreamsContract
 from tinsmith.testing.store_tallies import TalliesContract
 
 
@@ -66,6 +67,7 @@ class RequestStoreContract(
     RetentionContract,
     RoutedExpertsContract,
     MetricsContract,
+    StreamsContract,
     TalliesContract,
 ):
     """Tests every promise of `tinsmith.store.RequestStore`. Override `make_store` only."""

@@ -3,6 +3,7 @@
 from tinsmith import (
     BackendContext,
     Failed,
+    OnTokens,
     ReplayedExperts,
     Sample,
     SampleOutput,
@@ -128,6 +129,9 @@ class JaxBackend(Trainer, SamplingBackend):
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._sampler.sample(op)
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        return await self._sampler.sample_streaming(op, on_tokens)
 
     @property
     def _sampler(self) -> Sampler:

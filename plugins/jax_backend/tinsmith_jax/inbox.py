@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tinsmith import Failed, SampleOutput
@@ -30,6 +30,11 @@ class _Waiting:
         if isinstance(error, StopIteration):  # which a future cannot hold
             error = RuntimeError(f"StopIteration: {error}")
         self._settle(lambda: self.future.set_exception(error))
+
+    def tell(self, sequence: int, first: int, tokens: Sequence[int]) -> None:
+        on_tokens = self.request.on_tokens
+        assert on_tokens is not None, "only a sample that is streamed is told"
+        self._settle(lambda: on_tokens(sequence, first, tokens))
 
     def _settle(self, settle: Callable[[], None]) -> None:
         """Called from the sampler's thread. The loop may already be closed when the process ends."""
@@ -113,6 +118,10 @@ class Inbox:
 
     def cancelled(self) -> list[Request]:
         return [request for request in self._waiting if request.cancelled]
+
+    def tell(self, request: Request, sequence: int, first: int, tokens: Sequence[int]) -> None:
+        """Tell tokens of a request that is streamed, unless nobody waits for them any more."""
+        self._waiting[request].tell(sequence, first, tokens)
 
     def answer(self, request: Request, result: SampleOutput | Failed) -> None:
         self._waiting.pop(request).answer(result)

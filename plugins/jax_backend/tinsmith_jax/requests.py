@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinsmith import Array, FloatArray, IntArray, Sample, SampledSequence, SampleOutput, StopReason, TopLogprobs
+from tinsmith import (
+    Array,
+    FloatArray,
+    IntArray,
+    OnTokens,
+    Sample,
+    SampledSequence,
+    SampleOutput,
+    StopReason,
+    TopLogprobs,
+)
 from tinsmith.huggingface import StopRules, StopWatch
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.sampling_values import Drawn
@@ -39,6 +49,7 @@ class Draw:
     def start_again(self, watch: StopWatch) -> None:
         """Begin with nothing drawn."""
         self.tokens: list[int] = []
+        self.num_told = 0  # of a sample that is streamed
         self.logprobs: list[float] = []
         self.top_ids: list[IntArray] = []
         self.top_logprobs: list[FloatArray] = []
@@ -145,8 +156,11 @@ class PromptScores:
 class Request:
     """A sample operation in progress. Another thread may set `cancelled`; it is read between dispatches."""
 
-    def __init__(self, op: Sample, snapshot: LoadedSnapshot | None, rules: StopRules) -> None:
+    def __init__(
+        self, op: Sample, snapshot: LoadedSnapshot | None, rules: StopRules, on_tokens: OnTokens | None = None
+    ) -> None:
         self.op = op
+        self.on_tokens = on_tokens  # called from the event loop
         self.snapshot = snapshot
         self.cancelled = False
         self.stop_tokens = rules.stop_tokens(op.params)

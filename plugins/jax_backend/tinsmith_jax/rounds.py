@@ -84,6 +84,7 @@ class Rounds:
         self.slots.fill(self._queue)
         self._reader.read()
         self._decode()
+        self._tell_drawn()
         self._release_ended()
 
     def _drop_cancelled(self) -> None:
@@ -114,6 +115,12 @@ class Rounds:
         for row, slot in rows.items():
             self._suspects.involved = (slot.request,)
             slot.take(drawn, row)
+
+    def _tell_drawn(self) -> None:
+        for draw in self.slots.draws:
+            if draw.request.on_tokens is not None and draw.num_told < len(draw.tokens):
+                self._inbox.tell(draw.request, draw.index, draw.num_told, draw.tokens[draw.num_told :])
+                draw.num_told = len(draw.tokens)
 
     def _release_ended(self) -> None:
         for request in {draw.request for draw in self.slots.draws}:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tinsmith import (
     Failed,
+    OnTokens,
     Sample,
     SampleOutput,
     SamplerCapabilities,
@@ -93,6 +94,12 @@ class Sampler(SamplingBackend):
         self._inbox.drop(users.snapshot.serial)
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
+        return await self._sample(op)
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        return await self._sample(op, on_tokens)
+
+    async def _sample(self, op: Sample, on_tokens: OnTokens | None = None) -> SampleOutput | Failed:
         users = None if op.snapshot_id is None else self._snapshots.get(op.snapshot_id)
         if op.snapshot_id is not None and users is None:
             return Failed(message=f"no snapshot {op.snapshot_id!r} is loaded, load it first", category="server")
@@ -100,7 +107,7 @@ class Sampler(SamplingBackend):
         if not op.fits(context):
             return Failed(message=f"prompt length plus max_tokens is {wanted}, the context window is {context} tokens")
         try:
-            request = Request(op, None if users is None else users.snapshot, self._rules)
+            request = Request(op, None if users is None else users.snapshot, self._rules, on_tokens)
         except UnsupportedError as error:
             return Failed(message=str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's

@@ -36,11 +36,11 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-def toy_model(directory: Path) -> ModelSettings:
+def toy_model(directory: Path, *, plugin: str = "toy") -> ModelSettings:
     return ModelSettings(
         name="toy",
         path=write_model(directory),
-        backend=PluginSection.model_validate({"plugin": "toy", "vocab_size": VOCAB_SIZE, "max_context_tokens": 2048}),
+        backend=PluginSection.model_validate({"plugin": plugin, "vocab_size": VOCAB_SIZE, "max_context_tokens": 2048}),
     )
 
 

@@ -6,8 +6,9 @@ import itertools
 import json
 import re
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ import tinker
 from openai.types.chat import ChatCompletionMessageParam
 from openai_served import END, checkpoint, tokens_of, toy_model, train_to_say
 
+from tinsmith import BackendSpec, Failed, OnTokens, Sample, SampleOutput, hookimpl
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith_openai.streams import streamed
 
@@ -127,13 +130,88 @@ def test_a_stream_says_what_an_answer_says(ann: openai.OpenAI, path: str, includ
     for choice in chat.choices:
         own = [part for part in parts if part.index == choice.index]
         assert "".join(part.delta.content or "" for part in own) == choice.message.content
-        assert [part.finish_reason for part in own] == [None, choice.finish_reason]
+        assert own[0].delta.role == "assistant"
+        assert [part.finish_reason for part in own if part.finish_reason] == [choice.finish_reason]
+        assert own[-1].finish_reason
     assert [chunk.usage for chunk in chunks if chunk.usage is not None] == ([chat.usage] if include_usage else [])
     text = ann.completions.create(**asked, prompt="ab")
-    pieces = list(ann.completions.create(**asked, prompt="ab", stream=True))
-    assert [choice for piece in pieces for choice in piece.choices] == text.choices
+    pieces = [choice for piece in ann.completions.create(**asked, prompt="ab", stream=True) for choice in piece.choices]
+    for choice in text.choices:
+        own_pieces = [piece for piece in pieces if piece.index == choice.index]
+        assert "".join(piece.text for piece in own_pieces) == choice.text
+        assert own_pieces[-1].finish_reason == choice.finish_reason
+    whole = list(ann.completions.create(**asked, prompt="ab", stream=True, logprobs=2))
+    assert [choice for piece in whole for choice in piece.choices] == (
+        ann.completions.create(**asked, prompt="ab", logprobs=2).choices
+    ), "what needs whole choices"
     with pytest.raises(openai.NotFoundError):
         ann.completions.create(model=f"{path}-absent", prompt="ab", stream=True)
+
+
+def test_a_role_that_no_template_knows_is_refused(ann: openai.OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError, match="'uer'"):
+        ann.chat.completions.create(model="toy", messages=[{"role": "uer", "content": "hi"}])  # type: ignore[list-item]
+
+
+class Patient(ToyBackend):
+    """Draws, tells three tokens of each sequence, and ends when it may."""
+
+    may_end = threading.Event()
+    fails = False
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        output = await self.sample(op)
+        assert isinstance(output, SampleOutput)
+        for index, sequence in enumerate(output.sequences):
+            on_tokens(index, 0, sequence.tokens[:2].tolist())
+            on_tokens(index, 0, sequence.tokens[:1].tolist())
+            on_tokens(index, 1, sequence.tokens[1:3].tolist())
+        await asyncio.to_thread(self.may_end.wait)
+        return Failed(message="lost on the way") if self.fails else output
+
+
+class PatientBackends:
+    @hookimpl
+    def tinsmith_register_backends(self) -> BackendSpec[ToyConfig]:
+        return BackendSpec(name="patient", config=ToyConfig, create=Patient, needs_model_path=False)
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    directory = tmp_path_factory.mktemp("patient")
+    model = toy_model(directory / "toy", plugin="patient")
+    with running_server(directory / "data", models=[model], extra_plugins=[PatientBackends()]) as server:
+        yield server
+        Patient.may_end.set()  # or the engine could not stop
+
+
+def test_tokens_come_while_others_are_drawn(patient: RunningServer) -> None:
+    """Of two sequences, three tokens each before the sampler may go on, and a stop string that they may begin."""
+    Patient.may_end.clear()
+    asked = {"model": "toy", "prompt": "ab", "n": 2, "seed": 3, "max_tokens": 9}
+    with client(patient) as ann:
+        stream = ann.completions.create(**asked, stream=True, timeout=300)
+        texts = {0: "", 1: ""}
+        while min(map(len, texts.values())) < 3:
+            (choice,) = next(stream).choices
+            texts[choice.index] += choice.text
+        assert all(len(text) == 3 for text in texts.values())
+        Patient.may_end.set()
+        for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        whole = ann.completions.create(**asked)
+    assert list(texts.values()) == [choice.text for choice in whole.choices]
+
+
+def test_a_stream_that_fails_ends_with_the_error(patient: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    Patient.may_end.clear()
+    monkeypatch.setattr(Patient, "fails", True)
+    with client(patient) as ann:
+        stream = ann.chat.completions.create(model="toy", messages=HI, max_tokens=9, stream=True, timeout=300)
+        assert next(stream).choices[0].delta.role == "assistant"
+        Patient.may_end.set()
+        with pytest.raises(openai.APIError, match="lost on the way"):
+            list(stream)
 
 
 def test_a_call_of_a_tool_is_streamed_whole() -> None:
@@ -182,14 +260,15 @@ def test_a_stop_string_ends_a_text_and_is_not_part_of_it(ann: openai.OpenAI, pat
         ({"model": "toy", "prompt": "a", "n": "many"}, 422, "n"),
         ({"model": "other", "prompt": "a"}, 400, None),
         ({"model": "toy", "prompt": ""}, 400, None),
+        (b"{", 422, None),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(
-    server: RunningServer, body: dict[str, object], status: int, named: str | None
+    server: RunningServer, body: dict[str, object] | bytes, status: int, named: str | None
 ) -> None:
-    answer = httpx.post(
-        f"{server.url}/v1/completions", json=body, headers={"Authorization": "Bearer tml-ann"}, timeout=300
-    )
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    headers = {"Authorization": "Bearer tml-ann", "Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=300)
     assert answer.status_code == status, answer.text
     if status != 200:
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
@@ -285,29 +364,43 @@ def test_checkpoints_of_one_run_each_answer_with_their_own_tokens(
     training = service.create_lora_training_client(base_model="toy", rank=8, seed=1).result()
     paths = []
     for index in range(number):
-        train_to_say(service, "[user] hi<[assistant] " + 6 * chr(40 + index), client=training)
+        train_to_say(service, "[user] hi<[assistant] " + 6 * chr(40 + index), client=training, steps=8)
         paths.append(checkpoint(training, f"at-{index}"))
     with client(server) as ann, ThreadPoolExecutor(number) as threads:
         completions = list(threads.map(partial(completed, ann), paths))
         chats = list(threads.map(partial(chatted, ann), paths))
-    assert len(set(completions)) == number, "the tokens tell them apart"
+    assert len(set(completions)) == number, "tokens and logprobs tell them apart"
     assert completions == chats == [greedy(service, path, HI_TOKENS) for path in paths]
 
 
-def greedy(service: tinker.ServiceClient, path: str, prompt: list[int]) -> tuple[int, ...]:
+Drawn = tuple[tuple[int, float], ...]
+"""Tokens, and their logprobs to four digits."""
+
+
+def drawn(tokens: Iterable[int], logprobs: Iterable[float | None]) -> Drawn:
+    return tuple((token, round(logprob or 0.0, 4)) for token, logprob in zip(tokens, logprobs, strict=True))
+
+
+def greedy(service: tinker.ServiceClient, path: str, prompt: list[int]) -> Drawn:
     sampler, params = (
         service.create_sampling_client(model_path=path).result(),
         tinker.SamplingParams(max_tokens=6, temperature=0),
     )
     (sequence,) = sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params).result().sequences
-    return tuple(sequence.tokens)
+    return drawn(sequence.tokens, sequence.logprobs or ())
 
 
-def completed(client: openai.OpenAI, model: str) -> tuple[int, ...]:
-    got = client.completions.create(model=model, prompt=HI_TOKENS, max_tokens=6, temperature=0, extra_body=IDS)
-    return tuple((got.choices[0].model_extra or {})["token_ids"])
+def completed(client: openai.OpenAI, model: str) -> Drawn:
+    (choice,) = client.completions.create(
+        model=model, prompt=HI_TOKENS, max_tokens=6, temperature=0, logprobs=0, extra_body=IDS
+    ).choices
+    assert choice.logprobs is not None
+    return drawn((choice.model_extra or {})["token_ids"], choice.logprobs.token_logprobs or ())
 
 
-def chatted(client: openai.OpenAI, model: str) -> tuple[int, ...]:
-    got = client.chat.completions.create(model=model, messages=HI, max_tokens=6, temperature=0, extra_body=IDS)
-    return tuple((got.choices[0].model_extra or {})["token_ids"])
+def chatted(client: openai.OpenAI, model: str) -> Drawn:
+    (choice,) = client.chat.completions.create(
+        model=model, messages=HI, max_tokens=6, temperature=0, logprobs=True, extra_body=IDS
+    ).choices
+    assert choice.logprobs is not None
+    return drawn((choice.model_extra or {})["token_ids"], [each.logprob for each in choice.logprobs.content or ()])

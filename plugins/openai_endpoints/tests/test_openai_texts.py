@@ -3,15 +3,19 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from openai_served import write_model
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tinsmith import UserError
+from tinsmith.huggingface.tiny_model import Family, TinyShape, write_tiny_model
 from tinsmith.huggingface.tiny_tokenizer import chat_template
+from tinsmith_openai.answers import finished_text
 from tinsmith_openai.bodies import ChatRequest
 from tinsmith_openai.chat_template import ChatTemplate
 from tinsmith_openai.conversations import keep_answer, read_conversation
+from tinsmith_openai.growing_text import GrowingText
 from tinsmith_openai.texts import ModelText
 from tinsmith_openai.tool_calls import find_tool_calls
 from tinsmith_openai.transcripts import Transcripts
@@ -129,3 +133,22 @@ def test_room_for_transcripts_is_taken_from_the_oldest_and_from_the_ends() -> No
     assert kept.tokens("ann", b"4") == [1, 2, 3, 4, 9, 10, 11]
     assert kept.tokens("bob", b"3") == [1] * 10
     assert kept.tokens("bob", b"4") is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_growing_text_is_the_beginning_of_the_whole(tmp_path: Path, family: Family) -> None:
+    """Random tokens, so many characters are never complete; with and without stop strings that half of them meet."""
+    write_tiny_model(tmp_path / family, TinyShape(family=family, num_layers=1, hidden_size=16))
+    text, rng = ModelText("tiny", tmp_path / family), np.random.default_rng(1)
+    for _ in range(100):
+        tokens = rng.integers(0, 512, 40).tolist()
+        whole = text.decode(tokens)
+        start = int(rng.integers(0, len(whole)))
+        for stops in ((), (whole[start : start + 3],), (whole[start : start + 5] + "x", "yy")):
+            growing, said = GrowingText(text, [stop for stop in stops if stop]), ""
+            expected = finished_text(text, tokens, [stop for stop in stops if stop])
+            for at in range(0, len(tokens), 3):
+                said += growing.add(tokens[at : at + 3])
+                assert expected.startswith(said), (expected, said)
+            kept = len(expected) - len(said)
+            assert kept <= max([len(stop) for stop in stops], default=0) + 3, "what is certain is said"

@@ -48,6 +48,11 @@ class SamplingBody(_Body):
     metadata: dict[str, Json] | None = None
 
     @property
+    def streams_by_token(self) -> bool:
+        """Whether text is sent while it is drawn. What needs whole choices is sent when they have ended."""
+        return self.stream and not self.return_token_ids
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
@@ -61,6 +66,10 @@ class CompletionRequest(SamplingBody):
     )
     logprobs: Annotated[Int, Field(ge=0)] | None = None
     echo: bool = False
+
+    @property
+    def streams_by_token(self) -> bool:
+        return super().streams_by_token and self.logprobs is None and not self.echo and self.max_tokens != 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -90,7 +99,7 @@ class TextPart(_Body):
 class Message(_Body):
     """One message. Which fields count for which role is up to the model's chat template."""
 
-    role: Name
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     reasoning_content: str | None = None
     name: Name | None = None
@@ -121,6 +130,11 @@ class ChatRequest(SamplingBody):
     parallel_tool_calls: Literal[True] = True
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Json] = {}
+
+    @property
+    def streams_by_token(self) -> bool:
+        """A call of a tool is told from text when it has ended."""
+        return super().streams_by_token and not self.logprobs and (not self.tools or self.tool_choice == "none")
 
     @model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":

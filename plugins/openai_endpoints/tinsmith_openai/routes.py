@@ -19,6 +19,8 @@ from tinsmith_openai.answers import Object
 from tinsmith_openai.bodies import ChatRequest, CompletionRequest, SamplingBody
 from tinsmith_openai.conversations import Conversation, keep_answer, read_conversation
 from tinsmith_openai.drawing import ClientGoneError, sampling_params, together, unless_gone
+from tinsmith_openai.growing_text import GrowingText
+from tinsmith_openai.live_answers import Hear, LiveAnswer
 from tinsmith_openai.streams import streamed
 from tinsmith_openai.texts import ModelText, Texts
 from tinsmith_openai.tool_calls import find_tool_calls
@@ -26,6 +28,10 @@ from tinsmith_openai.transcripts import Transcripts
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _CLIENT_GONE = 499
+_STREAMED: dict[type[SamplingBody], tuple[str, str]] = {
+    CompletionRequest: ("text_completion", "cmpl"),
+    ChatRequest: ("chat.completion.chunk", "chatcmpl"),
+}
 
 
 class Endpoints:
@@ -58,11 +64,13 @@ class Endpoints:
         async def completions(
             body: CompletionRequest, request: Request, caller: Annotated[tinsmith.Principal, known]
         ) -> Response:
-            return await _answered(request, body, partial(self._complete, caller, body))
+            session, text = await self._opened(caller, body.model)
+            return await _answered(request, body, text, partial(self._complete, caller, body, session, text))
 
         @router.post("/chat/completions")
         async def chat(body: ChatRequest, request: Request, caller: Annotated[tinsmith.Principal, known]) -> Response:
-            return await _answered(request, body, partial(self._chat, caller, body))
+            session, text = await self._opened(caller, body.model)
+            return await _answered(request, body, text, partial(self._chat, caller, body, session, text))
 
         return router
 
@@ -75,11 +83,21 @@ class Endpoints:
 
     # /completions
 
-    async def _complete(self, caller: tinsmith.Principal, body: CompletionRequest) -> Object:
-        session, text = await self._opened(caller, body.model)
+    async def _complete(
+        self,
+        caller: tinsmith.Principal,
+        body: CompletionRequest,
+        session: SamplingSessionRecord,
+        text: ModelText,
+        hear: Hear | None = None,
+    ) -> Object:
         prompts = await asyncio.to_thread(_prompts, text, body)
         asked = [self._completion(session, body, prompt, index) for index, prompt in enumerate(prompts)]
-        outputs = await together(self._context.sampling.sample(caller, each) for each in asked)
+        heard = [None if hear is None else _from(hear, index * body.n) for index in range(len(prompts))]
+        outputs = await together(
+            self._context.sampling.sample(caller, each, hear=of_prompt)
+            for each, of_prompt in zip(asked, heard, strict=True)
+        )
         if body.max_tokens == 0:
             outputs = [_nothing_drawn(output) for output in outputs]
         choices: list[Json] = []
@@ -113,8 +131,14 @@ class Endpoints:
 
     # /chat/completions
 
-    async def _chat(self, caller: tinsmith.Principal, body: ChatRequest) -> Object:
-        session, text = await self._opened(caller, body.model)
+    async def _chat(
+        self,
+        caller: tinsmith.Principal,
+        body: ChatRequest,
+        session: SamplingSessionRecord,
+        text: ModelText,
+        hear: Hear | None = None,
+    ) -> Object:
         kept, tenant = self._transcripts, caller.tenant
         asked = await asyncio.to_thread(read_conversation, text, kept, tenant, body)
         most = body.max_completion_tokens or body.max_tokens
@@ -128,7 +152,7 @@ class Endpoints:
             num_samples=body.n,
             topk_sample_logprobs=body.top_logprobs,
         )
-        output = await self._context.sampling.sample(caller, operation)
+        output = await self._context.sampling.sample(caller, operation, hear=hear)
         choices = [self._chat_choice(text, tenant, body, asked, each) for each in output.sequences]
         answer: Object = {
             **answers.head("chat.completion", "chatcmpl", body.model),
@@ -168,14 +192,27 @@ class NoSuchModelError(tinsmith.UserError):
 
 
 async def _answered(
-    request: Request, body: SamplingBody, answer: Callable[[], Coroutine[Any, Any, Object]]
+    request: Request, body: SamplingBody, text: ModelText, answer: Callable[[Hear | None], Coroutine[Any, Any, Object]]
 ) -> Response:
-    """Answer once everything is drawn, so that a sample that fails has the status of its error, streamed or not."""
+    """Answer when everything is drawn, or with the first token, if a client reads them as they come.
+
+    Until then, what fails has the status of its error.
+    """
     try:
-        whole = await unless_gone(request, answer())
+        if body.streams_by_token:
+            head = answers.head(*_STREAMED[type(body)], body.model)
+            text_of = partial(GrowingText, text, body.stop_strings)
+            live = LiveAnswer(head, answer, text_of, include_usage=body.stream_options.include_usage)
+            return await unless_gone(request, live.response())
+        whole = await unless_gone(request, answer(None))
     except ClientGoneError:
         return Response(status_code=_CLIENT_GONE)
     return streamed(whole, include_usage=body.stream_options.include_usage) if body.stream else JSONResponse(whole)
+
+
+def _from(hear: Hear, first: int) -> Hear:
+    """Return what hears a prompt's sequences, of which the first one is that choice."""
+    return lambda sequence, tokens: hear(first + sequence, tokens)
 
 
 def _prompts(text: ModelText, body: CompletionRequest) -> list[list[int]]:

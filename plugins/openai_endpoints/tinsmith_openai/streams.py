@@ -1,7 +1,4 @@
-"""Answers as server-sent events.
-
-A sampler hands over its sequences when they have ended, so each choice comes in one piece, and nothing comes before.
-"""
+"""Whole answers as server-sent events. `live_answers.py` has those that come while they are drawn."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -11,7 +8,7 @@ from fastapi.responses import StreamingResponse
 
 from tinsmith_openai.answers import Object
 
-_DONE: Final = "data: [DONE]\n\n"
+DONE: Final = "data: [DONE]\n\n"
 
 
 def streamed(answer: dict[str, Any], *, include_usage: bool) -> StreamingResponse:  # Any: an answer made here
@@ -23,8 +20,12 @@ def streamed(answer: dict[str, Any], *, include_usage: bool) -> StreamingRespons
     chunks: list[Object] = [{**head, "choices": [part]} for part in parts]
     if include_usage:
         chunks = [*({**chunk, "usage": None} for chunk in chunks), {**head, "choices": [], "usage": usage}]
-    events = (*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), _DONE)
+    events = (*map(as_event, chunks), DONE)
     return StreamingResponse(iter(events), media_type="text/event-stream")
+
+
+def as_event(chunk: Object) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
 
 
 def _chat_parts(choices: Iterable[dict[str, Any]]) -> Iterator[Object]:

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from tinsmith import UnsupportedError
 from tinsmith_openai.chat_template import ChatTemplate
@@ -37,6 +39,13 @@ class ModelText:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text, without special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def stepwise(self) -> Callable[[int], str | None]:
+        """Return a function that takes the tokens of a text one by one, and returns what each adds to it.
+
+        None or nothing: it is a special token, or a character is not complete.
+        """
+        return partial(DecodeStream(skip_special_tokens=True).step, self._tokenizer)
 
     def piece(self, token: int) -> str:
         """Return the text of one token. Of a part of a character, it is a replacement character."""

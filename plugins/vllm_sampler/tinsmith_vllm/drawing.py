@@ -5,7 +5,17 @@ from typing import Final
 
 import numpy as np
 
-from tinsmith import ExpertArray, FloatArray, Sample, SampledSequence, SampleOutput, StopReason, TokenArray, TopLogprobs
+from tinsmith import (
+    ExpertArray,
+    FloatArray,
+    OnTokens,
+    Sample,
+    SampledSequence,
+    SampleOutput,
+    StopReason,
+    TokenArray,
+    TopLogprobs,
+)
 from tinsmith.huggingface import StopRules, StopWatch
 from tinsmith_vllm.messages import Drawn, Generate, PromptQuestion, PromptScores
 
@@ -19,6 +29,7 @@ class _Sequence:
 
     watch: StopWatch | None
     tokens: list[TokenArray] = field(default_factory=list)
+    num_tokens: int = 0
     logprobs: list[FloatArray] = field(default_factory=list)
     top_ids: list[TokenArray] = field(default_factory=list)
     top_logprobs: list[FloatArray] = field(default_factory=list)
@@ -30,15 +41,21 @@ class Drawing:
     """Collects the sequences that one replica draws for one request."""
 
     def __init__(
-        self, request_id: int, op: Sample, rules: StopRules, experts_of_token: tuple[int, int] | None = None
+        self,
+        request_id: int,
+        op: Sample,
+        rules: StopRules,
+        experts_of_token: tuple[int, int] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> None:
         """`experts_of_token`: layers and experts, if sequences come with the experts that computed them."""
         self.request_id = request_id
         self._experts_of_token = experts_of_token
         self._op = op
         self._stop_tokens = sorted(rules.stop_tokens(op.params))
-        streams = bool(op.params.stop_strings)
-        self._sequences = [_Sequence(rules.watch(op.params) if streams else None) for _ in range(op.num_samples)]
+        self._on_tokens = on_tokens
+        watches = bool(op.params.stop_strings)
+        self._sequences = [_Sequence(rules.watch(op.params) if watches else None) for _ in range(op.num_samples)]
         self._scores: PromptScores | None = None
         self._asks = op.prompt_logprobs or op.topk_prompt_logprobs > 0 or op.target_prompt_logprobs is not None
         self._cached_tokens = 0
@@ -57,7 +74,7 @@ class Drawing:
             num_top=self._op.topk_sample_logprobs,
             adapter_id=adapter_id,
             cache_salt=self._op.sampling_session_id,
-            stream=bool(params.stop_strings),
+            stream=bool(params.stop_strings) or self._on_tokens is not None,
             question=self._question() if self._asks else None,
         )
 
@@ -98,6 +115,9 @@ class Drawing:
                 if sequence.watch.push(token) == "stop":
                     kept, found = position + 1, True
                     break
+        if self._on_tokens is not None:
+            self._on_tokens(drawn.index, sequence.num_tokens, tokens[:kept].tolist())
+        sequence.num_tokens += kept
         sequence.tokens.append(tokens[:kept])
         sequence.logprobs.append(logprobs[:kept])
         sequence.top_ids.append(top_ids[:kept])

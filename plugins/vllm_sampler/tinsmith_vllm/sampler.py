@@ -16,6 +16,7 @@ from tinsmith import (
     BackendContext,
     ConfigError,
     Failed,
+    OnTokens,
     Sample,
     SampleOutput,
     SamplerCapabilities,
@@ -271,6 +272,12 @@ class VllmSampler(SamplingBackend):
             self._forget(adapter)
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
+        return await self._sample(op)
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        return await self._sample(op, on_tokens)
+
+    async def _sample(self, op: Sample, on_tokens: OnTokens | None = None) -> SampleOutput | Failed:
         self._expect_awake()
         refusal = self._refusal(op)
         if refusal is not None:
@@ -282,8 +289,8 @@ class VllmSampler(SamplingBackend):
             return Failed(message=f"no snapshot {op.snapshot_id!r} is loaded, load it first", category="server")
         async with _using(adapter):
             if adapter is None:
-                return await self._insist(op, 0, self._replicas)
-            return await self._insist(op, adapter.adapter_id, adapter.replicas)
+                return await self._insist(op, 0, self._replicas, on_tokens)
+            return await self._insist(op, adapter.adapter_id, adapter.replicas, on_tokens)
 
     async def sleep_sampler(self) -> None:
         """The processes' weights go to the memory of the host. One that dies in its sleep starts again on waking."""
@@ -334,7 +341,9 @@ class VllmSampler(SamplingBackend):
             return Failed(message=str(error))
         return None
 
-    async def _insist(self, op: Sample, adapter_id: int, replicas: list[Replica]) -> SampleOutput | Failed:
+    async def _insist(
+        self, op: Sample, adapter_id: int, replicas: list[Replica], on_tokens: OnTokens | None
+    ) -> SampleOutput | Failed:
         """Sample, and draw again if the replica dies: the same seeds give the same tokens.
 
         What a dying replica was drawing is drawn again together, once. Any sample that it was drawing at two deaths is
@@ -352,7 +361,7 @@ class VllmSampler(SamplingBackend):
                         continue
                     if ends.waited_in_vain(replica):  # while it was in the gate's queue
                         return _not_started(replica)
-                    output = await self._draw(replica, op, adapter_id)
+                    output = await self._draw(replica, op, adapter_id, on_tokens)
                     replica.deaths_in_a_row = 0
                     return output
             except ReplicaDiedError as error:
@@ -383,8 +392,10 @@ class VllmSampler(SamplingBackend):
         self._prefixes.remember(op, adapter_id, chosen)
         return chosen
 
-    async def _draw(self, replica: Replica, op: Sample, adapter_id: int) -> SampleOutput | Failed:
-        drawing = Drawing(next(self._request_ids), op, self._rules, self._experts)
+    async def _draw(
+        self, replica: Replica, op: Sample, adapter_id: int, on_tokens: OnTokens | None
+    ) -> SampleOutput | Failed:
+        drawing = Drawing(next(self._request_ids), op, self._rules, self._experts, on_tokens)
         key = ("request", drawing.request_id)
         call = replica.ask(key, drawing.generate(adapter_id))
         replica.num_sequences[adapter_id] += op.num_samples
