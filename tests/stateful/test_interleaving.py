@@ -25,7 +25,7 @@ from tinsmith.engine import checkpoint_files, context
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.testing.postgres import Postgres
 
-NUM_DRAWN: Final = 4
+NUM_DRAWN: Final = 3
 MOST_DRAWN_FOR_A_FAULT: Final = 300
 
 

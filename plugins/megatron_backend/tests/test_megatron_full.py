@@ -179,7 +179,7 @@ def test_what_is_not_served_is_refused(megatron_models: Mapping[str, Path], tmp_
 
 
 class TestMegatronFullAbuse(FullAbuseContract):
-    every = 6
+    every = 12
 
     @pytest.fixture
     def backend(self, two_expert_ranks: MegatronBackend) -> MegatronBackend:

@@ -35,6 +35,7 @@ Json = dict[str, Any]
 GRADIENTS, STEP = "all axes, gradients", "all axes, step"
 DECODE, ONCE, PREFILL = "all axes, decode", "all axes, decode, once", "all axes, prefill"
 MORE = (
+    PREFILL,
     "all axes, score",
     "all axes, gradients, kept",
     "fsdp, gradients",
@@ -48,14 +49,14 @@ MORE = (
 )
 """"kept": activations, instead of computing them again. "once": weights are gathered at the start of a dispatch."""
 
-EVERY = [GRADIENTS, STEP, DECODE, ONCE, PREFILL, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
+EVERY = [GRADIENTS, STEP, DECODE, ONCE, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
 
 
 @pytest.fixture(scope="module")
 def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Json:
     """Run planned_programs.py for all programs that the chosen tests ask for."""
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [GRADIENTS, STEP, DECODE, ONCE, PREFILL, *(name for name in MORE if name in asked)]
+    names = [GRADIENTS, STEP, DECODE, ONCE, *(name for name in MORE if name in asked)]
     directory = tmp_path_factory.mktemp("planned") / "tiny"
     flags = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
     done = subprocess.run(
@@ -109,7 +110,7 @@ def test_decoding_gathers_all_weights_at_its_start_if_told_to(planned: Json) -> 
     assert gathered == 4 * (layers * matrices + 2 * vocabulary * hidden) // shards
 
 
-@pytest.mark.parametrize("name", [DECODE, PREFILL])
+@pytest.mark.parametrize("name", [DECODE, pytest.param(PREFILL, marks=pytest.mark.thorough)])
 def test_whole_pages_are_written_to_the_cache(planned: Json, name: str) -> None:
     """Else the compiler for TPUs gives the cache another layout for writing, and copies all of it in each layer."""
     kv_heads, head_dim, page = 2 // 2, 32, 64
