@@ -30,8 +30,8 @@ from tinsmith.processes.lease import give_back, hold_lease, take_lease
 from tinsmith.processes.life_sign import LifeSign
 from tinsmith.processes.logs import log_to_stderr
 from tinsmith.processes.reports import EngineReports
-from tinsmith.processes.stopping import unless_stopped
 from tinsmith.settings import Settings
+from tinsmith.stopping import unless_stopped
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 
 SWITCH_S: Final = 1e-6

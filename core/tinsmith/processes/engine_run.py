@@ -26,10 +26,10 @@ from tinsmith.processes.deaths import Cause
 from tinsmith.processes.lease import Taken
 from tinsmith.processes.reports import EngineReports
 from tinsmith.processes.sampler_watch import watching
-from tinsmith.processes.stopping import unless_stopped
 from tinsmith.processes.watchdog import Watchdog
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, Settings
+from tinsmith.stopping import unless_stopped
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 
 P = ParamSpec("P")

@@ -4,12 +4,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, cast
+from typing import Annotated, Final, cast
 
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -37,8 +37,6 @@ _UNNOTICED: Final = 10  # breaks of up to this part of a session's time-out leav
 _STALE_STARTING_AFTER_S: Final = 0.1  # while an engine that somebody may wait for is not ready
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +203,6 @@ class ServerContext:
         reference = HubReference.parse(model.source)
         path = model.path or (cached_model(reference) if reference is not None else None)
         return base_model if path is None else str(path.expanduser().absolute())
-
-    async def until_stopping(self, poll: Coroutine[Any, Any, T]) -> T | None:
-        """Return what the poll finds, or None if the server stops first."""
-        wait = asyncio.ensure_future(poll)
-        stop = asyncio.ensure_future(self.stopping.wait())
-        try:
-            await asyncio.wait({wait, stop}, return_when=asyncio.FIRST_COMPLETED)
-            return wait.result() if wait.done() else None
-        finally:
-            for task in (wait, stop):
-                task.cancel()
 
     def now(self) -> datetime:
         return datetime.now(UTC)

@@ -20,7 +20,6 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FINISHED: Final = frozenset({OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED})
 _THREAD_BYTES: Final = 1 << 16
 
 

@@ -21,9 +21,10 @@ from tinsmith.operations import Failed, Result, Sample, SampleOutput
 from tinsmith.server.auth import usable_sampler
 from tinsmith.server.context import ServerContext
 from tinsmith.server.heard_tokens import HeardTokens
-from tinsmith.server.results import FINISHED, as_told, finished_result
+from tinsmith.server.results import as_told, finished_result
 from tinsmith.server.sampling_sessions import open_sampling_session
 from tinsmith.server.submitting import submit_sample
+from tinsmith.stopping import unless_stopped
 from tinsmith.store import OperationRecord, SamplingSessionRecord, SessionRecord
 
 _HEARTBEAT_S: Final = 10.0  # as clients send them
@@ -190,11 +191,11 @@ class TenantSampling(RouteSampling):
     async def _finished(self, session_id: str, request_id: str) -> OperationRecord:
         while True:
             wait = self._context.store.wait_for(request_id, _HEARTBEAT_S)
-            found = await self._context.until_stopping(wait)
+            found = await unless_stopped(self._context.stopping, wait)
             if found is None:
                 msg = "the server is stopping; send the request again"
                 raise StoppingError(msg)
-            if found.state in FINISHED:
+            if found.state.is_finished:
                 return found
             await self._hear(session_id)
 

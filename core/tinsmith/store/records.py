@@ -30,6 +30,10 @@ class OperationState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    @property
+    def is_finished(self) -> bool:
+        return self not in {OperationState.QUEUED, OperationState.RUNNING}
+
 
 class RunState(StrEnum):
     CREATING = "creating"

@@ -16,8 +16,9 @@ from tinsmith.protocol import answers, wire
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
-from tinsmith.server.results import FINISHED, as_told, finished_result
+from tinsmith.server.results import as_told, finished_result
 from tinsmith.server.waiting_reasons import explain, with_causes
+from tinsmith.stopping import unless_stopped
 from tinsmith.store import EngineState, FinishedSample, OperationRecord
 
 router = APIRouter(prefix=API_PREFIX, tags=["futures"], route_class=JsonRoute)
@@ -36,7 +37,7 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
     try:
         await expect_readable_operation(context, caller, body.request_id)
         operation = await _wait(context, body.request_id)
-        if operation.state not in FINISHED:
+        if not operation.state.is_finished:
             return await _still_pending(context, caller, operation)
     except ServerError as error:
         if error.http_status >= 500:
@@ -70,7 +71,9 @@ async def retrieve_futures(
     )
     hold_s = _hold_s(context)
     timeout_s = hold_s if body.timeout is None else min(hold_s, body.timeout)
-    found = await context.until_stopping(find(timeout_s=timeout_s)) if timeout_s > 0 else await find(timeout_s=0)
+    found = (
+        await unless_stopped(context.stopping, find(timeout_s=timeout_s)) if timeout_s > 0 else await find(timeout_s=0)
+    )
     if found is None:
         return wire.FuturesRetrieved(completions=[], cursor=body.prev_cursor)
     return wire.FuturesRetrieved(completions=[_completion(sample) for sample in found.samples], cursor=found.cursor)
@@ -93,7 +96,7 @@ async def cancel_future(body: wire.CancelFutureRequest, caller: Caller, context:
 
 
 async def _wait(context: ServerContext, request_id: str) -> OperationRecord:
-    found = await context.until_stopping(context.store.wait_for(request_id, _hold_s(context)))
+    found = await unless_stopped(context.stopping, context.store.wait_for(request_id, _hold_s(context)))
     return await context.store.get_operation(request_id) if found is None else found
 
 
