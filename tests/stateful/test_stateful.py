@@ -422,7 +422,7 @@ def on_postgres(postgres: Postgres) -> Iterator[type[Protocol]]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails together fails in several transactions, and an engine may work between any two of them."""
-    monkeypatch.setattr(gaps, "_CHUNK", 2)
+    monkeypatch.setattr(gaps, "CHUNK", 2)
 
 
 def check(machine: type[Protocol], **more: Any) -> None:

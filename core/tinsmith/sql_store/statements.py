@@ -7,7 +7,7 @@ SQLite gets it without the clause at its end that locks rows, since it has one w
 
 import re
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
@@ -19,10 +19,13 @@ from sqlalchemy.exc import DBAPIError
 from tinsmith.sql_store.columns import NOW_IN, from_microseconds, to_microseconds
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 Values = Mapping[str, Any]  # Any, here and below: values of any column
 Convert = Callable[[Any], Any]
 _Columns = tuple[Sequence[str], Sequence[tuple[str, Convert]]]  # their names, and the converters of some
+
+CHUNK: Final = 500  # values of one IN list
 
 _PARAMETER: Final = re.compile(r"(?<![:\w]):(\w+)")
 _LIST: Final = re.compile(r"\bIN :(\w+)")
@@ -133,6 +136,11 @@ class Change(_Statement):
     @cached_property
     def _returning(self) -> _Statement:
         return _Statement(f"{self.text} RETURNING id")
+
+
+def chunks(keys: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Divide what goes into an IN list."""
+    return (keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK))
 
 
 def insert_into(table: str, *columns: str) -> str:

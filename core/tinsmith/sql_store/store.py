@@ -24,9 +24,8 @@ from tinsmith.sql_store.subjects import (
     log,
     log_inspection,
     metrics,
-    model_places,
+    models,
     recovery,
-    recovery_points,
     requests,
     retention,
     routed_experts,
@@ -38,7 +37,6 @@ from tinsmith.sql_store.subjects import (
     transaction,
     upkeep,
     usage,
-    windows,
 )
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import DrawnTokens, RequestStore, SessionRecord, StoreContext
@@ -142,8 +140,8 @@ class SqlStore(RequestStore):
     count_live_models = _read(runs.count_live)
     get_run = _read(runs.get)
     list_runs = _read(runs.list_all)
-    admit_models = _over(model_places.admit_models)
-    wait_for_places = _over(model_places.wait_for_places)
+    admit_models = _over(runs.admit_models)
+    wait_for_places = _over(runs.wait_for_places)
     run_log = _read(log_inspection.run_log)
     list_log = _read(log_inspection.list_log)
     log_totals = _read(log_inspection.totals)
@@ -181,7 +179,7 @@ class SqlStore(RequestStore):
     claim = _over(claiming.claim_operations)
     claim_suspect = _over(claiming.claim_suspect)
     complete = _over(completing.complete_operations)
-    failed_pass = _read(windows.failed_pass)
+    failed_pass = _read(log.failed_pass)
     cancelled = _over(requests.cancelled)
     fail_gaps = _over(gaps.fail_gaps)
     wait_for_work = _over(claiming.wait_for_work)
@@ -202,9 +200,9 @@ class SqlStore(RequestStore):
     begin_rebuild = _relaxed(recovery.begin_rebuild)
     end_rebuild = _relaxed(recovery.end_rebuild)
     replayable = _read(recovery.replayable)
-    add_recovery_point = _durable(recovery_points.add, point="store.add_recovery_point")
-    list_recovery_points = _read(recovery_points.list_of)
-    drop_recovery_point = _durable(recovery_points.drop)
+    add_recovery_point = _durable(models.add_recovery_point, point="store.add_recovery_point")
+    list_recovery_points = _read(models.recovery_points_of)
+    drop_recovery_point = _durable(models.drop_recovery_point)
     lose_run = _durable(runs.lose)
     note_run = _durable(runs.note)
 

@@ -9,6 +9,7 @@ import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, bindparam, func
 
 from tinsmith.failpoints import durable_boundary
+from tinsmith.sql_store.statements import chunks
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import CHECKPOINTS, KEPT, RUNS, columns_of, put, to_record, to_values
 from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints
@@ -18,7 +19,6 @@ from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_lar
 T = TypeVar("T")
 
 _NO_LIMIT: Final = 2**62
-_CHUNK: Final = 500  # values of one IN list
 _THERE = CHECKPOINTS.c.deleted_at.is_(None)
 _RECORDS = sqlalchemy.select(*columns_of(CheckpointRecord, CHECKPOINTS))
 _GET = _RECORDS.where(CHECKPOINTS.c.path == bindparam("wanted"), _THERE)
@@ -60,22 +60,17 @@ def get(connection: Connection, path: str, *, lock: bool = False) -> CheckpointR
 
 
 def newest(connection: Connection, model_ids: Collection[str]) -> list[CheckpointRecord]:
-    found: list[CheckpointRecord] = []
-    ids = sorted(model_ids)
-    for start in range(0, len(ids), _CHUNK):
-        for kind in get_args(CheckpointKind):
-            values = {"kind": kind, "model_ids": ids[start : start + _CHUNK]}
-            found += [to_record(row, CheckpointRecord) for row in connection.execute(_NEWEST_OF, values)]
-    return found
+    return [
+        to_record(row, CheckpointRecord)
+        for chunk in chunks(sorted(model_ids))
+        for kind in get_args(CheckpointKind)
+        for row in connection.execute(_NEWEST_OF, {"kind": kind, "model_ids": chunk})
+    ]
 
 
 def directories(connection: Connection, paths: Collection[str]) -> set[str]:
-    found: set[str] = set()
-    wanted = sorted(paths)
-    for start in range(0, len(wanted), _CHUNK):
-        chunk = wanted[start : start + _CHUNK]
-        found.update(connection.execute(_DIRECTORIES, {"paths": chunk}).scalars())
-    return found
+    found = (connection.execute(_DIRECTORIES, {"paths": chunk}).scalars() for chunk in chunks(sorted(paths)))
+    return {directory for chunk in found for directory in chunk}
 
 
 def list_all(

@@ -5,7 +5,7 @@ operations of each as may be claimed. Its cost depends neither on what else is w
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
@@ -13,7 +13,7 @@ from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store.statements import Change, Query
+from tinsmith.sql_store.statements import Change, Query, chunks
 from tinsmith.sql_store.subjects import leases, log
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import Claim, Claimable, ClaimRoom, Lease, OperationRecord
@@ -22,7 +22,6 @@ from tinsmith.store.wakeups import work_topic
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_CHUNK: Final = 500  # values of one IN list
 _QUEUES_AT_ONCE: Final = 50  # queues read by one statement
 
 
@@ -208,19 +207,18 @@ def _heads(connection: Connection, base_model: str, limits: Limits) -> list[Head
 @cache
 def _first_of(num_queues: int) -> Query[Head]:
     """Return the statement that reads the heads of this many queues."""
-    chunks = (
+    queries = (
         f"SELECT * FROM ({_HEAD} WHERE {_READY} AND ordered = :ordered{n} AND tenant = :tenant{n} "
         f"ORDER BY arrival, seq_id LIMIT :limit{n}) AS queue{n}"
         for n in range(num_queues)
     )
-    return Query(" UNION ALL ".join(chunks), Head)
+    return Query(" UNION ALL ".join(queries), Head)
 
 
 def _start(tx: Transaction, lease: Lease, heads: Sequence[Head]) -> list[OperationRecord]:
     heads = _lock(tx.connection, heads)
     started: dict[str, OperationRecord] = {}
-    for start in range(0, len(heads), _CHUNK):
-        ids = [head.id for head in heads[start : start + _CHUNK]]
+    for ids in chunks([head.id for head in heads]):
         _START.run(tx.connection, ids=ids, now=tx.now, engine=lease.engine_id)
         started.update((each.request_id, each) for each in _CLAIMED.all(tx.connection, ids=ids))
     claimed = [started[head.request_id] for head in heads]
@@ -233,8 +231,8 @@ def _lock(connection: Connection, heads: Sequence[Head]) -> list[Head]:
     if not log.locks_rows(connection):
         return list(heads)
     asked = sorted({head.subject_id for head in heads if head.ordered})
-    locked = {each for chunk in _chunks(asked) for each in _LOCK_MODELS.all(connection, models=chunk)}
-    ids = {each for chunk in _chunks([head.id for head in heads]) for each in _LOCK.all(connection, ids=chunk)}
+    locked = {each for chunk in chunks(asked) for each in _LOCK_MODELS.all(connection, models=chunk)}
+    ids = {each for chunk in chunks([head.id for head in heads]) for each in _LOCK.all(connection, ids=chunk)}
     skipped: set[str] = set()
     left = []
     for head in heads:
@@ -243,10 +241,6 @@ def _lock(connection: Connection, heads: Sequence[Head]) -> list[Head]:
         else:
             left.append(head)
     return left
-
-
-def _chunks(keys: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK))
 
 
 def _advance_models(connection: Connection, claimed: Sequence[OperationRecord]) -> None:

@@ -8,14 +8,13 @@ from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
-from tinsmith.sql_store.statements import Change, Query
+from tinsmith.sql_store.statements import Change, Query, chunks
 from tinsmith.sql_store.subjects import (
     checkpoints,
     leases,
     log,
     metrics,
     models,
-    recovery_points,
     routed_experts,
     sampling_sessions,
 )
@@ -77,17 +76,14 @@ async def complete_operations(connections: Connections, lease: Lease, completion
 
 
 def models_of(connection: Connection, _: Lease, completions: Sequence[Completion]) -> set[str]:
-    models: set[str] = set()
-    for start in range(0, len(completions), log.CHUNK):
-        chunk = [each.request_id for each in completions[start : start + log.CHUNK]]
-        models.update(_MODELS.all(connection, request_ids=chunk))
-    return models
+    request_ids = [each.request_id for each in completions]
+    return {model for chunk in chunks(request_ids) for model in _MODELS.all(connection, request_ids=chunk)}
 
 
 def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -> None:
     leases.fence(tx, lease)
-    for start in range(0, len(completions), log.CHUNK):
-        _complete(tx, lease.engine_id, {each.request_id: each for each in completions[start : start + log.CHUNK]})
+    for chunk in chunks(completions):
+        _complete(tx, lease.engine_id, {each.request_id: each for each in chunk})
 
 
 def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion]) -> None:
@@ -145,7 +141,7 @@ def _apply(tx: Transaction, effect: Effect) -> None:
         case SamplingSessionCreated():
             sampling_sessions.insert(connection, effect.record)
         case RecoveryPointTaken():
-            recovery_points.keep_newest(connection, effect.record, effect.keep)
+            models.keep_newest_points(connection, effect.record, effect.keep)
         case ExpertsSampled():
             routed_experts.keep(tx, effect)
 
@@ -156,5 +152,5 @@ def _change_state(tx: Transaction, effect: RunStateChanged) -> None:
         return
     _CHANGE_STATE.run(tx.connection, model=effect.model_id, state=effect.state, reason=effect.reason)
     if effect.state not in models.LIVE:
-        recovery_points.drop_all(tx.connection, effect.model_id)
+        models.drop_recovery_points(tx.connection, effect.model_id)
         tx.wake.append(places_topic(run.base_model))

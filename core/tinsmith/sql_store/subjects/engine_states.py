@@ -6,7 +6,7 @@ import sqlalchemy
 from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store.statements import Change, Query
+from tinsmith.sql_store.statements import CHUNK, Change, Query
 from tinsmith.sql_store.subjects import leases, log, submitting
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import ENGINES, OPERATIONS, RUNNING, columns_of, put, to_record, to_values
@@ -18,7 +18,7 @@ _PENDING = (
     f"{log.OPERATION} WHERE base_model = :base_model "
     "AND (operations.state = 'queued' OR operations.state = 'running') AND id > :after "
     "AND NOT EXISTS (SELECT 1 FROM runs WHERE operations.ordered AND runs.model_id = operations.subject_id "
-    f"AND runs.state = 'ready') ORDER BY id LIMIT {log.CHUNK}"
+    f"AND runs.state = 'ready') ORDER BY id LIMIT {CHUNK}"
 )
 _SOME = Query(_PENDING, log.Operation)
 _SOME_LOCKED = Query(f"{_PENDING} FOR UPDATE OF operations", log.Operation)

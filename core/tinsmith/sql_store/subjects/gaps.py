@@ -16,7 +16,7 @@ import sqlalchemy
 from sqlalchemy import Connection
 
 from tinsmith.operations import Failed
-from tinsmith.sql_store.statements import Query
+from tinsmith.sql_store.statements import CHUNK, Query
 from tinsmith.sql_store.subjects import log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
@@ -26,10 +26,7 @@ from tinsmith.store.refusals import behind_a_gap, lost
 from tinsmith.store.sessions import SILENCE
 from tinsmith.store.wakeups import work_topic
 
-_CHUNK: Final = log.CHUNK  # operations that one transaction fails
 _LARGEST: Final = (1 << 63) - 1
-
-
 _EARLY = "operations.state = 'queued' AND operations.early"
 _EARLY_OF_RUN = (
     "SELECT 1 FROM operations WHERE operations.base_model = runs.base_model "
@@ -159,9 +156,9 @@ def _was_heard(tx: Transaction, run: Run, since: datetime) -> bool:
 def _fail(tx: Transaction, run: Run, missing: int, *, before: int = _LARGEST) -> tuple[int, bool]:
     """Fail some operations behind the missing seq_id. Return how many failed, and whether there are more."""
     behind = {"model": run.model_id, "arrived": missing, "before": before}
-    rows = _SOME_BEHIND.all(tx.connection, **behind, at_most=_CHUNK)
+    rows = _SOME_BEHIND.all(tx.connection, **behind, at_most=CHUNK)
     log.fail(tx, rows, _failure(run, missing))
-    more = len(rows) == _CHUNK and _SOME_BEHIND.first(tx.connection, **behind, at_most=1) is not None
+    more = len(rows) == CHUNK and _SOME_BEHIND.first(tx.connection, **behind, at_most=1) is not None
     return len(rows), more
 
 

@@ -1,4 +1,7 @@
-"""The log's rows: finding, finishing and counting operations. The other modules build on these."""
+"""The log's rows: finding and finishing operations, and windows. The other modules build on these.
+
+A window is what a model has run since its pending gradient was cleared.
+"""
 
 import asyncio
 import logging
@@ -8,22 +11,21 @@ from datetime import datetime
 from typing import Final, NamedTuple
 
 import sqlalchemy
-from sqlalchemy import Connection
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, or_
 
 from tinsmith.errors import NotFoundError, ResultExpiredError, StoreError
 from tinsmith.operations import Failed, Result
-from tinsmith.sql_store.statements import Change, Query, insert_into
+from tinsmith.sql_store.statements import Change, Query, chunks, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Finished, Transaction
-from tinsmith.sql_store.tables import RETENTION
-from tinsmith.store import OperationRecord, OperationState
-from tinsmith.store.codec import encode_result
+from tinsmith.sql_store.tables import OPERATIONS, RESULTS, RETENTION
+from tinsmith.store import FailedPass, OperationRecord, OperationState
+from tinsmith.store.codec import decode_result, encode_result
+from tinsmith.store.engine_log import CLEARING, PASS
 from tinsmith.store.refusals import no_request
 from tinsmith.store.wakeups import done_topic, request_of
 
 SMALL_BYTES: Final = 1 << 14
 """Larger results are read by a reader."""
-CHUNK: Final = 500  # values of one IN list
-FINISHED: Final = (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
 RECORD: Final = ", ".join(
     f"operations.{each.name}"
     for each in fields(OperationRecord)
@@ -79,6 +81,29 @@ _FINISH, _FINISH_MANY = Change(f"{_END} = :key"), Change(f"{_END} IN :ids")
 _INSERT_RESULT = Change(insert_into("results", "operation_id", "result_kind", "result"))
 _ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
 
+_of_model = OPERATIONS.c.subject_id == bindparam("model")
+_before = OPERATIONS.c.seq_id < bindparam("before")
+_FAILED_PASS = and_(
+    OPERATIONS.c.state == OperationState.FAILED,
+    or_(
+        OPERATIONS.c.kind == PASS, OPERATIONS.c.early
+    ),  # or an operation that was failed behind a gap, which may have been a pass
+)
+_LAST_CLEARING = (
+    sqlalchemy.select(OPERATIONS.c.seq_id)
+    .where(_of_model, _before, OPERATIONS.c.kind.in_(CLEARING), OPERATIONS.c.state == OperationState.SUCCEEDED)
+    .order_by(OPERATIONS.c.seq_id.desc())
+    .limit(1)
+)
+_FIRST_FAILED = (
+    sqlalchemy.select(OPERATIONS.c.seq_id, OPERATIONS.c.request_id, RESULTS.c.result_kind, RESULTS.c.result)
+    .join_from(OPERATIONS, RESULTS, RESULTS.c.operation_id == OPERATIONS.c.id)
+    .where(_of_model, _before, OPERATIONS.c.seq_id > bindparam("after"), _FAILED_PASS)
+    .order_by(OPERATIONS.c.seq_id)
+    .limit(1)
+)
+_later = OPERATIONS.alias("later")
+
 _log = logging.getLogger(__name__)
 
 
@@ -119,9 +144,7 @@ def find(connection: Connection, request_id: str, *, lock: bool = False) -> Oper
 def finished(connection: Connection, request_ids: Collection[str]) -> list[str]:
     """Return those that are finished or no longer exist."""
     asked = sorted(request_ids)
-    pending: set[str] = set()
-    for start in range(0, len(asked), CHUNK):
-        pending.update(_UNFINISHED.all(connection, request_ids=asked[start : start + CHUNK]))
+    pending = {each for chunk in chunks(asked) for each in _UNFINISHED.all(connection, request_ids=chunk)}
     return [request_id for request_id in asked if request_id not in pending]
 
 
@@ -133,20 +156,19 @@ def finish(tx: Transaction, operation: Operation, result: Result, state: Operati
 
 
 def fail(tx: Transaction, operations: Sequence[Operation], failed: Failed) -> None:
-    """Record one failure for at most PART operations."""
+    """Record one failure for at most CHUNK operations."""
     kind, encoded = encode_result(failed)
     finish_many(tx, [Ended(each, OperationState.FAILED, kind, encoded) for each in operations])
 
 
 def fail_pending(tx: Transaction, model_id: str, failed: Failed) -> None:
     """Fail everything that a model has queued or running."""
-    operations = _PENDING_OF.all(tx.connection, model=model_id)
-    for start in range(0, len(operations), CHUNK):
-        fail(tx, operations[start : start + CHUNK], failed)
+    for chunk in chunks(_PENDING_OF.all(tx.connection, model=model_id)):
+        fail(tx, chunk, failed)
 
 
 def finish_many(tx: Transaction, ended: Sequence[Ended]) -> None:
-    """Record results of at most PART operations, and wake who waits for them.
+    """Record results of at most CHUNK operations, and wake who waits for them.
 
     In two statements if all end alike, because thousands may fail at once.
     """
@@ -184,3 +206,28 @@ def locks_rows(connection: Connection) -> bool:
 def _missing(connection: Connection, request_id: str) -> NotFoundError | ResultExpiredError:
     removed: datetime | None = connection.execute(sqlalchemy.select(RETENTION.c.finished_before)).scalar()
     return no_request(request_id, removed)
+
+
+def is_done_with() -> ColumnElement[bool]:
+    """Return the condition that no step depends on an operation any more, for all that it is a pass that failed."""
+    cleared = sqlalchemy.exists().where(
+        _later.c.subject_id == OPERATIONS.c.subject_id,
+        _later.c.seq_id > OPERATIONS.c.seq_id,
+        _later.c.kind.in_(CLEARING),
+        _later.c.state == OperationState.SUCCEEDED,
+    )
+    return or_(sqlalchemy.not_(_FAILED_PASS), cleared)
+
+
+def failed_pass(
+    connection: Connection, model_id: str, *, after_seq_id: int | None, before_seq_id: int
+) -> FailedPass | None:
+    values = {"model": model_id, "before": before_seq_id}
+    after = after_seq_id if after_seq_id is not None else connection.execute(_LAST_CLEARING, values).scalar()
+    after = -1 if after is None else after
+    row = connection.execute(_FIRST_FAILED, {**values, "after": after}).first()
+    if row is None:
+        return None
+    failure = decode_result(row.result_kind, row.result)
+    assert isinstance(failure, Failed)
+    return FailedPass(seq_id=row.seq_id, request_id=row.request_id, failure=failure)

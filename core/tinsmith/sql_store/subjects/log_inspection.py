@@ -5,7 +5,7 @@ from datetime import datetime
 import sqlalchemy
 from sqlalchemy import BigInteger, ColumnElement, Connection, func, type_coerce
 
-from tinsmith.sql_store.subjects import recovery_points
+from tinsmith.sql_store.subjects import models
 from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, RESULTS, RUNS, columns_of, to_record
 from tinsmith.store import LoggedOperation, LogTotals, RunLog, RunRecord
 from tinsmith.store.refusals import missing
@@ -27,7 +27,7 @@ def run_log(connection: Connection, model_id: str) -> RunLog:
     return RunLog(
         run=to_record(run, RunRecord),
         pruned_seq_id=run.pruned_seq_id,
-        recovery_points=tuple(recovery_points.list_of(connection, model_id)),
+        recovery_points=tuple(models.recovery_points_of(connection, model_id)),
     )
 
 

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, bindparam
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
 from tinsmith.sql_store.statements import Change, Query
-from tinsmith.sql_store.subjects import leases, log, models, recovery_points, runs
+from tinsmith.sql_store.subjects import leases, log, models, runs
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import RUNS, SAMPLING_SESSIONS, columns_of, to_record
 from tinsmith.store import Lease, LiveModel, OperationRecord, RunRecord, RunState
@@ -122,7 +122,7 @@ def live_models(connection: Connection, base_model: str) -> list[LiveModel]:
         LiveModel(
             run=to_record(row, RunRecord),
             pruned_seq_id=row.pruned_seq_id,
-            recovery_points=tuple(recovery_points.list_of(connection, row.model_id)),
+            recovery_points=tuple(models.recovery_points_of(connection, row.model_id)),
             ephemeral=_ephemeral(connection, row.session_id, row.model_id),
         )
         for row in connection.execute(_READY, {"base_model": base_model}).all()

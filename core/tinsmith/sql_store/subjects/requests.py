@@ -9,7 +9,7 @@ import sqlalchemy
 from sqlalchemy import Connection, bindparam
 
 from tinsmith.sql_store.statements import Change, Query
-from tinsmith.sql_store.subjects import leases, log, model_places, models, transaction
+from tinsmith.sql_store.subjects import leases, log, models, runs, transaction
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import ENGINES, columns_of, to_record
@@ -50,7 +50,7 @@ async def get_operation(connections: Connections, request_id: str) -> OperationR
 
 async def wait_for(connections: Connections, request_id: str, timeout_s: float) -> OperationRecord:
     return await connections.wakeups.read_until(
-        lambda operation: operation.state in log.FINISHED,
+        lambda operation: operation.state.is_finished,
         partial(get_operation, connections, request_id),
         topic=done_topic(request_id),
         timeout_s=timeout_s,
@@ -77,7 +77,7 @@ def waiting(connection: Connection, request_id: str) -> Waiting:
     return Waiting(
         missing_seq_id=None if run is None or placeless else _first_missing(run, operation.seq_id),
         num_ahead=_num_ahead(connection, operation),
-        place=model_places.wait_of(connection, run) if run is not None and placeless else None,
+        place=runs.wait_of(connection, run) if run is not None and placeless else None,
         engine=None if engine is None else to_record(engine, EngineRecord),
     )
 
@@ -99,7 +99,7 @@ def is_awaited(connection: Connection, model_id: str, seq_id: int) -> bool:
 
 def cancel(tx: Transaction, request_id: str) -> OperationRecord:
     operation = log.find(tx.connection, request_id, lock=True)
-    if not operation.ordered and operation.state not in log.FINISHED:
+    if not operation.ordered and not operation.state.is_finished:
         log.finish(tx, operation, CANCELLED, OperationState.CANCELLED)
         if operation.state == OperationState.RUNNING:
             _TELL.run(tx.connection, key=operation.id, told=False)

@@ -14,7 +14,7 @@ from sqlalchemy import Column, Connection, Select, and_, bindparam, func, or_
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.columns import Microseconds
-from tinsmith.sql_store.subjects import log, metrics, models, routed_experts, windows
+from tinsmith.sql_store.subjects import log, metrics, models, routed_experts
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.tables import (
     CHECKPOINTS,
@@ -103,7 +103,7 @@ def _unneeded(finished_before: datetime, idle_since: datetime, limit: int) -> Se
         # a refused operation that nothing has claimed yet: without its row there would be a gap
         OPERATIONS.c.seq_id < RUNS.c.next_seq_id,
         OPERATIONS.c.seq_id <= oldest,
-        windows.is_done_with(),
+        log.is_done_with(),
     )
     of_model = and_(
         or_(RUNS.c.state.not_in(models.LIVE), replayed_from_later),

@@ -1,18 +1,17 @@
 """The experts of sampled sequences: as many bytes of each tenant as its newest sequences take."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Final
 
 import sqlalchemy
 from sqlalchemy import Connection, bindparam
 
 from tinsmith.sql_store.columns import Microseconds
+from tinsmith.sql_store.statements import CHUNK, chunks
 from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.sql_store.tables import ROUTED_EXPERTS
 from tinsmith.store import ExpertsSampled
 
-_CHUNK: Final = 500  # values of one IN list
 _OF_TENANT = ROUTED_EXPERTS.c.tenant == bindparam("of_tenant")
 _THESE = (
     _OF_TENANT,
@@ -29,7 +28,7 @@ _OLDEST = (
     sqlalchemy.select(ROUTED_EXPERTS.c.id, ROUTED_EXPERTS.c.num_bytes)
     .where(_OF_TENANT)
     .order_by(ROUTED_EXPERTS.c.id)
-    .limit(_CHUNK)
+    .limit(CHUNK)
 )
 _DELETE = ROUTED_EXPERTS.delete().where(ROUTED_EXPERTS.c.id.in_(bindparam("ids", expanding=True)))
 _OLD = ROUTED_EXPERTS.delete().where(ROUTED_EXPERTS.c.created_at < bindparam("before", type_=Microseconds()))
@@ -37,7 +36,7 @@ _OLD = ROUTED_EXPERTS.delete().where(ROUTED_EXPERTS.c.created_at < bindparam("be
 
 def find(connection: Connection, tenant: str, model_id: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
-    for chunk in _chunks(digests):
+    for chunk in chunks(digests):
         values = {"of_tenant": tenant, "of_model": model_id, "digests": chunk}
         found.update((row.digest, row.experts) for row in connection.execute(_FIND, values))
     return found
@@ -47,7 +46,7 @@ def keep(tx: Transaction, sampled: ExpertsSampled) -> None:
     """If tokens are sampled again, their newest experts count."""
     connection = tx.connection
     of_model = {"tenant": sampled.tenant, "model_id": sampled.model_id}
-    for chunk in _chunks(list(sampled.sequences)):
+    for chunk in chunks(list(sampled.sequences)):
         connection.execute(_REPLACE, {"of_tenant": sampled.tenant, "of_model": sampled.model_id, "digests": chunk})
     rows = [
         {**of_model, "digest": digest, "experts": experts, "num_bytes": len(experts), "created_at": tx.now}
@@ -73,7 +72,3 @@ def _make_room(connection: Connection, tenant: str, max_bytes: int) -> None:
 def prune(tx: Transaction, before: datetime) -> int:
     deleted: int = tx.connection.execute(_OLD, {"before": before}).rowcount
     return deleted
-
-
-def _chunks(digests: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    return (digests[start : start + _CHUNK] for start in range(0, len(digests), _CHUNK))
