@@ -241,6 +241,7 @@ OTHERS = {
     "core/tinsmith/sql_store/databases/socket_wakeups.py": "one directory, which all processes share",
     "core/tinsmith/commands/doctor/probe.py": "a file without a name",
     "plugins/jax_backend/tinsmith_jax/native/library.py": "leaves markers on purpose, for the next process",
+    "tools/conformance/tinsmith_conformance/runner.py": "does without tinsmith; a child ends with its standard input",
     "core/tinsmith/testing/postgres.py": "of tests, as another user; a watcher removes it",
     "libraries/workers/tinsmith_workers/testing/forked_workers.py": "of tests; ends with them",
 }
