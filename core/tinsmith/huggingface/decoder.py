@@ -131,7 +131,7 @@ def _expert_shape(config: Mapping[str, Json], path: Path) -> ExpertShape:
     return ExpertShape(
         num_experts=int(config.get("num_experts") or config["num_local_experts"]),  # as transformers 5 writes it
         top_k=int(config["num_experts_per_tok"]),
-        intermediate_size=int(config["moe_intermediate_size"]),
+        intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
         normalized=bool(config.get("norm_topk_prob", False)),
         shared_size=int(config.get("shared_expert_intermediate_size") or 0),
     )

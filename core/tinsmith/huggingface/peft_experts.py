@@ -2,18 +2,20 @@
 
 transformers joins the experts of a layer in two parameters, gate_up_proj [E, 2 I, H] and down_proj [E, H, I], and PEFT
 gives each expert an A and a B of its own. So what our experts share is repeated, and gate and up, which have an A each,
-become one adapter of twice the rank.
+become one adapter of twice the rank. In gpt-oss, the outputs of gate and up alternate.
 
 Legend: E = experts, I = inner size of an expert, H = hidden, r = rank.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from tinsmith.huggingface import peft_layout
 from tinsmith.huggingface.decoder import EXPERTS
+from tinsmith.huggingface.model_files import read_model_config
 from tinsmith.operations import Array, LoraConfig
 
 _GATE, _UP, _DOWN = (path.rpartition(".")[2] for path in EXPERTS)
@@ -26,13 +28,21 @@ def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> 
     experts = sorted({module for name in weights if (module := _experts_of(name)) is not None})
     renamed = {name: array for name, array in weights.items() if _experts_of(name) is None}
     config = peft_layout.adapter_config(base_model, lora, renamed)
+    alternate = _alternate(base_model)
     for module in experts:
-        renamed |= _joined(module, lora.rank, weights)
+        renamed |= _joined(module, lora.rank, weights, alternate=alternate)
     if experts:
         config["target_parameters"] = list(_JOINED)
         config["rank_pattern"] = {_JOINED[0]: 2 * lora.rank}
         config["alpha_pattern"] = {_JOINED[0]: 2 * config["lora_alpha"]}
     return renamed, config
+
+
+def _alternate(base_model: str) -> bool:
+    """Return whether gate and up of a base model, named or in a directory, alternate."""
+    if Path(base_model, "config.json").is_file():
+        return "GptOssForCausalLM" in (read_model_config(Path(base_model)).get("architectures") or ())
+    return "gpt-oss" in base_model.lower()
 
 
 def _experts_of(name: str) -> str | None:
@@ -41,7 +51,7 @@ def _experts_of(name: str) -> str | None:
     return module if module.endswith(_SUFFIX) else None
 
 
-def _joined(module: str, rank: int, weights: Mapping[str, Array]) -> dict[str, Array]:
+def _joined(module: str, rank: int, weights: Mapping[str, Array], *, alternate: bool) -> dict[str, Array]:
     A_gate, B_gate, A_up, B_up, A_down, B_down = (
         weights[peft_layout.weight_name(f"{module}.{name}", side)]
         for name in (_GATE, _UP, _DOWN)
@@ -50,8 +60,9 @@ def _joined(module: str, rank: int, weights: Mapping[str, Array]) -> dict[str, A
     num_experts, inner = B_gate.shape[:2]
     A_both = np.concatenate((A_gate, A_up), axis=1)
     B_both = np.zeros((num_experts, 2 * inner, 2 * rank), np.float32)
-    B_both[:, :inner, :rank] = B_gate
-    B_both[:, inner:, rank:] = B_up
+    gate, up = (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(inner), slice(inner, None))
+    B_both[:, gate, :rank] = B_gate
+    B_both[:, up, rank:] = B_up
     return {
         **_of_parameter(f"{module}.base_layer", A_both, B_both, num_experts),  # PEFT wraps the first parameter first
         **_of_parameter(module, A_down, B_down, num_experts),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from tinsmith.errors import ConfigError, ServerError
+from tinsmith.huggingface import mxfp4
 from tinsmith.huggingface.int8 import PACKED, SCALE, Int8, dequantised, packed_columns, unpacked
 from tinsmith.huggingface.safetensors_files import tensor_files
 
@@ -23,7 +24,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
     """
 
     def __init__(self, directory: Path, *, framework: Literal["numpy", "pt"], int8: Int8 | None = None) -> None:
-        """With `int8` and `numpy`, matrices of 8-bit integers are read as the float32 numbers that they stand for."""
+        """With `numpy`, matrices in MXFP4, and with `int8` those of 8-bit integers, are read as float32 numbers."""
         self._directory = directory
         self._framework = framework
         self._int8 = int8
@@ -51,6 +52,8 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         """Read the rows, or rows and columns, of a tensor whose whole shape must be the given one."""
         if self._int8 is not None and name not in self._files and f"{name}{PACKED}" in self._files:
             return self._dequantised(name, shape, cut, self._int8)
+        if self._framework == "numpy" and name not in self._files and f"{name}{mxfp4.BLOCKS}" in self._files:
+            return self._of_mxfp4(name, shape, cut)
         return self._read(name, shape, cut)
 
     def _dequantised(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], how: Int8) -> Any:
@@ -58,6 +61,14 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         columns = cut[1] if len(cut) > 1 else slice(0, shape[1])
         scales = self._read(f"{name}{SCALE}", (shape[0], how.num_scales(shape[1])), (rows,))
         return dequantised(self.integers(name, shape, (rows, columns)), scales, columns, shape[1])
+
+    def _of_mxfp4(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
+        """Read whole matrices of some experts, and cut the rest."""
+        number, inputs, outputs = shape
+        stored = (number, outputs, inputs // mxfp4.BLOCK)
+        blocks = self._read(f"{name}{mxfp4.BLOCKS}", (*stored, mxfp4.BLOCK // 2), cut[:1])
+        scales = self._read(f"{name}{mxfp4.SCALES}", stored, cut[:1])
+        return mxfp4.dequantised(blocks, scales)[(slice(None), *cut[1:])]
 
     def matrix_types(self) -> set[str]:
         """Return the types of the tensors with several axes, as safetensors names them: {"BF16"} of most models."""

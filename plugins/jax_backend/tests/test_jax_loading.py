@@ -9,14 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import torch
 from jax._src import hardware_utils  # where JAX counts TPU chips
 from jax_harness import LOSSES, add_model, make_backend, make_op
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tinsmith import BackendContext, ConfigError, Forward, LoraConfig, Placement
-from tinsmith.huggingface import read_rope
+from tinsmith.huggingface import WeightFiles, read_rope
 from tinsmith.huggingface.int8 import Int8
 from tinsmith.testing.int8_model import write_int8_model
 from tinsmith_jax import plugin, runtime
@@ -252,3 +254,15 @@ def test_no_gpu_is_taken_if_jax_is_to_compute_on_the_cpu(monkeypatch: pytest.Mon
     assert numbers() == [1, 0, 1]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert numbers() == [0, 0, 0]
+
+
+def test_mxfp4_is_read_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (3, 8, 2, 16), dtype=np.uint8)
+    scales = rng.integers(100, 150, (3, 8, 2), dtype=np.uint8)
+    save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "model.safetensors")
+    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    with WeightFiles(tmp_path, framework="numpy") as files:
+        np.testing.assert_array_equal(files.whole("x", (3, 64, 8)), theirs)
+        cut = (slice(1, 3), slice(40, 64), slice(0, 4))
+        np.testing.assert_array_equal(files.part("x", (3, 64, 8), cut), theirs[cut])

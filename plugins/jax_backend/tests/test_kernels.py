@@ -73,6 +73,23 @@ def attention(kernels: Kernels, dtype: str, first_n: np.ndarray, arrays: Any) ->
     return tuple(np.asarray(x, np.float32) for x in results)
 
 
+def test_sinks_and_windows_leave_every_platforms_kernel() -> None:
+    """No kernel for accelerators knows them: what it is given must be computed in tiles."""
+    q, k, v, _ = map(jnp.asarray, attention_arrays(128, 4, 2))
+    first_n, sinks = np.zeros(2, np.int32), np.array([-1.0, 0.0, 1.0, 2.0], np.float32)
+    reference = np.asarray(packed_attention(q, k, v, first_n, REFERENCE, 40, sinks))
+    scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, 2, axis=1)) / 4
+    distance = np.arange(128)[:, None] - np.arange(128)
+    p = np.where((distance >= 0) & (distance < 40), np.exp(scores), 0)
+    p /= p.sum(-1, keepdims=True) + np.exp(sinks)[:, None, None]
+    np.testing.assert_allclose(
+        reference, np.einsum("hqk,khd->qhd", p, np.repeat(v, 2, axis=1)).reshape(128, -1), atol=1e-5
+    )
+    for platform in ("tpu", "gpu"):
+        out = packed_attention(q, k, v, first_n, choose(platform), 40, sinks)
+        np.testing.assert_allclose(out, reference, atol=1e-6)
+
+
 def attention_arrays(T: int, heads: int, kv_heads: int, d: int = 16) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     shapes = ((T, heads, d), (T, kv_heads, d), (T, kv_heads, d), (T, heads * d))

@@ -4,7 +4,9 @@ from tinsmith_jax.families import Family, config_of, family
 from tinsmith_jax.model_config import (
     Activation,
     Attention,
+    Clamped,
     LayerKind,
+    Mixture,
     ModelConfig,
     Norms,
     decoder,
@@ -16,8 +18,10 @@ from tinsmith_jax.model_config import (
 __all__ = [
     "Activation",
     "Attention",
+    "Clamped",
     "Family",
     "LayerKind",
+    "Mixture",
     "ModelConfig",
     "Norms",
     "config_of",

@@ -31,20 +31,28 @@ _FLASH_SIZES: Final = (16, 32, 64, 128, 256)
 
 
 def packed_attention(
-    q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, kernels: Kernels, window: Jax | int | None = None
+    q_THd: Jax,
+    k_TNd: Jax,
+    v_TNd: Jax,
+    first_n: Jax,
+    kernels: Kernels,
+    window: Jax | int | None = None,
+    sinks_H: Jax | None = None,
 ) -> Jax:
     """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d].
 
-    With a `window`, a token sees only so many tokens, itself included; no kernel for accelerators can do that.
+    With a `window`, a token sees only so many tokens, itself included. With `sinks_H`, each head's softmax has one
+    more score, which adds nothing and has no gradient. No kernel for accelerators can do either.
     """
-    if window is not None:
-        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, jnp.asarray(window, jnp.int32))
+    if window is not None or sinks_H is not None:
+        limit = None if window is None else jnp.asarray(window, jnp.int32)
+        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, limit, sinks_H)
     elif kernels.attention == "splash":
         out_THd = _in_blocks(kernels, q_THd, k_TNd, v_TNd, first_n)
     elif kernels.attention == "flash" and q_THd.shape[-1] in _FLASH_SIZES:
         out_THd = _by_head(partial(flash.attend, interpret=kernels.interpret), q_THd, k_TNd, v_TNd, first_n)
     else:
-        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, None)
+        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, None, None)
     return out_THd.reshape(q_THd.shape[0], -1).astype(q_THd.dtype)
 
 
@@ -55,14 +63,17 @@ def _by_head(attend: Callable[..., Jax], q_THd: Jax, k_TNd: Jax, v_TNd: Jax, fir
     return attend(q, k, v, first_n).transpose(1, 0, 2)
 
 
-def _in_tiles(kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, window: Jax | None) -> Jax:
+def _in_tiles(
+    kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, window: Jax | None, sinks_H: Jax | None
+) -> Jax:
     T, num_heads, d = q_THd.shape
     num_kv = k_TNd.shape[1]
     n, group = T // TILE, num_heads // num_kv
     q = q_THd.reshape(n, TILE, num_kv, group, d).transpose(0, 2, 3, 1, 4).reshape(n, num_kv, group * TILE, d)
     k, v = (x.reshape(n, TILE, num_kv, d).transpose(0, 2, 1, 3) for x in (k_TNd, v_TNd))
     attend = _attend_by_tile if kernels.attention == "tile_by_tile" else _attend
-    out = attend(q, k, v, first_n, window)
+    sinks = None if sinks_H is None else jnp.repeat(sinks_H.astype(jnp.float32).reshape(num_kv, group), TILE, axis=1)
+    out = attend(q, k, v, first_n, window, sinks)
     return out.reshape(n, num_kv, group, TILE, d).transpose(0, 3, 1, 2, 4)
 
 
@@ -118,11 +129,11 @@ def _marked(x: Jax, broken_n: Jax) -> Jax:
 
 
 @jax.custom_vjp
-def _attend(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -> Jax:
-    return _attend_forward(q, k, v, first_n, window)[0]
+def _attend(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None) -> Jax:
+    return _attend_forward(q, k, v, first_n, window, sinks)[0]
 
 
-def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -> tuple[Jax, Jax]:
+def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None) -> tuple[Jax, Jax]:
     """Map q [n, N, g * c, d] and k, v [n, N, c, d] to float32 [n, N, g * c, d]."""
     n, _, rows, d = q.shape
     k_padded, v_padded = _pad_front(k), _pad_front(v)
@@ -139,16 +150,13 @@ def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) ->
         out = out * shrink[..., None] + _dot("nhqk,nhkd->nhqd", p.astype(q.dtype), v_j)
         return new_high, total, out
 
-    shape = q.shape[:3]
-    # A finite floor instead of -inf: exp(floor - floor) is 1 and exp(-inf - floor) is 0, never NaN.
-    floor = jnp.full(shape, -1e30, jnp.float32)
-    start = (floor, jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, d), jnp.float32))
+    start = (*_before_keys(q.shape[:3], sinks), jnp.zeros((*q.shape[:3], d), jnp.float32))
     high, total, out = jax.lax.fori_loop(0, _in_window(_num_steps(first_n), window), step, start)
     out = out / total[..., None]
     return out, (q, k, v, first_n, window, out, high + jnp.log(total))
 
 
-def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None]:
+def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None, None]:
     q, k, v, first_n, window, out, lse = saved
     n, _, rows, d = q.shape
     dtype = q.dtype
@@ -171,10 +179,20 @@ def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None]
     zeros = jnp.zeros(k_padded.shape, jnp.float32)
     start = (jnp.zeros(q.shape, jnp.float32), zeros, zeros)
     d_q, d_k, d_v = jax.lax.fori_loop(0, _in_window(_num_steps(first_n), window), step, start)
-    return d_q.astype(dtype), d_k[n:].astype(dtype), d_v[n:].astype(dtype), None, None
+    return d_q.astype(dtype), d_k[n:].astype(dtype), d_v[n:].astype(dtype), None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _before_keys(shape: tuple[int, ...], sinks: Jax | None) -> tuple[Jax, Jax]:
+    """Return the highest score and the sum of softmax of rows that have seen no key, but perhaps a sink [N, g * c].
+
+    Without one, a finite floor instead of -inf: exp(floor - floor) is 1 and exp(-inf - floor) is 0, never NaN.
+    """
+    if sinks is None:
+        return jnp.full(shape, -1e30, jnp.float32), jnp.zeros(shape, jnp.float32)
+    return jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
 
 
 def _num_steps(first_n: Jax) -> Jax:
@@ -223,7 +241,7 @@ def _dot(form: str, a: Jax, b: Jax) -> Jax:
 
 
 @jax.custom_vjp
-def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -> Jax:
+def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None) -> Jax:
     """Do as `_attend`, in shapes that do not depend on the length of the stream.
 
     XLA:CPU compiles a reduction over a batch differently once the batch exceeds some size, and then rounds differently,
@@ -231,10 +249,10 @@ def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) ->
     and visits only the key tiles that a query tile can see. It has at least two rounds, because the smallest stream has
     two tiles; XLA would unroll a loop of one.
     """
-    return _by_tile_forward(q, k, v, first_n, window)[0]
+    return _by_tile_forward(q, k, v, first_n, window, sinks)[0]
 
 
-def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -> tuple[Jax, Jax]:
+def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None) -> tuple[Jax, Jax]:
     def one_tile(query: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         q_i, i, first = query
 
@@ -248,8 +266,7 @@ def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -
             out = out * shrink[..., None] + _dot("hqk,hkd->hqd", p.astype(q_i.dtype), v[i - j])
             return new_high, total, out
 
-        floor = jnp.full(q_i.shape[:2], -1e30, jnp.float32)
-        start = (floor, jnp.zeros(q_i.shape[:2], jnp.float32), jnp.zeros(q_i.shape, jnp.float32))
+        start = (*_before_keys(q_i.shape[:2], sinks), jnp.zeros(q_i.shape, jnp.float32))
         high, total, out = jax.lax.fori_loop(0, _in_window(i - first + 1, window), step, start)
         return out / total[..., None], high + jnp.log(total)
 
@@ -258,7 +275,7 @@ def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None) -
     return out, (q, k, v, first_n, window, out, lse)
 
 
-def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None]:
+def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None, None]:
     q, k, v, first_n, window, out, lse = saved
     dtype, scale = q.dtype, q.shape[-1] ** -0.5
 
@@ -285,7 +302,7 @@ def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None
     tiles = jnp.arange(q.shape[0], dtype=jnp.int32)
     zeros = jnp.zeros(k.shape, jnp.float32)
     (d_k, d_v), d_q = jax.lax.scan(one_tile, (zeros, zeros), (q, out, lse, d_out, tiles, first_n))
-    return d_q.astype(dtype), d_k.astype(dtype), d_v.astype(dtype), None, None
+    return d_q.astype(dtype), d_k.astype(dtype), d_v.astype(dtype), None, None, None
 
 
 _attend_by_tile.defvjp(_by_tile_forward, _by_tile_backward)

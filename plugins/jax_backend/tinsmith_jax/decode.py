@@ -337,7 +337,7 @@ def _layers(
         q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
         q_NThD, k_NTJD = scaled(rope(q_NThD, *cos_sin), config), rope(k_NTJD, *cos_sin)
         cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD, axes)
-        out_NTo = gated(_attend(q_NThD, cache, index, tiles, count, window, axes), gate_NThD)
+        out_NTo = gated(_attend(q_NThD, cache, index, tiles, count, window, weights.get("sinks"), axes), gate_NThD)
         x_NTH = add(x_NTH, dense(out_NTo, "o"), deltas(out_NTo, "o")[0], "attention_out_norm", "o_bias")
         h_NTH = normed(x_NTH, "post_norm")
         if experts is not None:
@@ -382,15 +382,15 @@ def _expert_mlp(
     """Return the experts' outputs [N, T, H], and which ones the tokens have chosen [N T, C]."""
     assert config.experts is not None
     flat_TH, number = h_NTH.reshape(-1, h_NTH.shape[-1]), config.experts.num_experts // axes.tensor
-    chosen = route(flat_TH, weights["router"], config)
+    chosen = route(flat_TH, weights, config)
     routing, own = chosen.of_shard(number, flat_TH.dtype, axes), of_layer(weights, experts, axes)
     num_rows = lora.resident["head"][0].shape[0]
     adapted_R = jnp.arange(num_rows) < num_rows - 1
     resident = expert_sampling.resident_lora(lora.resident["layers"], layer, weights["first_expert"], adapted_R)
     if h_NTH.shape[1] == 1:
-        out = expert_sampling.step_mlp(flat_TH, routing, own, resident, lora, number, axes)
+        out = expert_sampling.step_mlp(flat_TH, routing, own, resident, lora, config, axes)
     else:
-        out = expert_sampling.prompt_mlp(h_NTH, routing, own, resident, lora.row_N, number, axes)
+        out = expert_sampling.prompt_mlp(h_NTH, routing, own, resident, lora.row_N, config, axes)
     return out.reshape(h_NTH.shape), chosen.chosen_TC
 
 
@@ -500,17 +500,18 @@ def _attend(
     tiles: TokenTiles,
     count: jax.Array,
     window: jax.Array | None,
+    sinks_h: jax.Array | None,
     axes: Axes,
 ) -> jax.Array:
-    """Attend from each tile to its sequence: [N, T, heads * D]. The kernel for GPUs knows no windows."""
-    if axes.kernels.triton and window is None:
+    """Attend from each tile to its sequence: [N, T, heads * D]. The kernel for GPUs knows no windows and no sinks."""
+    if axes.kernels.triton and window is None and sinks_h is None:
         with jax.named_scope("attend"):
             pages = (*cache, layer, tiles.start_N, tiles.table_NG)
             attended: jax.Array = paged.attend(q_NThD, *pages, interpret=axes.kernels.interpret)
             return attended
 
     def some(q_NThD: jax.Array, start_N: jax.Array, table_NG: jax.Array) -> jax.Array:
-        return _attend_batch(q_NThD, cache, layer, start_N, table_NG, window)
+        return _attend_batch(q_NThD, cache, layer, start_N, table_NG, window, sinks_h)
 
     out: jax.Array = _each(some, count, (q_NThD, tiles.start_N, tiles.table_NG), axes)
     return out
@@ -523,6 +524,7 @@ def _attend_batch(
     start_N: jax.Array,
     table_NG: jax.Array,
     window: jax.Array | None,
+    sinks_h: jax.Array | None,
 ) -> jax.Array:
     """Causal attention of tiles to their sequences, a page of keys at a time (online softmax).
 
@@ -560,11 +562,11 @@ def _attend_batch(
             acc_NJQD * shrink_NJQ[..., None] + added_NJQD,
         )
 
-    begin = (
-        jnp.full((N, J, T * group), _FLOOR, jnp.float32),
-        jnp.zeros((N, J, T * group), jnp.float32),
-        jnp.zeros((N, J, T * group, D), jnp.float32),
-    )
+    highest, total = jnp.full((N, J, T * group), _FLOOR, jnp.float32), jnp.zeros((N, J, T * group), jnp.float32)
+    if sinks_h is not None:
+        highest = jnp.broadcast_to(jnp.tile(sinks_h.astype(jnp.float32).reshape(J, group), (1, T)), highest.shape)
+        total = jnp.ones_like(total)
+    begin = (highest, total, jnp.zeros((N, J, T * group, D), jnp.float32))
     first = 0 if window is None else jnp.maximum(jnp.min(start_N) - window + 1, 0) // PAGE
     with jax.named_scope("attend"):
         _, sum_NJQ, acc_NJQD = lax.fori_loop(first, jnp.max(end_N) // PAGE + 1, page, begin)

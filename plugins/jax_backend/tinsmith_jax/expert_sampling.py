@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from tinsmith_jax import experts
-from tinsmith_jax.experts import ExpertWeights, ResidentLora, Routing, activated
+from tinsmith_jax.experts import ExpertWeights, ResidentLora, Routing
 from tinsmith_jax.jax_types import Jax
+from tinsmith_jax.layers import activated
 from tinsmith_jax.mesh import Axes
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_adapters import AdapterRows
 from tinsmith_jax.sampling_values import BASE_MODEL
 from tinsmith_jax.tiles import Tiles
@@ -26,13 +28,19 @@ def resident_lora(layers: Mapping[str, Jax], layer: Jax, first_expert: Jax, adap
 
 
 def prompt_mlp(
-    h_NTH: Jax, routing: Routing, weights: ExpertWeights, lora: ResidentLora, row_N: Jax, num_experts: int, axes: Axes
+    h_NTH: Jax,
+    routing: Routing,
+    weights: ExpertWeights,
+    lora: ResidentLora,
+    row_N: Jax,
+    config: ModelConfig,
+    axes: Axes,
 ) -> Jax:
     """Return the experts' outputs for tiles of prompts. Tiles of the base model use the last row, which is unused."""
     last = lora.adapted_k.shape[0] - 1
     tiles = Tiles(jnp.where(row_N == BASE_MODEL, last, row_N), jnp.ones(row_N.shape, jnp.float32))
     h_TH = h_NTH.reshape(-1, h_NTH.shape[-1])
-    out_TH, _ = experts.forward(h_TH, routing, weights, lora, tiles, num_experts, axes)
+    out_TH, _ = experts.forward(h_TH, routing, weights, lora, tiles, config, axes)
     return out_TH.reshape(h_NTH.shape)
 
 
@@ -42,7 +50,7 @@ def step_mlp(
     weights: ExpertWeights,
     lora: ResidentLora,
     rows: AdapterRows,
-    num_experts: int,
+    config: ModelConfig,
     axes: Axes,
 ) -> Jax:
     """Return the experts' outputs for one token of each row of decoding, [B, H].
@@ -51,21 +59,21 @@ def step_mlp(
     its own experts, in their order, so its result does not depend on the others.
     """
     dtype = h_BH.dtype
-    used_E = jnp.zeros(num_experts, bool).at[routing.chosen_TC].set(True)
+    assert config.experts is not None
+    used_E = jnp.zeros(config.experts.num_experts // axes.tensor, bool).at[routing.chosen_TC].set(True)
     order_E = jnp.argsort(~used_E, stable=True)
     z_gate, z_up = (_delta(h_BH, A, rows) for A in (lora.gate[0], lora.up[0]))
 
     def one(i: Jax, sums: tuple[Jax, Jax]) -> tuple[Jax, Jax]:
         expert = order_E[i]
-        gate_up, down = weights.of(expert)
         B_gate, B_up, A_down = (each[lora.first + expert] for each in (lora.gate[1], lora.up[1], lora.down[0]))
-        gate, up = jnp.split(h_BH @ gate_up, 2, axis=-1)
+        gate, up = weights.to_inner(h_BH, expert)
         gate += _delta(z_gate, B_gate, rows)
         up += _delta(z_up, B_up, rows)
-        inner = activated(gate, up)
+        inner = activated(gate, up, config)
         here_BC = routing.chosen_TC == expert
         weight_B1 = jnp.sum(jnp.where(here_BC, routing.weight_TC, 0), axis=-1, keepdims=True)
-        results = inner @ down, _delta(inner, A_down, rows)
+        results = weights.to_hidden(inner, expert), _delta(inner, A_down, rows)
         own_B1 = jnp.any(here_BC, axis=-1, keepdims=True)
         out, low = (total + jnp.where(own_B1, weight_B1 * part, 0) for total, part in zip(sums, results, strict=True))
         return out, low

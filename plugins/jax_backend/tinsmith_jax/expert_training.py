@@ -15,7 +15,9 @@ from tinsmith_jax import experts
 from tinsmith_jax.experts import Block, Blocks, ExpertLora, ExpertWeights, Routing, in_tiles, product_T, rows
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import tile_products
+from tinsmith_jax.layers import activated
 from tinsmith_jax.mesh import ONE, Axes
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
 
 
@@ -25,6 +27,7 @@ def expert_mlp(
     weights: ExpertWeights,
     lora: ExpertLora,
     tiles: Tiles,
+    config: ModelConfig,
     sums: ExpertLora | None = None,
     axes: Axes = ONE,
 ) -> Jax:
@@ -35,30 +38,44 @@ def expert_mlp(
     On a mesh, the gradients by `h_TH` and by the routing's weights are this shard's parts; the result is whole.
     """
     if sums is None:
-        return experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora), axes)[0]
-    return _summing(h_TH, routing, weights, lora, sums, tiles, axes)
+        return experts.forward(h_TH, routing, weights, lora, tiles, config, axes)[0]
+    return _summing(h_TH, routing, weights, lora, sums, tiles, config, axes)
 
 
 def _num_experts(lora: ExpertLora) -> int:
     return int(lora.down[0].shape[0])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _summing(
-    h_TH: Jax, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles, axes: Axes
+    h_TH: Jax,
+    routing: Routing,
+    weights: ExpertWeights,
+    lora: ExpertLora,
+    sums: ExpertLora,
+    tiles: Tiles,
+    config: ModelConfig,
+    axes: Axes,
 ) -> Jax:
     del sums
-    return experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora), axes)[0]
+    return experts.forward(h_TH, routing, weights, lora, tiles, config, axes)[0]
 
 
 def _summing_forward(
-    h_TH: Jax, routing: Routing, weights: ExpertWeights, lora: ExpertLora, sums: ExpertLora, tiles: Tiles, axes: Axes
+    h_TH: Jax,
+    routing: Routing,
+    weights: ExpertWeights,
+    lora: ExpertLora,
+    sums: ExpertLora,
+    tiles: Tiles,
+    config: ModelConfig,
+    axes: Axes,
 ) -> tuple[Jax, Jax]:
-    out, kept = experts.forward(h_TH, routing, weights, lora, tiles, _num_experts(lora), axes)
+    out, kept = experts.forward(h_TH, routing, weights, lora, tiles, config, axes)
     return out, (h_TH, routing, weights, lora, sums, tiles, kept)
 
 
-def _summing_backward(axes: Axes, saved: Jax, d_TH: Jax) -> Jax:
+def _summing_backward(config: ModelConfig, axes: Axes, saved: Jax, d_TH: Jax) -> Jax:
     """Compute the experts' inner values again, block by block, instead of having kept them."""
     h_TH, routing, weights, lora, sums, tiles, (blocks, z_TS, low_ntr) = saved
     dtype, which_n, scale = h_TH.dtype, tiles.adapter_n, tiles.scale_n[:, None, None]
@@ -68,13 +85,18 @@ def _summing_backward(axes: Axes, saved: Jax, d_TH: Jax) -> Jax:
     weight_R = jnp.zeros(blocks.token_R.shape, dtype).at[blocks.row_TC].set(routing.weight_TC)[:, None]
 
     def compute(block: Block) -> tuple[Jax, ...]:
-        active, back = jax.vjp(experts.activated, *experts.gate_and_up(block, h_TH, z_TS, weights, lora))
+        active, back = jax.vjp(
+            partial(activated, config=config), *experts.gate_and_up(block, h_TH, z_TS, weights, lora)
+        )
         weight = lax.dynamic_slice_in_dim(weight_R, block.first, TILE)
         gate_up, down = weights.of(block.expert)
         B_gate, B_up, A_down = (factor.astype(dtype) for factor in lora.of_block(block))
         d_active = product_T(rows(d_TH, block.tokens), down)
         d_active += product_T(rows(d_low_Tr, block.tokens).astype(dtype), A_down)
         d_weight = jnp.sum(active * d_active, axis=-1, keepdims=True)
+        if weights.down_bias is not None:
+            bias = weights.down_bias[weights.first + block.expert]
+            d_weight += jnp.sum(rows(d_TH, block.tokens) * bias, axis=-1, keepdims=True)
         d_gate, d_up = back((weight * d_active).astype(dtype))
         d_x = product_T(jnp.concatenate((d_gate, d_up), axis=-1), gate_up)
         d_z = jnp.concatenate((product_T(d_gate, B_gate), product_T(d_up, B_up)), axis=-1)

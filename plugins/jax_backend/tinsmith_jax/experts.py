@@ -25,6 +25,7 @@ from jax import lax
 
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import tile_products
+from tinsmith_jax.layers import activated, plus_bias
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
@@ -44,12 +45,26 @@ class Routing(NamedTuple):
 class ExpertWeights(NamedTuple):
     """The frozen weights of all layers' experts, and which of them is the first one of the layer at hand."""
 
+    first: Jax
     gate_up: Jax  # [L E, H, 2 I]
     down: Jax  # [L E, I, H]
-    first: Jax
+    gate_up_bias: Jax | None = None  # [L E, 2 I]
+    down_bias: Jax | None = None  # [L E, H]
 
     def of(self, expert: Jax) -> tuple[Jax, Jax]:
         return self.gate_up[self.first + expert], self.down[self.first + expert]
+
+    def to_inner(self, h_xH: Jax, expert: Jax) -> tuple[Jax, Jax]:
+        """Compute gate and up."""
+        out = h_xH @ self.gate_up[self.first + expert]
+        if self.gate_up_bias is not None:
+            out += self.gate_up_bias[self.first + expert]
+        gate, up = jnp.split(out, 2, axis=-1)
+        return gate, up
+
+    def to_hidden(self, inner_xI: Jax, expert: Jax) -> Jax:
+        out = inner_xI @ self.down[self.first + expert]
+        return out if self.down_bias is None else out + self.down_bias[self.first + expert]
 
 
 class Block(NamedTuple):
@@ -117,8 +132,10 @@ class Kept(NamedTuple):
     low_ntr: Jax  # scale * what the experts give the shared B of down
 
 
-Stacked = tuple[Jax, Jax] | tuple[()]
-"""The experts' matrices of all layers; empty if each layer gathers its own."""
+Stacked = tuple[Jax, ...]
+"""The experts' matrices, and biases, of all layers; empty if each layer gathers its own."""
+
+_WEIGHTS = ("expert_gate_up", "expert_down", "expert_gate_up_bias", "expert_down_bias")
 
 
 def take_apart(layers: Mapping[str, Jax], axes: Axes = ONE) -> tuple[Mapping[str, Jax], Stacked | None]:
@@ -128,30 +145,31 @@ def take_apart(layers: Mapping[str, Jax], axes: Axes = ONE) -> tuple[Mapping[str
     """
     if "expert_down" not in layers:
         return layers, None
-    stacked = layers["expert_gate_up"], layers["expert_down"]
+    stacked = [layers[name] for name in _WEIGHTS if name in layers]
     num_layers, num_experts = stacked[1].shape[:2]
     others = {name: value for name, value in layers.items() if axes.fsdp > 1 or not name.startswith("expert_")}
     others["first_expert"] = jnp.arange(num_layers) * num_experts
     if axes.fsdp > 1:
         return others, ()
-    gate_up, down = (each.reshape(-1, *each.shape[2:]) for each in stacked)
-    return others, (gate_up, down)
+    return others, tuple(each.reshape(-1, *each.shape[2:]) for each in stacked)
 
 
 def of_layer(layer: Mapping[str, Jax], stacked: Stacked, axes: Axes) -> ExpertWeights:
     """Return the experts' weights of one layer, given what `take_apart` returned."""
     if stacked:
-        return ExpertWeights(*stacked, layer["first_expert"])
-    return ExpertWeights(axes.whole(layer["expert_gate_up"], 1), axes.whole(layer["expert_down"], 2), 0)
+        return ExpertWeights(layer["first_expert"], *stacked)
+    biases = (layer[name] for name in _WEIGHTS[2:] if name in layer)
+    return ExpertWeights(0, axes.whole(layer["expert_gate_up"], 1), axes.whole(layer["expert_down"], 2), *biases)
 
 
-def route(h_TH: Jax, router_HE: Jax, config: ModelConfig, replayed_TC: Jax | None = None) -> Routing:
+def route(h_TH: Jax, weights: Mapping[str, Jax], config: ModelConfig, replayed_TC: Jax | None = None) -> Routing:
     """Choose each token's experts by softmax in float32, the most probable first. Gradients pass through weights.
 
     `replayed_TC` are experts to take instead, weighted by the same softmax; where it is negative, there are none.
     """
     assert config.experts is not None
-    probability_TE = jax.nn.softmax((h_TH @ router_HE).astype(jnp.float32), axis=-1)
+    logits_TE = plus_bias(h_TH @ weights["router"], weights, "router_bias")
+    probability_TE = jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
     weight_TC, chosen_TC = lax.top_k(probability_TE, config.experts.top_k)
     if replayed_TC is not None:
         chosen_TC = jnp.where(replayed_TC < 0, chosen_TC, replayed_TC.astype(jnp.int32))
@@ -176,18 +194,20 @@ def forward(
     weights: ExpertWeights,
     lora: ExpertLora | ResidentLora,
     tiles: Tiles,
-    num_experts: int,
+    config: ModelConfig,
     axes: Axes = ONE,
 ) -> tuple[Jax, Kept]:
-    """Return the weighted outputs of all experts, [T, H]. On a mesh, `num_experts` is the number that a shard has."""
+    """Return the weighted outputs of all experts, [T, H]."""
     dtype, num_adapters = h_TH.dtype, lora.gate[0].shape[0]
-    blocks = _sorted(routing.chosen_TC, jnp.repeat(tiles.adapter_n, TILE), num_experts, num_adapters)
+    assert config.experts is not None
+    own = config.experts.num_experts // axes.tensor
+    blocks = _sorted(routing.chosen_TC, jnp.repeat(tiles.adapter_n, TILE), own, num_adapters)
     z_TS = _shared_down(h_TH, lora, tiles)
 
     def compute(block: Block) -> tuple[Jax, Jax]:
-        inner = activated(*gate_and_up(block, h_TH, z_TS, weights, lora))
+        inner = activated(*gate_and_up(block, h_TH, z_TS, weights, lora), config)
         low = product(inner, lora.of_block(block)[2].astype(dtype))
-        return inner @ weights.of(block.expert)[1], lora.where_adapted(low, block.adapter)
+        return weights.to_hidden(inner, block.expert), lora.where_adapted(low, block.adapter)
 
     num_rows, rank = blocks.token_R.shape[0], lora.down[0].shape[-1]
     empty = (jnp.zeros((num_rows, h_TH.shape[1]), dtype), jnp.zeros((num_rows, rank), jnp.float32))
@@ -205,7 +225,7 @@ def gate_and_up(
 ) -> tuple[Jax, Jax]:
     """Compute both, with their LoRA, for one block's rows."""
     dtype = h_TH.dtype
-    parts = jnp.split(rows(h_TH, block.tokens) @ weights.of(block.expert)[0], 2, axis=-1)
+    parts = weights.to_inner(rows(h_TH, block.tokens), block.expert)
     low = jnp.split(rows(z_TS, block.tokens).astype(dtype), 2, axis=-1)
     gate, up = (
         part + lora.where_adapted(product(z, B.astype(dtype)), block.adapter).astype(dtype)
@@ -275,10 +295,6 @@ def weighted_sum(weight_TC: Jax, values_R: Jax, blocks: Blocks) -> Jax:
 
 def in_tiles(x_T: Jax) -> Jax:
     return x_T.reshape(-1, TILE, *x_T.shape[1:])
-
-
-def activated(gate: Jax, up: Jax) -> Jax:
-    return jax.nn.silu(gate) * up
 
 
 def product(a: Jax, b: Jax) -> Jax:

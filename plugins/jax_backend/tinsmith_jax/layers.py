@@ -22,7 +22,7 @@ from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.mesh import ONE, Axes
-from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.model_config import Clamped, ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
 
 _KEPT: Final = "kept"
@@ -58,14 +58,12 @@ def rms_norm(x: Jax, weight: Jax, eps: float) -> Jax:
 def by_tile(compute: Callable[[Jax], Jax], x_T: Jax, kernels: Kernels) -> Jax:
     """Apply `compute` to [TILE, ...] blocks of the first axis; on a CPU, one after the other.
 
-    XLA:CPU compiles a reduction over more than two axes, or a product with one column, differently once the array
-    exceeds some size, and then rounds differently. Blocks of one size keep a row's bits independent of how many there
-    are.
+    XLA:CPU compiles a reduction over more than two axes differently once the array exceeds some size, and then rounds
+    differently. Blocks of one size keep a row's bits independent of the number of rows.
     """
     if not kernels.equal_blocks:
         return compute(x_T)
-    blocks = jax.lax.map(compute, x_T.reshape(-1, TILE, *x_T.shape[1:]))
-    return blocks.reshape(x_T.shape[0], *blocks.shape[2:])
+    return jax.lax.map(compute, x_T.reshape(-1, TILE, *x_T.shape[1:])).reshape(x_T.shape)
 
 
 def rope_angles(positions: Jax, inv_freq: tuple[float, ...], factor: float) -> tuple[Jax, Jax]:
@@ -144,7 +142,11 @@ def gated(attended: Jax, gate: Jax | None) -> Jax:
 
 def activated(gate: Jax, up: Jax, config: ModelConfig) -> Jax:
     """Return what an MLP projects down."""
-    if config.activation == "silu":
+    how = config.activation
+    if isinstance(how, Clamped):
+        gate, up = jnp.minimum(gate, how.limit), jnp.clip(up, -how.limit, how.limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(how.alpha * gate))
+    if how == "silu":
         return jax.nn.silu(gate) * up
     return jax.nn.gelu(gate, approximate=True) * up
 

@@ -260,6 +260,9 @@ _BASE: Final[Mapping[str, Spec]] = {
     "qkv_bias": Spec(None, TENSOR),
     "expert_gate_up": Spec(None, TENSOR, FSDP),
     "expert_down": Spec(None, TENSOR, None, FSDP),
+    "expert_gate_up_bias": Spec(None, TENSOR),
+    "expert_down_bias": Spec(None, TENSOR),
+    "sinks": Spec(None, TENSOR),
 }
 VOCABULARY: Final = Spec(TENSOR, FSDP)
 _EXPERTS: Final = Spec(None, TENSOR, None, None)

@@ -33,7 +33,25 @@ class Attention:
     o_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None  # of each head of queries and keys, or of all heads together
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    sinks: bool = False  # each head has a score that takes part in the softmax, and adds nothing
     gated: bool = False  # q_proj gives each head's query and a gate; the sigmoid of this multiplies what o_proj reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamped:
+    """The activation (up + 1) * gate * sigmoid(alpha * gate), of gates up to `limit` and ups within +/- `limit`."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """What a layer's experts have besides their sizes, and how files hold them."""
+
+    router: str = "mlp.gate"  # its module
+    bias: bool = False  # of the router, and of each matrix of an expert
+    joined: bool = False  # each matrix of all experts is one tensor [E, in, out], in which gate and up alternate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +85,18 @@ class ModelConfig(DecoderShape):
     pattern: tuple[int, ...]  # which kind each layer is
     attention: Attention = Attention()
     norms: Norms = Norms()
-    activation: Activation = "silu"
+    mixture: Mixture = Mixture()
+    activation: Activation | Clamped = "silu"
     embedding_scale: float = 1.0  # of embedded tokens
     residual_scale: float = 1.0  # of what attention and MLP add
     logits_scale: float = 1.0
 
     @property
     def vector_weights(self) -> int:
-        return sum(size for _, size in self.vectors().values())
+        own = sum(size for _, size in self.vectors().values())
+        if self.experts is None or not self.mixture.bias:
+            return own
+        return own + self.experts.num_experts * (2 * self.experts.intermediate_size + self.hidden_size)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         shapes = DecoderShape.linear_shapes(self)
@@ -94,6 +116,10 @@ class ModelConfig(DecoderShape):
             found["qkv_bias"] = biases, sum(self.linear_shapes()[path][1] for path in ATTENTION[:3])
         if self.attention.o_bias:
             found["o_bias"] = ("self_attn.o_proj.bias",), self.hidden_size
+        if self.attention.sinks:
+            found["sinks"] = ("self_attn.sinks",), self.num_heads
+        if self.experts is not None and self.mixture.bias:
+            found["router_bias"] = (f"{self.mixture.router}.bias",), self.experts.num_experts
         return found
 
     def divided(self, parts: int) -> "ModelConfig":
@@ -111,7 +137,7 @@ def decoder(
     *,
     kinds: Mapping[str, LayerKind] | None = None,
     layer_types: tuple[str, ...] = (),
-    activation: str | None = None,
+    activation: str | Clamped | None = None,
     **differences: Any,  # any field of ModelConfig
 ) -> ModelConfig:
     """Describe a decoder that differs from Llama as told. `path` names config.json in errors.
@@ -133,7 +159,9 @@ def decoder(
         dtype=config.get("dtype") or config.get("torch_dtype"),
         kinds=tuple(kinds[name] for name in used),
         pattern=tuple(used.index(name) for name in layer_types),
-        activation=_activation(activation or config.get("hidden_act", "silu"), path),
+        activation=activation
+        if isinstance(activation, Clamped)
+        else _activation(activation or config.get("hidden_act", "silu"), path),
         **differences,
     )
 

@@ -171,7 +171,7 @@ def _attention_block(
     q, k, v, gate = kept(projected)
     q, k = qk_norm(q, k, weights, config, apply=partial(by_tile, kernels=axes.kernels))
     q, k = scaled(rope(q, cos, sin), config), rope(k, cos, sin)
-    attended = gated(packed_attention(q, k, v, first_n, axes.kernels, window), gate)
+    attended = gated(packed_attention(q, k, v, first_n, axes.kernels, window, weights.get("sinks")), gate)
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles, axes, "inputs")
     product = plus_bias(axes.leave_tensor(attended @ axes.whole(weights["o"], 1)), weights, "o_bias")
     return _add(x_TH, (product, delta), weights, "attention_out_norm", config)
@@ -216,14 +216,14 @@ def _expert_block(
     whole_TH = normed(x_TH, weights, "post_norm", config)
     h_TH = axes.enter_tensor(whole_TH)
     assert config.experts is not None
-    routing = route(h_TH, weights["router"], config, weights.get("replayed"))
+    routing = route(h_TH, weights, config, weights.get("replayed"))
     own = routing.of_shard(config.experts.num_experts // axes.tensor, h_TH.dtype, axes)
     lora = _expert_lora(adapter)
     totals = None if sums is None else _expert_lora(sums)
-    out_TH = expert_mlp(h_TH, own, of_layer(weights, experts, axes), lora, tiles, totals, axes)
+    out_TH = expert_mlp(h_TH, own, of_layer(weights, experts, axes), lora, tiles, config, totals, axes)
     if "shared_down" in weights:
         product, delta = _mlp(h_TH, weights, config, adapter, sums, tiles, axes, "shared_")
-        out_TH += by_tile(partial(shared_weight, weights=weights), whole_TH, axes.kernels) * (product + delta)
+        out_TH += shared_weight(whole_TH, weights) * (product + delta)
     return _add(x_TH, (out_TH,), weights, "mlp_out_norm", config), routing.chosen_TC
 
 

@@ -47,7 +47,6 @@ _DENSE: Mapping[str, Sequence[str]] = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_ROUTED: Mapping[str, Sequence[str]] = {**_ATTENTION, "router": ("mlp.gate",)}
 _SHARED: Mapping[str, Sequence[str]] = {
     "shared_gate_up": SHARED_EXPERT[:2],
     "shared_down": SHARED_EXPERT[2:],
@@ -95,16 +94,18 @@ class _Loader:
         self._matrices = _DENSE
         self._experts: Mapping[str, Sequence[str]] = {}
         if config.experts is not None:
-            self._matrices, self._experts = _ROUTED, _EXPERTS
-            self._shapes["mlp.gate"] = (config.hidden_size, config.experts.num_experts)
+            router = config.mixture.router
+            self._matrices, self._experts = {**_ATTENTION, "router": (router,)}, _EXPERTS
+            self._shapes[router] = (config.hidden_size, config.experts.num_experts)
             if config.experts.shared_size:
-                self._matrices = {**_ROUTED, **_SHARED}
+                self._matrices = {**self._matrices, **_SHARED}
                 self._shapes["mlp.shared_expert_gate"] = (config.hidden_size, 1)
 
     def load(self, progress: Progress) -> Base:
         config = self._config
         vectors = config.vectors()
-        specs = base_specs([*self._matrices, *self._experts, *vectors])["layers"]
+        biases = [f"{name}_bias" for name in self._experts] if config.mixture.bias else []
+        specs = base_specs([*self._matrices, *self._experts, *vectors, *biases])["layers"]
         done, total = 0, len(self._matrices) + len(self._experts) + 1
         layers: dict[str, Jax] = {}
         for name, modules in self._matrices.items():
@@ -113,8 +114,11 @@ class _Loader:
             done += 1
         for name, modules in self._experts.items():
             progress("loading weights", done / total)
-            layers[name] = self._of_experts(modules, specs[name])
+            joined = config.mixture.joined
+            layers[name] = (self._joined if joined else self._of_experts)(modules, specs[name])
             done += 1
+        for name in biases:
+            layers[name] = self._expert_bias(self._experts[name.removesuffix("_bias")], specs[name])
         for name, (parts, size) in vectors.items():
             layers[name] = self._vectors(parts, size, specs[name])
         progress("loading weights", done / total)
@@ -141,9 +145,9 @@ class _Loader:
         return self._put(shape, VOCABULARY, lambda index: np.ascontiguousarray(self._read(name, shape, index)))
 
     def _vectors(self, parts: Sequence[str], size: int, spec: Spec) -> Jax:
-        """Load norms, or biases, which are joined as the matrices are."""
+        """Load norms, sinks, or biases, which are joined as the matrices are."""
         linear = self._shapes
-        sizes = [linear[part.removesuffix(".bias")][1] if part.endswith(".bias") else size for part in parts]
+        sizes = [size] if len(parts) == 1 else [linear[part.removesuffix(".bias")][1] for part in parts]
 
         def part(index: Index) -> Array:
             layers, columns = index
@@ -157,7 +161,7 @@ class _Loader:
                 )
                 for i in range(layers.start, layers.stop)
             ]
-            return np.stack(found) if parts[0].endswith(".bias") else self._norm(np.stack(found))
+            return self._norm(np.stack(found)) if parts[0].endswith(".weight") else np.stack(found)
 
         return self._put((self._config.num_layers, size), spec, part)
 
@@ -210,6 +214,52 @@ class _Loader:
             return found
 
         return self._put((config.num_layers, number, stored[1], stored[0] * len(modules)), spec, part)
+
+    def _joined(self, modules: Sequence[str], spec: Spec) -> Jax:
+        """Load matrices that files hold for all experts together, [E, in, out]. Gate and up alternate."""
+        name, whole = self._joined_tensor(modules)
+
+        def part(index: Index) -> Array:
+            layers, experts, inputs, outputs = index
+            found: Array | None = None
+            for layer, expert in np.ndindex((layers.stop - layers.start, experts.stop - experts.start)):
+                one = slice(experts.start + expert, experts.start + expert + 1)
+                tensor = self._read(
+                    f"model.layers.{layers.start + layer}.{name}", whole, (one, inputs, slice(0, whole[-1]))
+                )
+                sorted_ = np.concatenate([tensor[0][:, i :: len(modules)] for i in range(len(modules))], axis=1)
+                if found is None:
+                    sizes = (layers.stop - layers.start, experts.stop - experts.start)
+                    found = empty((*sizes, len(sorted_), outputs.stop - outputs.start), sorted_.dtype)
+                found[layer, expert] = sorted_[:, outputs]
+            assert found is not None, "a model has at least one layer and one expert"
+            return found
+
+        return self._put((self._config.num_layers, *whole), spec, part)
+
+    def _expert_bias(self, modules: Sequence[str], spec: Spec) -> Jax:
+        name, (number, _, width) = self._joined_tensor(modules)
+
+        def part(index: Index) -> Array:
+            layers, experts, columns = index
+            found = [
+                self._read(f"model.layers.{i}.{name}_bias", (number, width), (experts, slice(0, width)))
+                for i in range(layers.start, layers.stop)
+            ]
+            parts = [np.stack(found)[..., i :: len(modules)] for i in range(len(modules))]
+            whole: Array = np.concatenate(parts, axis=-1)
+            return whole[..., columns]
+
+        return self._put((self._config.num_layers, number, width), spec, part)
+
+    def _joined_tensor(self, modules: Sequence[str]) -> tuple[str, tuple[int, int, int]]:
+        """Return the name within a layer and the shape of the tensor with these matrices of all experts."""
+        config = self._config
+        assert config.experts is not None
+        number, inner, hidden = config.experts.num_experts, config.experts.intermediate_size, config.hidden_size
+        if modules == _EXPERTS["expert_down"]:
+            return "mlp.experts.down_proj", (number, inner, hidden)
+        return "mlp.experts.gate_up_proj", (number, hidden, 2 * inner)
 
 
 def _share(columns: slice, width: int, total: int) -> slice:

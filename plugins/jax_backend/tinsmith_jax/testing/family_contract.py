@@ -75,8 +75,8 @@ class FamilyContract:
         torch.manual_seed(0)
         made = getattr(transformers, cls.architecture)
         model = made(made.config_class(**{**TINY, **cls.settings}))
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)
         directory = tmp_path_factory.mktemp("family")
         model.save_pretrained(directory)

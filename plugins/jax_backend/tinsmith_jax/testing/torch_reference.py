@@ -37,12 +37,25 @@ class _LoraExperts(torch.nn.Module):
         out = torch.zeros_like(x)
         for expert in range(self.experts.gate_up_proj.shape[0]):
             token, place = torch.where(chosen == expert)
-            gate, up = (x[token] @ self.experts.gate_up_proj[expert].T).chunk(2, dim=-1)
-            gate, up = gate + self._delta("w1", expert, x[token]), up + self._delta("w3", expert, x[token])
-            inner = torch.nn.functional.silu(gate) * up
-            y = inner @ self.experts.down_proj[expert].T + self._delta("w2", expert, inner)
+            if hasattr(self.experts, "gate_up_proj_bias"):
+                y = self._like_gpt_oss(x[token], expert)
+            else:
+                gate, up = (x[token] @ self.experts.gate_up_proj[expert].T).chunk(2, dim=-1)
+                gate, up = gate + self._delta("w1", expert, x[token]), up + self._delta("w3", expert, x[token])
+                inner = torch.nn.functional.silu(gate) * up
+                y = inner @ self.experts.down_proj[expert].T + self._delta("w2", expert, inner)
             out = out.index_add(0, token, y * weights[token, place, None])
         return out
+
+    def _like_gpt_oss(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        own = self.experts
+        gate_up = x @ own.gate_up_proj[expert] + own.gate_up_proj_bias[expert]
+        deltas = torch.stack((self._delta("w1", expert, x), self._delta("w3", expert, x)), dim=-1)
+        gate, up = (gate_up + deltas.flatten(-2)).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=own.limit), up.clamp(-own.limit, own.limit)
+        inner = (up + 1) * gate * torch.sigmoid(own.alpha * gate)
+        out: torch.Tensor = inner @ own.down_proj[expert] + own.down_proj_bias[expert]
+        return out + self._delta("w2", expert, inner)
 
     def _delta(self, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         A, B = (self.factors[f"{name}.lora_{side}.weight"] for side in "AB")
