@@ -12,6 +12,7 @@ _ROOT = Path(__file__).parent
 _PLUGINS = _ROOT / "plugins"
 _JAX_OUTSIDE_ITS_PLUGIN = (
     *(f"tests/e2e/test_{name}.py" for name in ("cross_backend", "sdk_imports", "sdk_isolation", "sdk_jax")),
+    "tools/conformance/tests/test_conformance_jax.py",
     "tools/workbench/tests/test_compile_check.py",
 )
 _WITH_PEFT = tuple(
@@ -42,6 +43,7 @@ _WITH_THE_SDK = (
     "plugins/vllm_sampler/tests/test_vllm_families_sdk.py",
     "plugins/openai_endpoints/tests",
     "plugins/vllm_sampler/tests/test_vllm_sdk.py",
+    "tools/conformance/tests",
 )
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,7 @@ class Runner:
         self._child: _Child | None = None
         self._silent = 0
 
-    def outcomes(self, checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
+    def outcomes(self, checks: Sequence[Check]) -> Generator[tuple[Check, Outcome]]:
         """Run the checks, and yield how each ended."""
         try:
             self._ask(WARM_UP, self._warm_up_limit_s)
@@ -82,7 +82,8 @@ class _Child:
             start_new_session=True,  # Ctrl-C is the parent's
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._send(json.dumps(asdict(target)))
         self._answer(_START_S)  # it has imported the SDK
 
@@ -104,6 +105,7 @@ class _Child:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -360,6 +360,10 @@ class Tester:
             _rates[self.target] = rate
         return _rates[self.target]
 
+    def future(self, response: httpx.Response) -> Future:
+        """Return the future of a submission, whatever its result is."""
+        return Future(self, _accepted(response))
+
     # Objects ----------------------------------------------------------------------------------------------------------
 
     def new_session(self, **fields: Any) -> str:

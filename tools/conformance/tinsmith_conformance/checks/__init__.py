@@ -4,12 +4,45 @@ from __future__ import annotations
 
 from typing import Final
 
-from tinsmith_conformance.checks import idempotency, losses, ordering, poisoned, wire
+from tinsmith_conformance.checks import (
+    client,
+    endpoints,
+    errors,
+    finite,
+    idempotency,
+    isolation,
+    losses,
+    optimizer,
+    ordering,
+    poisoned,
+    rest,
+    resume,
+    sampling,
+    snapshots,
+    wire,
+)
 from tinsmith_conformance.data import TOKENS, learned
-from tinsmith_conformance.registry import Check
+from tinsmith_conformance.registry import Check, Group
 from tinsmith_conformance.tester import Tester
 
-GROUPS: Final = (wire.GROUP, ordering.GROUP, idempotency.GROUP, poisoned.GROUP, losses.GROUP)
+GROUPS: Final[tuple[Group, ...]] = (
+    wire.GROUP,
+    ordering.GROUP,
+    idempotency.GROUP,
+    poisoned.GROUP,
+    losses.GROUP,
+    optimizer.GROUP,
+    finite.GROUP,
+    resume.GROUP,
+    snapshots.GROUP,
+    isolation.GROUP,
+    sampling.GROUP,
+    errors.GROUP,
+    rest.GROUP,
+    client.SDK,
+    client.CLI,
+    endpoints.GROUP,
+)
 CHECKS: Final[tuple[Check, ...]] = tuple(check for group in GROUPS for check in group.checks)
 
 

@@ -1,0 +1,352 @@
+"""Lists of runs, checkpoints and sessions, and what can be done with them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import httpx
+
+from tinsmith_conformance.adapters import exported, links
+from tinsmith_conformance.data import learned
+from tinsmith_conformance.registry import Group
+from tinsmith_conformance.tester import Model, Tester
+from tinsmith_conformance.verdicts import expect
+
+GROUP: Final = Group("rest", "Lists of runs, checkpoints and sessions, and what can be done with them.")
+
+_HOUR: Final = 3600
+
+
+def _aware(value: Any, what: str) -> datetime:
+    expect(isinstance(value, str), f"{what} is {value}")
+    found = datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+    expect(found.tzinfo is not None, f"{what} has no time zone: {value}")
+    return found
+
+
+def _checkpoints(t: Tester, model: Model) -> dict[str, Any]:
+    return {each["checkpoint_id"]: each for each in t.get(f"training_runs/{model.id}/checkpoints")["checkpoints"]}
+
+
+@GROUP.check
+def runs_are_listed(t: Tester) -> None:
+    """The list of runs holds a new one, and counts all.
+
+    `tinker run list` does not show what is there.
+    """
+    model = t.model()
+    found = t.get("training_runs", limit=100)
+    expect(model.id in [each["training_run_id"] for each in found["training_runs"]], "the new one is missing")
+    expect(found["cursor"]["total_count"] >= 1, f"cursor is {found['cursor']}")
+
+
+@GROUP.check
+def pages_of_runs(t: Tester) -> None:
+    """The list of runs comes in pages.
+
+    The first page comes again and again.
+    """
+    t.model()
+    t.model()
+    first, second = (t.get("training_runs", limit=1, offset=offset)["training_runs"] for offset in (0, 1))
+    expect(len(first) == len(second) == 1, f"pages of 1 have {len(first)} and {len(second)}")
+    expect(first[0]["training_run_id"] != second[0]["training_run_id"], "both pages have the same run")
+
+
+@GROUP.check
+def about_runs(t: Tester) -> None:
+    """A run tells its base model, owner, rank and last request.
+
+    `tinker run info` fails, and resuming needs what nobody wrote down.
+    """
+    model = t.model(rank=4)
+    run = t.get(f"training_runs/{model.id}")
+    expect(run.get("base_model") == t.target.model, f"base_model is {run.get('base_model')}")
+    expect(isinstance(run.get("model_owner"), str), f"model_owner is {run.get('model_owner')}")
+    expect(
+        (run.get("is_lora"), run.get("lora_rank")) == (True, 4), f"{run.get('is_lora')}, rank {run.get('lora_rank')}"
+    )
+    _aware(run.get("last_request_time"), "last_request_time")
+
+
+@GROUP.check
+def metadata_of_runs(t: Tester) -> None:
+    """A run returns its metadata, as text.
+
+    The cookbook looks for the name of its renderer there; other types fail validation.
+    """
+    model = t.model(user_metadata={"renderer": "qwen", "step": 3})
+    found = t.get(f"training_runs/{model.id}").get("user_metadata")
+    expect(found == {"renderer": "qwen", "step": "3"}, f"it is {found}")
+
+
+@GROUP.check
+def last_checkpoints(t: Tester) -> None:
+    """A run names its last checkpoints of both kinds.
+
+    `tinker run list` shows runs without checkpoints.
+    """
+    model = t.model()
+    state, snapshot = model.save("one"), model.save_for_sampling("two")
+    run = t.get(f"training_runs/{model.id}")
+    for name, path in (("last_checkpoint", state), ("last_sampler_checkpoint", snapshot)):
+        found = (run.get(name) or {}).get("tinker_path")
+        expect(found == path, f"{name} is {found}")
+
+
+@GROUP.check
+def checkpoints_of_a_run(t: Tester) -> None:
+    """The checkpoints of a run are listed, with their kind, path, time and size.
+
+    Nobody finds a checkpoint again.
+    """
+    model = t.model()
+    path = model.save("one")
+    model.save_for_sampling("one")
+    found = _checkpoints(t, model)
+    expect(set(found) == {"weights/one", "sampler_weights/one"}, f"they are {sorted(found)}")
+    one = found["weights/one"]
+    expect(one["checkpoint_type"] == "training" and one["tinker_path"] == path, f"it is {one}")
+    expect((one.get("size_bytes") or 0) > 0, f"size_bytes is {one.get('size_bytes')}")
+    expect(abs((_aware(one["time"], "time") - datetime.now(UTC)).total_seconds()) < _HOUR, f"its time is {one['time']}")
+
+
+@GROUP.check
+def all_checkpoints(t: Tester) -> None:
+    """The list of all checkpoints is newest first, and counts them.
+
+    `tinker checkpoint list` shows the oldest ones.
+    """
+    model = t.model()
+    paths = [model.save(name) for name in ("one", "two")]
+    found = t.get("checkpoints", limit=2)
+    expect([each["tinker_path"] for each in found["checkpoints"]] == paths[::-1], "the newest two are others")
+    expect(found["cursor"]["total_count"] >= 2, f"cursor is {found.get('cursor')}")
+
+
+@GROUP.check
+def publishing(t: Tester) -> None:
+    """A checkpoint can be published and made private, also twice.
+
+    Sharing fails, or the SDK repeats a 409 for five minutes.
+    """
+    model = t.model()
+    model.save("one")
+    place = f"training_runs/{model.id}/checkpoints/weights/one/publish"
+    for method, public in (("POST", True), ("POST", True), ("DELETE", False), ("DELETE", False)):
+        status = t.http.request(method, place).status_code
+        expect(status < 300 or status in (400, 422), f"{method}: status {status}")
+        seen = _checkpoints(t, model)["weights/one"].get("public", False)
+        expect(seen is public, f"after {method}, public is {seen}")
+
+
+@GROUP.check
+def time_to_live(t: Tester) -> None:
+    """A checkpoint's time to live can be set, and taken back.
+
+    Checkpoints vanish, or fill the disk.
+    """
+    model = t.model()
+    model.save("one")
+    place = f"training_runs/{model.id}/checkpoints/weights/one/ttl"
+    t.ok_without_body(t.http.put(place, json={"ttl_seconds": 2 * _HOUR}))
+    expires = _aware(_checkpoints(t, model)["weights/one"].get("expires_at"), "expires_at")
+    left = (expires - datetime.now(UTC)).total_seconds()
+    expect(abs(left - 2 * _HOUR) < _HOUR / 2, f"it expires in {left:.0f} s")
+    t.ok_without_body(t.http.put(place, json={"ttl_seconds": None}))
+    expect(_checkpoints(t, model)["weights/one"].get("expires_at") is None, "it still expires")
+
+
+@GROUP.check
+def saved_time_to_live(t: Tester) -> None:
+    """A checkpoint that is saved with a time to live expires.
+
+    Rolling checkpoints of the cookbook fill the disk.
+    """
+    model = t.model()
+    model.save("one", ttl_seconds=2 * _HOUR)
+    left = _aware(_checkpoints(t, model)["weights/one"].get("expires_at"), "expires_at") - datetime.now(UTC)
+    expect(abs(left.total_seconds() - 2 * _HOUR) < _HOUR / 2, f"it expires in {left}")
+
+
+@GROUP.check
+def deleting(t: Tester) -> None:
+    """A checkpoint can be deleted, and is then gone.
+
+    Disks fill, and what was deleted can still be loaded.
+    """
+    model = t.model()
+    path = model.save("one")
+    t.ok_without_body(t.http.delete(f"training_runs/{model.id}/checkpoints/weights/one"))
+    expect(not _checkpoints(t, model), "it is still listed")
+    t.refusal("load_weights", {"session_id": t.session, "model_seq_id": 80, "path": path, "optimizer": True})
+
+
+@GROUP.check
+def deleting_one_kind(t: Tester) -> None:
+    """Deleting a checkpoint leaves the one of the other kind with the same name.
+
+    The cookbook, which deletes old states, loses its samplers.
+    """
+    model = t.model()
+    model.save("one")
+    model.save_for_sampling("one")
+    t.ok_without_body(t.http.delete(f"training_runs/{model.id}/checkpoints/weights/one"))
+    expect(set(_checkpoints(t, model)) == {"sampler_weights/one"}, f"there are {sorted(_checkpoints(t, model))}")
+
+
+@GROUP.check
+def deleting_twice(t: Tester) -> None:
+    """Deleting again succeeds or gets a 404.
+
+    A delete whose answer got lost raises, or is repeated for minutes.
+    """
+    model = t.model()
+    model.save("one")
+    place = f"training_runs/{model.id}/checkpoints/weights/one"
+    t.ok_without_body(t.http.delete(place))
+    status = t.http.delete(place).status_code
+    expect(status < 300 or status == 404, f"status {status}")
+
+
+@GROUP.check
+def sessions_are_listed(t: Tester) -> None:
+    """The list of sessions holds a new one.
+
+    Nobody finds a session again.
+    """
+    expect(t.session in t.get("sessions", limit=100)["sessions"], "it is missing")
+
+
+@GROUP.check
+def about_sessions(t: Tester) -> None:
+    """A session tells its runs, samplers, metadata and name.
+
+    What a script did cannot be found.
+    """
+    session = t.new_session(user_metadata={"recipe": "sft"}, display_name="mine")
+    model = t.model(session_id=session, model_seq_id=0)
+    found = t.get(f"sessions/{session}")
+    expect(found.get("training_run_ids") == [model.id], f"training_run_ids is {found.get('training_run_ids')}")
+    expect(isinstance(found.get("sampler_ids"), list), f"sampler_ids is {found.get('sampler_ids')}")
+    expect(found.get("user_metadata") == {"recipe": "sft"}, f"user_metadata is {found.get('user_metadata')}")
+
+
+@GROUP.check
+def projects(t: Tester) -> None:
+    """A session can be put into a project.
+
+    `ServiceClient(project_id=...)` fails.
+    """
+    t.ok_without_body(t.http.put(f"sessions/{t.session}/project", json={"project_id": "mine"}))
+
+
+@GROUP.check
+def about_weights(t: Tester) -> None:
+    """weights_info tells base model and rank of a checkpoint.
+
+    SDKs up to 0.36 cannot resume, and `push-hf` fails.
+    """
+    found = t.ok("weights_info", {"tinker_path": t.model(rank=4).save()})
+    expect(found.get("base_model") == t.target.model, f"base_model is {found.get('base_model')}")
+    expect((found.get("is_lora"), found.get("lora_rank")) == (True, 4), f"it is {found}")
+
+
+@GROUP.check
+def downloads(t: Tester) -> None:
+    """An export has links that need no key, with their size, for a while.
+
+    `tinker checkpoint download` fails.
+    """
+    answer = links(t, t.model(), "export")
+    expect(_aware(answer.get("expires"), "expires") > datetime.now(UTC), "the links have expired")
+    expect({"adapter_config.json", "adapter_model.safetensors"} <= set(answer["urls"]), f"files: {answer['urls']}")
+    for name, url in answer["urls"].items():
+        response = httpx.get(url, timeout=60)
+        expect(response.is_success, f"{name}: status {response.status_code}")
+        size = int(response.headers.get("content-length", -1))
+        expect(size == len(response.content), f"{name}: content-length is {size}, of {len(response.content)}")
+
+
+@GROUP.check
+def forged_links(t: Tester) -> None:
+    """A link with another name does not work.
+
+    Anybody reads any file of the server.
+    """
+    url = links(t, t.model(), "export")["urls"]["adapter_config.json"]
+    status = httpx.get(url.replace("adapter_config.json", "adapter_model.bin"), timeout=60).status_code
+    expect(400 <= status < 500, f"status {status}")
+
+
+@GROUP.check
+def configuration_of_exports(t: Tester) -> None:
+    """An export's configuration names its rank, scale and modules.
+
+    PEFT loads some of the modules, silently.
+    """
+    config = httpx.get(links(t, t.model(rank=4), "export")["urls"]["adapter_config.json"], timeout=60).json()
+    expect(config.get("r") == 4, f"r is {config.get('r')}")
+    expect(config.get("lora_alpha", 0) > 0, f"lora_alpha is {config.get('lora_alpha')}")
+    expect(config.get("target_modules"), "target_modules is empty: PEFT takes its own default")
+
+
+@GROUP.check
+def exports_are_trained(t: Tester) -> None:
+    """An export holds what was trained.
+
+    A downloaded adapter is that of the beginning.
+    """
+    model = t.model()
+    before = exported(t, model, "before")
+    model.step([learned()], learning_rate=0.05)
+    after = exported(t, model, "after")
+    expect(any((after[name] != values).any() for name, values in before.items()), "training changed nothing in it")
+
+
+@GROUP.check
+def usage(t: Tester) -> None:
+    """The billing endpoints answer, if only with nothing.
+
+    `tinker billing` fails.
+    """
+    found = t.get("billing/usage/events", starting_on="2026-01-01T00:00:00Z", ending_before="2026-01-02T00:00:00Z")
+    expect(isinstance(found.get("data"), list), f"it is {found}")
+    found = t.get("billing/usage/checkpoints/current")
+    expect(isinstance(found.get("data"), list), f"it is {found}")
+
+
+@GROUP.check
+def exchanged_keys(t: Tester) -> None:
+    """A key is exchanged for a token that works, where the server asks for it.
+
+    No client starts.
+    """
+    if not t.ok("client/config", {"sdk_version": "0.38.0"}).get("pjwt_auth_enabled"):
+        return
+    token = t.ok("auth/token", {})["jwt"]
+    expect(token.startswith("eyJ"), "it is no JWT")
+    answer = t.http.get("sessions", headers={"X-API-Key": token})
+    expect(answer.is_success, f"status {answer.status_code}")
+
+
+@GROUP.check
+def forged_tokens(t: Tester) -> None:
+    """A forged token gets a 401.
+
+    Anybody is anybody.
+    """
+    forged = "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhZG1pbiIsImV4cCI6OTk5OTk5OTk5OX0."
+    status = t.http.get("sessions", headers={"X-API-Key": forged}).status_code
+    expect(status in (401, 403), f"status {status}")
+
+
+@GROUP.each(["training_runs/none:train:0", "sessions/none", "samplers/none", "training_runs/none:train:0/checkpoints"])
+def absent(t: Tester, case: str) -> None:
+    """{case}, which is not there, gets a 404.
+
+    Scripts that look whether something exists fail otherwise.
+    """
+    status = t.http.get(case).status_code
+    expect(status == 404, f"status {status}")
