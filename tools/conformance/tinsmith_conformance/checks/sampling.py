@@ -344,16 +344,12 @@ def best_agree_with_the_prompt(t: Tester) -> None:
 
     Rows are shifted by one.
     """
-    answer = t.sampler().sample(max_tokens=1, _prompt_logprobs=True, _topk_prompt_logprobs=20)
-    tokens = np.frombuffer(answer.topk_prompt_logprobs.token_ids, "<i4").reshape(-1, 20)
-    best, own = floats(answer.topk_prompt_logprobs.logprobs).reshape(-1, 20), floats(answer.prompt_logprobs)
-    rows = [
-        (row, int(np.flatnonzero(tokens[row] == TOKENS[row])[0])) for row in range(1, 8) if TOKENS[row] in tokens[row]
-    ]
-    if not rows:
-        skip("no token of the prompt is among the twenty best")
-    off = max(abs(best[row, column] - own[row]) for row, column in rows)
-    expect(off < 1e-4, f"they differ by {off:.2g}")
+    sampler = t.sampler()
+    drawn = sampler.draw(max_tokens=6, temperature=0)[0]  # each is the best after what is before it
+    answer = sampler.sample((*TOKENS, *drawn), max_tokens=1, _prompt_logprobs=True, _topk_prompt_logprobs=2)
+    best, own = floats(answer.topk_prompt_logprobs.logprobs).reshape(-1, 2), floats(answer.prompt_logprobs)
+    off = np.abs(best[-6:, 0] - own[-6:]).max()
+    expect(off < 1e-3, f"they differ by {off:.2g}")
 
 
 @GROUP.check
