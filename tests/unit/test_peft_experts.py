@@ -1,8 +1,9 @@
 """The layout of experts' adapters that PEFT loads."""
 
 import numpy as np
+import pytest
 
-from tinsmith import LoraConfig
+from tinsmith import LoraConfig, UserError
 from tinsmith.huggingface.decoder import EXPERTS
 from tinsmith.huggingface.peft_experts import to_peft
 from tinsmith.huggingface.peft_layout import weight_name
@@ -26,3 +27,5 @@ def test_gate_and_up_alternate_where_those_of_the_base_model_do() -> None:
     both = weight_name("model.layers.0.mlp.experts.base_layer", "B")
     np.testing.assert_array_equal(alternating[both], halves[both][[0, 3, 1, 4, 2, 5]])
     assert all(np.array_equal(alternating[name], halves[name]) for name in halves if name != both)
+    with pytest.raises(UserError, match="--base-model"):
+        to_peft("somebody/tuned", lora, weights)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tinsmith.errors import UserError
 from tinsmith.huggingface import peft_layout
 from tinsmith.huggingface.decoder import EXPERTS
 from tinsmith.huggingface.model_files import read_model_config
@@ -24,11 +25,14 @@ _JOINED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return the weights and the adapter_config.json that PEFT loads. Any: JSON."""
+    """Return the weights and the adapter_config.json that PEFT loads. Any: JSON.
+
+    Raise UserError if it cannot be told how the base model lays out its experts.
+    """
     experts = sorted({module for name in weights if (module := _experts_of(name)) is not None})
     renamed = {name: array for name, array in weights.items() if _experts_of(name) is None}
     config = peft_layout.adapter_config(base_model, lora, renamed)
-    alternate = _alternate(base_model)
+    alternate = bool(experts) and _alternate(base_model)
     for module in experts:
         renamed |= _joined(module, lora.rank, weights, alternate=alternate)
     if experts:
@@ -42,7 +46,14 @@ def _alternate(base_model: str) -> bool:
     """Return whether gate and up of a base model, named or in a directory, alternate."""
     if Path(base_model, "config.json").is_file():
         return "GptOssForCausalLM" in (read_model_config(Path(base_model)).get("architectures") or ())
-    return "gpt-oss" in base_model.lower()
+    name = base_model.lower()
+    if "gpt-oss" not in name and "qwen" not in name:
+        msg = (
+            f"how the base model {base_model!r} lays out its experts cannot be told from its name; pass --base-model with "
+            "the directory that has its config.json"
+        )
+        raise UserError(msg)
+    return "gpt-oss" in name
 
 
 def _experts_of(name: str) -> str | None:

@@ -32,13 +32,11 @@ def as_users_do() -> Iterator[None]:
 
 
 class OneCache(FamilyContract):
-    all_as_shipped: ClassVar[bool] = False  # where the two ways to compile round differently
-
     @pytest.fixture(autouse=True)
     def compile_quickly(self, request: pytest.FixtureRequest) -> None:
-        """Only the test of isolation compares bits of several programs."""
-        isolation = request.function.__name__ == "test_neighbours_change_no_bit"
-        request.getfixturevalue("as_users_do" if isolation or self.all_as_shipped else "quick_compilation")
+        """Only what `make test` runs. Programs whose bits are compared must all be compiled in one way."""
+        quick = request.function.__name__ == "test_logprobs"
+        request.getfixturevalue("quick_compilation" if quick else "as_users_do")
 
     @classmethod
     def cache_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -75,13 +73,11 @@ EXPERTS = {
 
 class TestQwen35Moe(OneCache):
     architecture = "Qwen3_5MoeForCausalLM"
-    all_as_shipped = True
     settings: ClassVar = {"head_dim": 32, "layer_types": ["full_attention"] * 2, **EXPERTS}
 
 
 class TestQwen2Moe(OneCache):
     architecture = "Qwen2MoeForCausalLM"
-    all_as_shipped = True
     settings: ClassVar = EXPERTS
 
 
@@ -89,7 +85,6 @@ class TestGptOss(OneCache):
     """A limit that some gates and ups exceed."""
 
     architecture = "GptOssForCausalLM"
-    all_as_shipped = True
     settings: ClassVar = {
         "head_dim": 32,
         "sliding_window": WINDOW,
