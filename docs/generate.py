@@ -50,6 +50,7 @@ PUBLIC_PACKAGES = (
     "tinsmith",
     "tinsmith.stores",
     "tinsmith.testing",
+    "tinsmith.machine",
     "tinsmith.huggingface",
     "tinsmith_workers",
     "tinsmith_workers.torch",

@@ -23,7 +23,6 @@ from tinsmith.backend import (
     TrainerCapabilities,
     TrainingBackend,
 )
-from tinsmith.compilers import find_compiler
 from tinsmith.divergence import NOT_FINITE, are_finite, diverged, step_result, unless_diverged
 from tinsmith.errors import (
     AuthenticationError,
@@ -36,8 +35,6 @@ from tinsmith.errors import (
     UserError,
 )
 from tinsmith.expert_load import expert_metrics
-from tinsmith.fair_lock import FairLock
-from tinsmith.gpus import count_gpus, lacks_gpus
 from tinsmith.hook_values import (
     ErrorAnswer,
     OperationFinished,
@@ -48,7 +45,6 @@ from tinsmith.hook_values import (
     ServerStopping,
 )
 from tinsmith.hookspecs import hookimpl
-from tinsmith.lifeline import Tethered, run_tethered
 from tinsmith.losses import BUILTIN_LOSSES, LossSpec
 from tinsmith.operations import (
     AdamParams,
@@ -75,8 +71,7 @@ from tinsmith.operations import (
 )
 from tinsmith.references import log_privately
 from tinsmith.scheduler import Batch, Limits, Pending, Scheduler, SchedulerSpec
-from tinsmith.scratch import Scratch
-from tinsmith.settings import Settings, child_environment
+from tinsmith.settings import Settings
 from tinsmith.tracking import track
 
 __all__ = [
@@ -98,7 +93,6 @@ __all__ = [
     "ErrorAnswer",
     "ExpertArray",
     "Failed",
-    "FairLock",
     "FloatArray",
     "Forward",
     "ForwardBackward",
@@ -130,14 +124,12 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "SchedulerSpec",
-    "Scratch",
     "ServerError",
     "ServerStarted",
     "ServerStopping",
     "Settings",
     "Snapshot",
     "StopReason",
-    "Tethered",
     "TinsmithError",
     "TokenArray",
     "TopLogprobs",
@@ -146,15 +138,10 @@ __all__ = [
     "UnsupportedError",
     "UserError",
     "are_finite",
-    "child_environment",
-    "count_gpus",
     "diverged",
     "expert_metrics",
-    "find_compiler",
     "hookimpl",
-    "lacks_gpus",
     "log_privately",
-    "run_tethered",
     "step_result",
     "track",
     "unless_diverged",

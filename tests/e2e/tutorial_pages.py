@@ -4,7 +4,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from tinsmith import Scratch
+from tinsmith.machine import Scratch
 
 _PAGES = Path(__file__).parents[2] / "docs" / "tutorial"
 _BLOCK = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -49,8 +49,8 @@ def _alternate(base_model: str) -> bool:
     name = base_model.lower()
     if "gpt-oss" not in name and "qwen" not in name:
         msg = (
-            f"how the base model {base_model!r} lays out its experts cannot be told from its name; pass --base-model with "
-            "the directory that has its config.json"
+            f"the name of the base model {base_model!r} does not say how its experts are laid out; pass --base-model "
+            "with the directory that has its config.json"
         )
         raise UserError(msg)
     return "gpt-oss" in name

@@ -12,10 +12,9 @@ from tinsmith import (
     Device,
     Placement,
     TrainingBackend,
-    count_gpus,
-    find_compiler,
     hookimpl,
 )
+from tinsmith.machine import count_gpus, find_compiler
 from tinsmith_fsdp.config import FsdpConfig
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith import Scratch
+from tinsmith.machine import Scratch
 from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith_workers.testing.contract import alive, wait_until_ended
 

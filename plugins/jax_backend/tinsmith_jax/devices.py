@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-from tinsmith import FairLock, LossSpec, Progress
+from tinsmith import LossSpec, Progress
+from tinsmith.machine import FairLock
 from tinsmith_jax import native, runtime
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.buckets import Buckets

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import jax
 
-from tinsmith import Device, find_compiler
+from tinsmith import Device
+from tinsmith.machine import find_compiler
 from tinsmith_jax import runtime
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
 from tinsmith_jax.families import read_config

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tinsmith import Demand, Placement, find_compiler
+from tinsmith import Demand, Placement
 from tinsmith.huggingface import Json
+from tinsmith.machine import find_compiler
 from tinsmith_jax import native
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer

@@ -15,7 +15,6 @@ from tinsmith import (
     AdamParams,
     Array,
     ConfigError,
-    FairLock,
     FloatArray,
     IntArray,
     LoraConfig,
@@ -23,6 +22,7 @@ from tinsmith import (
     Progress,
 )
 from tinsmith.huggingface import Kind, StoredTensors
+from tinsmith.machine import FairLock
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter, DeviceSnapshot
 from tinsmith_jax.buckets import Bucket, Pass

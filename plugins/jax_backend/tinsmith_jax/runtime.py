@@ -14,7 +14,8 @@ from jax._src import (
 from jax._src.compilation_cache import put_executable_and_time  # no public API writes entries
 from jaxlib import _jax  # no public setting says where gloo listens
 
-from tinsmith import ConfigError, count_gpus, lacks_gpus
+from tinsmith import ConfigError
+from tinsmith.machine import count_gpus, lacks_gpus
 from tinsmith_jax import native
 from tinsmith_jax.admission import Budget, budget_of, computing_of, require_enough, targets_of
 from tinsmith_jax.config import JaxConfig

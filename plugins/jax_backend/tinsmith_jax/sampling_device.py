@@ -10,7 +10,8 @@ from typing import Final
 import jax
 import numpy as np
 
-from tinsmith import FairLock, FloatArray, IntArray
+from tinsmith import FloatArray, IntArray
+from tinsmith.machine import FairLock
 from tinsmith_jax import adapters
 from tinsmith_jax.admission import Budget
 from tinsmith_jax.compilation import Program, Programs

@@ -18,7 +18,8 @@ from typing import IO, Final
 
 import msgspec
 
-from tinsmith import Tethered, child_environment, log_privately
+from tinsmith import log_privately
+from tinsmith.machine import Tethered, child_environment
 from tinsmith_vllm.channel import Channel
 from tinsmith_vllm.deaths import Death, Witness
 from tinsmith_vllm.gate import Gate

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tinsmith import find_compiler
+from tinsmith.machine import find_compiler
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.model_config import Attention, ModelConfig, Norms
 from tinsmith_jax.native import library

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from tinsmith import Scratch, child_environment, run_tethered
+from tinsmith.machine import Scratch, child_environment, run_tethered
 
 logger = logging.getLogger(__name__)
 

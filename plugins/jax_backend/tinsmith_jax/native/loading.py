@@ -11,7 +11,7 @@ from typing import Final
 
 import jax
 
-from tinsmith import find_compiler
+from tinsmith.machine import find_compiler
 from tinsmith_jax.native import library
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tinsmith import ConfigError, Scratch, ServerError, Tethered
+from tinsmith import ConfigError, ServerError
+from tinsmith.machine import Scratch, Tethered
 from tinsmith_workbench.compile_check.figures import PLANNED, Figures, read_figures
 from tinsmith_workbench.compile_check.options import Options
 
