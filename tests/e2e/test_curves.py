@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import tinker
+from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
 import tinsmith
@@ -38,7 +41,7 @@ class Curves:
 
     def __init__(self, server: RunningServer) -> None:
         self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-ann"}, timeout=WAIT_S)
-        self.url, self.store = server.url, server.store
+        self.url, self.store, self.app = server.url, server.store, server.app
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
         self.training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
         self.run_id = self.training.get_info().model_id
@@ -129,6 +132,38 @@ def test_another_tenant_sees_no_run(curves: Curves) -> None:
     assert "x" not in curves.get()
 
 
+def test_another_tenants_run_is_on_no_route(curves: Curves) -> None:
+    """A walk over all routes: ann's names are unknown to bob, as names are that nobody has, and no list has them."""
+    session_id = curves.run_id.split(":")[0]
+    saved = curves.training.save_state("walked").result(WAIT_S).path
+    theirs = {"model_id": curves.run_id, "session_id": session_id, "kind": "weights", "name": "walked"}
+    nobodys = {"model_id": "none:train:0", "session_id": "none", "kind": "weights", "name": "walked"}
+    bob = {"x-api-key": "tml-bob"}
+    routes = [each for each in curves.app.routes if isinstance(each, APIRoute) and each.path.startswith("/api/v1/")]
+    walked, listed = set[str](), set[str]()
+    for route in routes:
+        names = re.findall(r"{(\w+)}", route.path)
+        for method in sorted(route.methods & {"GET", "DELETE", "PUT"} if set(names) <= set(theirs) else ()):
+            ask = partial(curves.http.request, method, headers=bob, json=_BODIES.get(route.path.rpartition("/")[2]))
+            if not names:
+                answer = ask(route.path[len("/api/v1") :], params=_QUERIES.get(route.path, {}))
+                assert not any(name in answer.text for name in (session_id, saved)), route.path
+                listed.add(route.path)
+                continue
+            answer, unknown = (ask(route.path[len("/api/v1") :].format(**of)) for of in (theirs, nobodys))
+            assert answer.status_code == unknown.status_code in {404, 501}, (method, route.path, answer.text)
+            hidden = answer.text.replace(curves.run_id, "none:train:0").replace(session_id, "none")
+            assert hidden == unknown.text, (method, route.path)
+            walked.add(route.path)
+    assert {"/api/v1/runs/{model_id}/metrics", "/api/v1/training_runs/{model_id}"} <= walked
+    assert {"/api/v1/runs", "/api/v1/engines", "/api/v1/sessions"} <= listed
+    assert curves.run_id in curves.http.get("/runs").text
+
+
+_BODIES = {"project": {"project_id": "p"}, "ttl": {"ttl_seconds": 60}}
+_QUERIES = {"/api/v1/run_events": {"run": "none"}}
+
+
 def test_without_keys_whoever_sends_none_sees_all_runs_and_changes_none(curves: Curves, tmp_path: Path) -> None:
     with httpx.Client(base_url=f"{curves.url}/api/v1", timeout=WAIT_S) as http:
         assert curves.run_id in [each["run_id"] for each in http.get("/runs").json()["runs"]]
@@ -137,7 +172,7 @@ def test_without_keys_whoever_sends_none_sees_all_runs_and_changes_none(curves: 
         assert http.get("/training_runs").status_code == 401
     keys = [{"key": "tml-secret", "tenant": "ann"}]
     with running_server(tmp_path, server={"api_keys": keys}, engines=False) as server:
-        for path in ("/runs", "/runs/none/metrics", "/run_events?run=none"):
+        for path in ("/runs", "/runs/none/metrics", "/run_events?run=none", "/engines"):
             assert httpx.get(f"{server.url}/api/v1{path}", timeout=WAIT_S).status_code == 401
 
 

@@ -92,6 +92,31 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     assert browser.problems == []
 
 
+def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser) -> None:
+    keys = [{"key": f"tml-{name}", "tenant": name, "admin": name == "root"} for name in ("ann", "bob", "root")]
+    with running_server(tmp_path, server={"api_keys": keys}, engines=False) as server:
+        for name in ("ann", "bob"):
+            client = tinker.ServiceClient(base_url=server.url, api_key=f"tml-{name}")
+            client.create_lora_training_client(base_model="toy", rank=4)  # waits: no engine runs
+        shown = "[...document.querySelectorAll('#cards tbody tr')].map((row) => row.cells[0].textContent).join()"
+        take = _photographer(browser, tmp_path)
+        browser.look(width=1280, height=800, dark=False)
+        browser.open(f"{server.url}/#view=engines&key=tml-root")
+        browser.until(f"{shown} === 'ann,bob'")
+        assert "starting" in browser.evaluate("document.querySelector('#cards h2').textContent")
+        take("engines")
+        figures = httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
+        kind = '{base_model="toy",kind="create_model",state="queued"}'
+        assert f"tinsmith_pending_operations{kind} 2.0" in figures
+        assert f"tinsmith_pending_oldest_seconds{kind} " in figures
+        assert "process_resident_memory_bytes " in figures
+        browser.open(f"{server.url}/?again#view=engines&key=tml-ann")
+        browser.until(f"{shown} === 'ann'")
+        browser.press("Escape")
+        browser.until("!document.querySelector('#runs').hidden")
+        assert browser.problems == []
+
+
 def test_a_server_with_keys_asks_for_one_until_it_is_known(tmp_path: Path, browser: Browser) -> None:
     keys = [{"key": "tml-secret", "tenant": "ann"}]
     with running_server(tmp_path, server={"api_keys": keys}) as server:

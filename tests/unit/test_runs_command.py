@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tinsmith import operations as ops
 from tinsmith.commands import cli
+from tinsmith.commands.runs_plot import chart
 from tinsmith.errors import TinsmithError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.engine_driver import EngineDriver
@@ -64,14 +66,43 @@ def runs(server: RunningServer | Path, *arguments: str) -> str:
 def test_runs_are_listed(server: RunningServer) -> None:
     shown = runs(server, "list")
     newest, oldest = [line for line in shown.splitlines() if ":train:" in line]
-    assert newest.split()[:6] == ["s2:train:0", "toy", "bob", "ready", "4", "5"]
+    assert newest.split()[:6] == ["s2:train:0", "toy", "bob", "ready", "4", "1"]
     assert oldest.startswith("s1:train:0")
     assert "s2:train:0" not in runs(server, "list", "--tenant", "ann")
     assert "no runs of tenant 'eve'" in runs(server, "list", "--tenant", "eve")
     assert "1 to 1 of 2; for more, pass --offset 1" in runs(server, "list", "--limit", "1")
     assert "--offset 7 is past the last" in runs(server, "list", "--offset", "7")
     listed = json.loads(runs(server, "list", "--json", "--limit", "1"))
-    assert (listed["total"], [run["model_id"] for run in listed["runs"]]) == (2, ["s2:train:0"])
+    assert (listed["cursor"]["total_count"], [run["run_id"] for run in listed["runs"]]) == (2, ["s2:train:0"])
+    key = {"x-api-key": "tml-nobody"}
+    assert httpx.get(f"{server.url}/api/v1/runs?limit=1", headers=key).json()["runs"] == []
+    assert httpx.get(f"{server.url}/api/v1/runs?limit=1").json() == listed, "the page reads the same"
+
+
+def test_a_run_is_drawn(server: RunningServer) -> None:
+    drawn = runs(server, "plot", "s1")
+    assert drawn.startswith("s1:train:0, 1 steps\n")
+    assert drawn.split("\n\n")[1].startswith("loss:sum ")
+    found = json.loads(runs(server, "plot", "last", "--json"))
+    assert (found["run_id"], found["steps"]) == ("s2:train:0", 1)
+    assert "engine_s:sum" in runs(server, "plot", RUN, "--metric", "engine_s")
+    with pytest.raises(TinsmithError, match="no metric is named like 'colour'; there are "):
+        runs(server, "plot", RUN, "--metric", "colour")
+
+
+def test_a_chart_shows_where_values_are() -> None:
+    drawn = chart([(10, 0.0), (20, 5.0), (30, 0.0)], width=20, lines=4)
+    assert [line[:10].strip() for line in drawn] == ["5", "", "", "0", ""]
+    assert {len(line) for line in drawn} == {31}
+    assert drawn[-1].split() == ["10", "30"]
+    blank = chr(0x2800)
+    top, bottom = drawn[0][11:], drawn[3][11:]
+    peak = [at for at, each in enumerate(top) if each != blank]
+    assert 10 in peak
+    assert set(peak) <= set(range(8, 13))
+    assert bottom[0] != blank != bottom[-1]
+    assert set(bottom[8:12]) == {blank}
+    assert chart([(3, 1.5)], width=20, lines=4)[0][11] != blank, "a single point"
 
 
 def test_a_run_is_shown(server: RunningServer) -> None:
@@ -107,14 +138,26 @@ def test_a_narrow_terminal_shows_ids_whole(server: RunningServer) -> None:
     """They are what people copy."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    command = [sys.executable, "-m", "tinsmith", "runs", "list", "--data-dir", str(server.settings.server.data_dir)]
+    long, data_dir = f"{'6b39c7bd' * 4}:train:0", server.settings.server.data_dir
+    _rename(data_dir, "s2:train:0", long)
+    command = [sys.executable, "-m", "tinsmith", "runs", "list", "--data-dir", str(data_dir)]
     environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
-    subprocess.run(command, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, check=True, timeout=120)
+    try:
+        subprocess.run(command, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, check=True, timeout=120)
+    finally:
+        _rename(data_dir, long, "s2:train:0")
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     os.close(theirs)
-    assert re.findall(r"s\d:train:0", shown) == ["s2:train:0", "s1:train:0"]
-    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines())) <= 60
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert [line for line in lines if ":train:" in line] == [long, "s1:train:0"]
+    assert max(map(len, lines)) <= 60
+
+
+def _rename(data_dir: Path, run: str, new: str) -> None:
+    with sqlite3.connect(data_dir / "tinsmith.db") as database:
+        database.execute("UPDATE runs SET model_id = ? WHERE model_id = ?", (new, run))
+    database.close()
 
 
 def test_a_page_of_a_run(server: RunningServer) -> None:

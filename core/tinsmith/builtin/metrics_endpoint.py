@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
@@ -14,7 +15,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import RoutesContext
-from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState
+from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState, PendingWork
 
 _KEPT_S: Final = 1.0
 
@@ -60,6 +61,7 @@ class _Page:
             store = self._context.store
             overdue, since = await store.overdue_engines(), await store.running_since()
             engines.register(_EngineCollector(await store.list_engines(), overdue, since))
+            engines.register(_QueueCollector(await store.list_pending()))
             self._text = generate_latest(self._context.registry) + generate_latest(engines)
             self._rendered_at_s = time.monotonic()
             return self._text
@@ -97,6 +99,32 @@ class _EngineCollector(Collector):
             silent.add_metric([record.base_model], float(is_silent))
             oldest.add_metric([record.base_model], max(0.0, age.total_seconds()))
         return [ready, restarts, silent, oldest, *_consistency(self._records), *_turns(self._records)]
+
+
+class _QueueCollector(Collector):
+    """What is queued and what is running, by kind: the tenants' names stay here."""
+
+    def __init__(self, pending: Sequence[PendingWork]) -> None:
+        self._pending = pending
+
+    def collect(self) -> list[Metric]:
+        labels = ["base_model", "kind", "state"]
+        number = GaugeMetricFamily(
+            "tinsmith_pending_operations", "operations that are queued or running", labels=labels
+        )
+        age = GaugeMetricFamily(
+            "tinsmith_pending_oldest_seconds", "how long ago the oldest of these operations arrived", labels=labels
+        )
+        numbers, oldest = Counter[tuple[str, str, str]](), dict[tuple[str, str, str], datetime]()
+        for each in self._pending:
+            key = each.base_model, each.kind, each.state.value
+            numbers[key] += each.number
+            oldest[key] = min(each.oldest_at, oldest.get(key, each.oldest_at))
+        now = datetime.now(UTC)
+        for key, found in sorted(numbers.items()):
+            number.add_metric(key, found)
+            age.add_metric(key, max(0.0, (now - oldest[key]).total_seconds()))
+        return [number, age]
 
 
 def _turns(records: Sequence[EngineRecord]) -> list[Metric]:

@@ -182,7 +182,13 @@ def _readiness(url: str) -> tuple[bool, str]:
 
 def _run_script(script: Path, url: str, base_model: str) -> int:
     command = [sys.executable, str(script), "--base-url", url, "--base-model", base_model]
-    environ = {**os.environ, "TINKER_API_KEY": "tml-demo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ = {
+        **os.environ,
+        "TINKER_API_KEY": "tml-demo",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # the SDK's tokenizer needs no PyTorch
+    }
     process: Tethered | None = None
     try:
         with _interrupted_afterwards():

@@ -1,4 +1,4 @@
-"""`tinsmith runs list`, `runs show` and `replay`: the runs that a server keeps, their logs, and their past states."""
+"""`tinsmith runs` and `replay`: the runs that a server keeps, their logs, their curves, and their past states."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ Limit = Annotated[int, typer.Option(min=1, max=10_000, help="number of rows to p
 
 def add_run_commands(group: typer.Typer) -> None:
     group.command("replay", context_settings=ANY_SETTING)(replay)
-    commands = typer.Typer(help="List runs and show their logs.", no_args_is_help=True)
+    commands = typer.Typer(help="List runs, show their logs, and draw their curves.", no_args_is_help=True)
     commands.command("list", context_settings=ANY_SETTING)(list_runs)
     commands.command("show", context_settings=ANY_SETTING)(show_run)
+    commands.command("plot", context_settings=ANY_SETTING)(plot_run)
     group.add_typer(commands, name="runs")
 
 
@@ -66,6 +67,24 @@ def show_run(
 
     settings = settings_without_models(context, config, data_dir)
     print_run(settings, plugins_of(context), run=run, from_seq_id=from_, limit=limit, as_json=json)
+
+
+def plot_run(
+    context: typer.Context,
+    run: Run,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="draw the metrics whose names hold this; default: the first four, losses and rewards first"),
+    ] = None,
+    json: AsJson = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Draw the curves of a run in the terminal."""
+    from tinsmith.commands.runs_plot import print_plot
+
+    settings = settings_without_models(context, config, data_dir)
+    print_plot(settings, plugins_of(context), run=run, metrics=metric or (), as_json=json)
 
 
 def replay(

@@ -4,7 +4,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -17,21 +16,17 @@ from tinsmith.commands.open_store import find_run, opened_store
 from tinsmith.commands.runs_report import OperationReport, RunReport, report
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.logs import escape
+from tinsmith.protocol import wire
+from tinsmith.server.run_views import list_summaries
 from tinsmith.settings import Settings
-from tinsmith.store import LogTotals, RunRecord, RunState
+from tinsmith.store import LogTotals, RunState
 
 _WIDE: Final = 200  # columns, if the output is not a terminal
+_LEAST_FOR_TABLE: Final = 120  # columns
 _KEPT_WHOLE: Final = {"run", "seq", "kind", "in the log"}
 """Columns that a narrow terminal does not break: what people copy, and what tells the rows apart."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _STATES: Final = {RunState.READY: "green", RunState.LOST: "red", RunState.UNLOADED: "dim"}
-
-
-@dataclass(frozen=True, slots=True)
-class _RunPage:
-    runs: list[RunRecord]
-    total: int
-    offset: int
 
 
 def print_runs(
@@ -39,38 +34,58 @@ def print_runs(
 ) -> None:
     """Print the runs, newest first."""
 
-    async def read() -> _RunPage:
+    async def read() -> wire.RunSummaries:
         async with opened_store(settings, plugins) as store:
-            runs, total = await store.list_runs(tenant, limit=limit, offset=offset)
-            return _RunPage(runs, total, offset)
+            return await list_summaries(store, tenant, limit=limit, offset=offset)
 
     page = asyncio.run(read())
+    total = page.cursor.total_count
     if as_json:
-        _print_json(page)
+        _print_json(page.model_dump(mode="json", exclude_none=True))
         return
     console = _console()
     if not page.runs:
         of = "" if tenant is None else f" of tenant {escape(repr(tenant))}"
         where = str(settings.server.data_dir)
         empty = f"no runs{of} in {where}; a run begins when a client creates a training client"
-        console.print(empty if page.total == 0 else f"there are {page.total} runs; --offset {offset} is past the last")
+        console.print(empty if total == 0 else f"there are {total} runs; --offset {offset} is past the last")
         return
-    table = _table("run", "base model", "tenant", "state", "rank", ">operations", "created", "last request")
-    for run in page.runs:
+    if console.width < _LEAST_FOR_TABLE:
+        _print_in_lines(console, page.runs)
+    else:
+        console.print(_runs_table(page.runs), highlight=False)
+    last = offset + len(page.runs)
+    if last < total:
+        console.print(f"{offset + 1} to {last} of {total}; for more, pass --offset {last}", highlight=False)
+
+
+def _runs_table(runs: Sequence[wire.RunSummary]) -> Table:
+    table = _table("run", "name", "base model", "tenant", "state", "rank", "steps", "created", "last request")
+    for run in runs:
         table.add_row(
-            escape(run.model_id),
+            escape(run.run_id),
+            escape(run.name or ""),
             escape(run.base_model),
             escape(run.tenant),
-            _state(run.state),
-            str(run.lora.rank),
-            str(run.applied_seq_id + 1),
+            _state(RunState(run.state)),
+            str(run.lora_rank),
+            str(run.steps),
             _moment(run.created_at),
             _moment(run.last_request_at),
         )
-    console.print(table, highlight=False)
-    last = offset + len(page.runs)
-    if last < page.total:
-        console.print(f"{offset + 1} to {last} of {page.total}; for more, pass --offset {last}", highlight=False)
+    return table
+
+
+def _print_in_lines(console: Console, runs: Sequence[wire.RunSummary]) -> None:
+    """Print the id of each run on a line of its own: people copy it."""
+    for run in runs:
+        console.print(f"[bold]{escape(run.run_id)}[/]", highlight=False, soft_wrap=True)
+        about = [
+            _state(RunState(run.state)),
+            f"{run.steps} steps",
+            *map(escape, filter(None, (run.name, run.base_model))),
+        ]
+        console.print(f"  {', '.join([*about, escape(run.tenant), _moment(run.last_request_at)])}", highlight=False)
 
 
 def print_run(
@@ -194,7 +209,7 @@ def _table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for heading in headings:
         right = heading.startswith(">")
-        kept_whole = heading in _KEPT_WHOLE or (right and heading != ">operations")
+        kept_whole = heading in _KEPT_WHOLE or right
         table.add_column(
             heading.removeprefix(">"), justify="right" if right else "left", no_wrap=kept_whole, overflow="fold"
         )

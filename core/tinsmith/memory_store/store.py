@@ -43,6 +43,7 @@ from tinsmith.store import (
     OperationRecord,
     OperationState,
     PendingCounts,
+    PendingWork,
     PlaceLimits,
     RecoveryPointRecord,
     RecoveryPointTaken,
@@ -471,6 +472,16 @@ class MemoryStore(RequestStore):
         found = [each.record for each in self._memory.unfinished.values() if each.record.tenant == tenant]
         num_bytes = sum(len(each.payload or b"") for each in found)
         return PendingCounts(by_kind=dict(Counter(each.kind for each in found)), num_bytes=num_bytes)
+
+    @_transaction
+    def list_pending(self) -> list[PendingWork]:
+        found: defaultdict[tuple[str, str, str, OperationState], list[datetime]] = defaultdict(list)
+        for each in (each.record for each in self._memory.unfinished.values()):
+            found[each.base_model, each.tenant, each.kind, each.state].append(each.created_at)
+        return [
+            PendingWork(base_model=base, tenant=who, kind=kind, state=state, number=len(times), oldest_at=min(times))
+            for (base, who, kind, state), times in sorted(found.items())
+        ]
 
     @_transaction
     def is_awaited(self, model_id: str, seq_id: int) -> bool:

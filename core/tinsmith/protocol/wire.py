@@ -645,3 +645,48 @@ class RunCurves(BaseModel):
     run_id: str
     steps: int
     series: list[Series]
+
+
+# Engines --------------------------------------------------------------------------------------------------------------
+
+
+class PendingView(BaseModel):
+    """Operations of one tenant and kind that are queued, or running."""
+
+    tenant: str
+    kind: str
+    state: str  # queued or running
+    number: int
+    oldest_s: float  # since the oldest of them arrived
+
+
+class ComparedSaves(BaseModel):
+    """Saves for sampling since the engine started, by what the consistency gate found. Differences are in nats."""
+
+    consistent: int
+    inconsistent: int
+    not_compared: int
+    largest_difference: float | None = None
+
+
+class EngineView(BaseModel):
+    base_model: str
+    state: str
+    detail: str | None = None
+    progress: float | None = None  # 0 to 1
+    restarts: int
+    restarted: str | None = None  # how the last process ended
+    sampler: str | None = None  # why nothing can be sampled for now
+    reported_s: float | None = None  # since its last report
+    running_s: float | None = None  # since it took the oldest operation that it is running
+    turn: str | None = None  # training or sampling, if they take turns on the devices
+    turn_awaited: bool | None = None  # whether the other side waits
+    saves: ComparedSaves | None = None
+    work: list[PendingView]
+
+
+class EngineList(BaseModel):
+    engines: list[EngineView]
+    storage: str | None = None  # why requests cannot be recorded now
+    free_bytes: int
+    reserve_bytes: int

@@ -31,6 +31,7 @@ from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.plugin_routes import StaticPaths, plugin_routes
 from tinsmith.server.route_sampling import TenantSampling
 from tinsmith.server.routes import (
+    engines,
     futures,
     metrics,
     not_offered,
@@ -48,7 +49,7 @@ from tinsmith.store import RequestStore
 from tinsmith.store.disk_room import reserve_bytes, space_at
 
 # Each request looks for its route in this order, so those that are asked for most come first.
-_ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered, runs, metrics, usage)
+_ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered, runs, metrics, engines, usage)
 
 
 async def create_app(

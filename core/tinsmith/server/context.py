@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final, cast
 
 from fastapi import Depends, Request
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from tinsmith.hook_values import ErrorForm, Principal
 from tinsmith.huggingface.hub_cache import HubReference, cached_model
@@ -55,6 +56,8 @@ class Metrics:
     @classmethod
     def create(cls) -> "Metrics":
         registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        Gauge("tinsmith_build_info", "1", ["version"], registry=registry).labels(version("tinsmith")).set(1)
         return cls(
             registry=registry,
             requests=Counter(

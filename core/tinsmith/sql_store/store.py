@@ -173,6 +173,7 @@ class SqlStore(RequestStore):
     is_awaited = _read(requests.is_awaited)
     waiting = _read(requests.waiting)
     pending = _read(transaction.pending)
+    list_pending = _read(requests.list_pending)
     cancel = _durable(requests.cancel)
 
     # the log, for engines

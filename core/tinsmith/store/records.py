@@ -429,6 +429,18 @@ class PendingCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PendingWork:
+    """Operations of one base model, tenant and kind that are all queued or all running."""
+
+    base_model: str
+    tenant: str
+    kind: str
+    state: OperationState
+    number: int
+    oldest_at: datetime  # when the oldest of them arrived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCheckpoints:
     """A tenant's checkpoints."""
 

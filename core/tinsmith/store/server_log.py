@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from tinsmith.store.records import FinishedSamples, NewOperation, OperationRecord, PendingCounts, Waiting
+from tinsmith.store.records import FinishedSamples, NewOperation, OperationRecord, PendingCounts, PendingWork, Waiting
 
 
 class ServerLog(ABC):
@@ -44,6 +44,10 @@ class ServerLog(ABC):
     @abstractmethod
     async def pending(self, tenant: str) -> PendingCounts:
         """Return what a tenant has queued or running."""
+
+    @abstractmethod
+    async def list_pending(self) -> list[PendingWork]:
+        """Return what is queued or running of all tenants, by base model, tenant, kind and state."""
 
     @abstractmethod
     async def is_awaited(self, model_id: str, seq_id: int) -> bool:

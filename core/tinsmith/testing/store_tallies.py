@@ -54,6 +54,23 @@ class TalliesContract(StoreSuite):
         assert await store.kept_checkpoints("ann") == KeptCheckpoints(number=1, num_bytes=2**40)
         assert [await store.is_awaited("s1:train:0", seq_id) for seq_id in (1, 2)] == [True, False]
 
+    async def test_what_waits_is_listed_for_all_tenants(self, store: RequestStore) -> None:
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        await store.submit(an_operation(seq_id=2))
+        await claim(store)
+        await store.submit(an_operation(seq_id=3))
+        await store.submit(a_sample(tenant="bob", subject_id="s2:sample:0"))
+        found = await store.list_pending()
+        assert [(each.base_model, each.tenant, each.kind, each.state, each.number) for each in found] == [
+            (BASE, "ann", "optim_step", OperationState.QUEUED, 1),
+            (BASE, "ann", "optim_step", OperationState.RUNNING, 2),
+            (BASE, "bob", "sample", OperationState.QUEUED, 1),
+        ]
+        assert found[1].oldest_at == (await store.get_operation(first)).created_at
+        await complete(store, [done(first)])
+        assert [each.number for each in await store.list_pending()] == [1, 1, 1]
+
     async def test_what_a_tenant_keeps_is_counted_until_it_is_deleted(self, store: RequestStore) -> None:
         """Of the log, of checkpoints, of snapshots and of recovery points; nothing of it is another tenant's."""
         await a_model(store)

@@ -55,6 +55,8 @@ Rounding differences grow with the steps: twenty of them on a tiny model with ex
 class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
     """Has workers load a model, and keeps the models that they train. A subclass makes these, and runs passes.
 
+    `ranks` are the workers, `config` the settings as given, `losses` the registered losses by name.
+
     Called from one thread. Any exception other than UserError leaves it unusable.
     """
 
@@ -63,8 +65,8 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
     ) -> None:
         """End the workers if they cannot load the model."""
         self.ranks = ranks
-        self._config = config
-        self._losses = dict(context.losses)
+        self.config = config
+        self.losses = dict(context.losses)
         self._trained: dict[str, AdapterModelState | FullModelState] = {}
         self._asleep = False  # a subclass whose workers can sleep says so here
         try:
@@ -86,7 +88,7 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
 
     @property
     def max_full_models(self) -> int:
-        return self._config.max_full_models
+        return self.config.max_full_models
 
     def describe(self, device: WorkerDevice) -> TrainerCapabilities:
         on_cpu, setup, budget = device.type == "cpu", self._setup, self._budget
@@ -100,8 +102,8 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
             max_models=budget.max_models,
             max_full_models=self.max_full_models,
             full_fine_tuning=self.max_full_models > 0,
-            losses=frozenset(self._losses),
-            max_lora_rank=self._config.max_lora_rank,
+            losses=frozenset(self.losses),
+            max_lora_rank=self.config.max_lora_rank,
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             max_targets_per_token=_MAX_TARGETS,
             deterministic=on_cpu,
@@ -143,18 +145,18 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
     def sendable_losses(self) -> Mapping[str, LossSpec]:
         """Return the losses. Raise ConfigError if one cannot be sent to the workers."""
         try:
-            pickle.dumps(self._losses)
+            pickle.dumps(self.losses)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             msg = f"a registered loss cannot be sent to the ranks: {error}; define per_token at the top of its module"
             raise ConfigError(msg) from error
-        return self._losses
+        return self.losses
 
     # life of a model
 
     def create_model(self, op: CreateModel) -> None:
-        max_lora_rank = self._config.max_lora_rank
-        if len(self._models) >= self._config.max_models:
-            msg = f"all {self._config.max_models} models are in use: end a session, or raise the backend's max_models"
+        max_lora_rank = self.config.max_lora_rank
+        if len(self._models) >= self.config.max_models:
+            msg = f"all {self.config.max_models} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
         if op.lora.rank <= max_lora_rank:  # else it is refused for its rank
             self._budget.check(op.lora.rank, [model.lora.rank for model in self._models.values()])
@@ -217,7 +219,7 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
 
     def _run_full(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
         """Run one operation by itself: the model has its own weights, so there is nothing to share with others."""
-        shares = self.shares(self.micro_batches(list(segments([op], self._losses))))
+        shares = self.shares(self.micro_batches(list(segments([op], self.losses))))
         answers = self.ranks.call_each(TrainingProgram.run_full, [(op.model_id, share, backward) for share in shares])
         (output,) = combined_outputs([op], answers)
         return output

@@ -59,12 +59,12 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
         self._rank_sequences = STRICT_SEQUENCES if counted else None
 
     def prepare(self, device: WorkerDevice, context: BackendContext) -> tuple[Budget, Setup]:
-        _check_tensor_parallel(self.architecture, self._config.tensor_parallel)
-        ranks = resolved_ranks(self._config, len(self.ranks), on_cpu=device.type == "cpu")
-        budget = budget_of(self._config, self.architecture, ranks, device.usable_bytes(context.placement))
+        _check_tensor_parallel(self.architecture, self.config.tensor_parallel)
+        ranks = resolved_ranks(self.config, len(self.ranks), on_cpu=device.type == "cpu")
+        budget = budget_of(self.config, self.architecture, ranks, device.usable_bytes(context.placement))
         budget.require_enough()
         return budget, Setup(
-            config=self._config,
+            config=self.config,
             architecture=self.architecture,
             model_path=str(context.model_directory),
             losses=self.sendable_losses(),
@@ -79,7 +79,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
     @property
     def max_full_models(self) -> int:
         """0 for a model of 8-bit integers: nothing can be trained in them."""
-        return 0 if self.architecture.int8 is not None else self._config.max_full_models
+        return 0 if self.architecture.int8 is not None else self.config.max_full_models
 
     # sleep
 
@@ -131,7 +131,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
     # training
 
     def run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
-        work = list(segments(ops, self._losses))
+        work = list(segments(ops, self.losses))
         tokens = self._rank_tokens
         while micros := self._dealt(work, tokens):
             kept = self._kept(work, micros) if backward else []
@@ -166,7 +166,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
 
     def shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
         """Ranks of one tp group get the same part."""
-        tp = self._config.tensor_parallel
+        tp = self.config.tensor_parallel
         return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks))]
 
 

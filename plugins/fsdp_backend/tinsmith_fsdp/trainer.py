@@ -114,7 +114,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         return [part.local for part in self._base.parts]
 
     def _changing(self) -> Iterator[torch.Tensor]:
-        for adapter in self._adapters.values():
+        for adapter in self.adapters.values():
             yield from adapter.tensors()
         for model in self._full.values():
             yield from model.tensors()
@@ -156,7 +156,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
 
     def _begun_sum(self, model_id: str) -> torch.Tensor:
         """Make the vector to which a pass adds: with strict isolation, a copy of the pending gradient."""
-        adapter = self._adapters[model_id]
+        adapter = self.adapters[model_id]
         if self._strict and adapter.gradients is not None:
             return adapter.gradients.clone()
         return torch.zeros_like(adapter.weights)
@@ -164,7 +164,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
     def _keep(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Make the sums the pending gradients. Takes no memory."""
         for model_id, total in sums.items():
-            adapter = self._adapters[model_id]
+            adapter = self.adapters[model_id]
             if not self._strict and dist.get_world_size() > 1:
                 self._add_up(total)
             if self._strict or adapter.gradients is None:
@@ -212,7 +212,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         gradients: dict[int, torch.Tensor] = {}
         for dp_rank in sorted({owner.dp_rank for owner in owned}):
             positions = [position for position, owner in enumerate(owned) if owner.dp_rank == dp_rank]
-            sizes = [self._adapters[owned[position].model_id].layout.size for position in positions]
+            sizes = [self.adapters[owned[position].model_id].layout.size for position in positions]
             mine = dp_rank == self._mesh.dp_rank
             flat[dp_rank] = (
                 torch.cat([own.pop(position) for position in positions])
@@ -263,19 +263,19 @@ class Trainer(ModelsOfWorker[FullModel], Training):
 
     def _rank_class(self, model_id: str) -> int:
         """Return a power of two that holds the model's rank: a pack pads all its adapters to the largest."""
-        return 1 << (max(RANK_STEP, self._adapters[model_id].layout.lora.rank) - 1).bit_length()
+        return 1 << (max(RANK_STEP, self.adapters[model_id].layout.lora.rank) - 1).bit_length()
 
     def _leaves(self, model_id: str, *, backward: bool) -> Leaves:
         """Make leaves whose gradients go to a new vector."""
-        adapter = self._adapters[model_id]
+        adapter = self.adapters[model_id]
         return Leaves(adapter.layout, adapter.weights, torch.zeros_like(adapter.weights) if backward else None)
 
     def _head_leaves(self, model_id: str, gradients: torch.Tensor | None) -> Leaves:
-        adapter = self._adapters[model_id]
+        adapter = self.adapters[model_id]
         return Leaves(adapter.layout, adapter.weights, gradients, modules=(HEAD,))
 
     def _pack(self, models: Sequence[str], *, backward: bool) -> AdapterPack:
-        adapters = [(self._adapters[model].layout, self._adapters[model].weights) for model in models]
+        adapters = [(self.adapters[model].layout, self.adapters[model].weights) for model in models]
         return AdapterPack(adapters, getattr(torch, self._setup.dtype), backward=backward)
 
     def _stream(self, segments: Sequence[Segment], leaves: Sequence[Leaves], pack: AdapterPack | None = None) -> Stream:

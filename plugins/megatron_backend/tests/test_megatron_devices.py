@@ -18,7 +18,7 @@ from megatron_harness import make_backend
 from tinsmith import ConfigError, Placement
 from tinsmith_megatron import cpu_shim
 from tinsmith_megatron.attention import PackedAttention
-from tinsmith_megatron.parallel import Place
+from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.rank import Rank
 from tinsmith_workers import Launch, Launcher, WorkerDevice, alone
 
@@ -92,7 +92,7 @@ class RankOnACard:
 
     def call(self, method: Any, *_: object) -> list[object]:
         if method.__name__ == "load":
-            return [SimpleNamespace(place=Place(**dict.fromkeys(fields_of(Place), 0)))]
+            return [SimpleNamespace(coordinates=Coordinates(**dict.fromkeys(fields_of(Coordinates), 0)))]
         return [WorkerDevice(type="cuda", name="H100", memory_bytes=80 << 30) if method.__name__ == "device" else True]
 
     def close(self) -> None: ...

@@ -93,7 +93,7 @@ def test_the_formula_is_within_a_tenth_of_the_measured_peaks(
         found = peaks(backend, work, layout)
         for stage in range(layout.pp):
             measured = mean(
-                peak for peak, each in zip(found, backend.loaded, strict=True) if each.place.pp_rank == stage
+                peak for peak, each in zip(found, backend.loaded, strict=True) if each.coordinates.pp_rank == stage
             )
             formula = on_stage(backend.architecture.shape, layout, work, stage).total
             print(f"stage {stage}: measured {measured / 2**20:.1f} MiB, formula {formula / 2**20:.1f}")

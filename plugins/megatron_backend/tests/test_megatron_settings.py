@@ -12,7 +12,7 @@ from tinsmith.huggingface import DecoderShape, read_model_config
 from tinsmith.testing import write_tiny_model
 from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.parallel import Place, check_model, check_ranks, part_of, smallest_group
+from tinsmith_megatron.parallel import Coordinates, check_model, check_ranks, part_of, smallest_group
 from tinsmith_workers import Launch, Launcher, WholeLayout, holders
 
 
@@ -96,15 +96,15 @@ def test_parts_of_an_adapter_make_the_whole(megatron_models: Mapping[str, Path])
     sizes, lora = read_architecture(megatron_models["qwen3_moe"]).shape, LoraConfig(rank=3, seed=7)
     alone = MegatronConfig()
     divided = MegatronConfig(pipeline_parallel=2, expert_parallel=2)
-    places = [
-        Place(tp_rank=0, pp_rank=stage, ep_rank=share, dp_rank=copy)
+    ranks = [
+        Coordinates(tp_rank=0, pp_rank=stage, ep_rank=share, dp_rank=copy)
         for copy in range(2)
         for stage in range(2)
         for share in range(2)
     ]
-    parts = holders([part_of(place, divided, sizes) for place in places])
+    parts = holders([part_of(coordinates, divided, sizes) for coordinates in ranks])
     assert list(parts.values()) == [0, 1, 2, 3]
-    whole = WholeLayout(lora, sizes, [part_of(Place(tp_rank=0, pp_rank=0, ep_rank=0, dp_rank=0), alone, sizes)])
+    whole = WholeLayout(lora, sizes, [part_of(Coordinates(tp_rank=0, pp_rank=0, ep_rank=0, dp_rank=0), alone, sizes)])
     pieces = WholeLayout(lora, sizes, list(parts))
     expected = whole.to_canonical([whole.parts[0].fresh()])
     drawn = pieces.to_canonical([part.fresh() for part in pieces.parts])
@@ -120,7 +120,7 @@ def test_parts_of_an_adapter_make_the_whole(megatron_models: Mapping[str, Path])
 
 def test_weights_of_another_shape_are_refused(megatron_models: Mapping[str, Path]) -> None:
     sizes = read_architecture(megatron_models["qwen3"]).shape
-    part = part_of(Place(tp_rank=0, pp_rank=0, ep_rank=0, dp_rank=0), MegatronConfig(), sizes)
+    part = part_of(Coordinates(tp_rank=0, pp_rank=0, ep_rank=0, dp_rank=0), MegatronConfig(), sizes)
     layout = WholeLayout(LoraConfig(rank=2, seed=0), sizes, [part])
     weights = layout.to_canonical([layout.parts[0].fresh()])
     name = min(weights)

@@ -55,15 +55,15 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
         least = smallest_group(config)
         ranks = start_ranks(PROGRAM, config, context, launch_with, least=least, environment=environment)
         super().__init__(ranks, config, context)
-        self._parts = [part_of(each.place, config, self.architecture.shape) for each in self.loaded]
+        self._parts = [part_of(each.coordinates, config, self.architecture.shape) for each in self.loaded]
 
     def prepare(self, device: WorkerDevice, context: BackendContext) -> tuple[Budget, Setup]:
-        check_ranks(self._config, len(self.ranks))
+        check_ranks(self.config, len(self.ranks))
         memory, on_cpu = device.usable_bytes(context.placement), device.type == "cpu"
-        budget = budget_of(self._config, self.architecture.shape, len(self.ranks), memory, on_cpu=on_cpu)
+        budget = budget_of(self.config, self.architecture.shape, len(self.ranks), memory, on_cpu=on_cpu)
         budget.require_enough()
         return budget, Setup(
-            config=self._config,
+            config=self.config,
             architecture=self.architecture,
             model_path=str(context.model_directory),
             losses=self.sendable_losses(),
@@ -90,7 +90,7 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
     # training
 
     def run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
-        micros = self.micro_batches(list(segments(ops, self._losses)))
+        micros = self.micro_batches(list(segments(ops, self.losses)))
         counted = self._setup.strict and self._budget.memory is not None
         size = STRICT_SEQUENCES if counted else max(1, len(micros))
         scored = (self._run_micros(micros[n : n + size], backward=backward) for n in range(0, len(micros), size))
@@ -102,13 +102,13 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
 
     def micro_batches(self, work: Sequence[Segment]) -> list[MicroBatch]:
         """Where experts are divided, ranks compute each other's rows: then one sequence runs at a time."""
-        if self._setup.strict and self._config.expert_parallel > 1:
+        if self._setup.strict and self.config.expert_parallel > 1:
             return list(one_by_one(work, 1))
         return super().micro_batches(work)
 
     def shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
         """Of replayed experts, a rank gets those of its layers."""
-        ranks = [(each.place.dp_rank, part.layers) for each, part in zip(self.loaded, self._parts, strict=True)]
+        ranks = [(each.coordinates.dp_rank, part.layers) for each, part in zip(self.loaded, self._parts, strict=True)]
         return [
             [[_on_layers(segment, layers) for segment in micro[rank]] if rank < len(micro) else [] for micro in micros]
             for rank, layers in ranks

@@ -11,7 +11,7 @@ from tinsmith.huggingface import WeightFiles
 from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_
-from tinsmith_megatron.parallel import Place
+from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.passes import answers, run_pipeline
 from tinsmith_megatron.shards import read, shards_of
 from tinsmith_megatron.stage import Stage
@@ -24,12 +24,18 @@ class FullModel(FullModelOfWorker):
     """A stage of its own, beside that of the adapters."""
 
     def __init__(
-        self, model_id: str, setup: Setup, losses: LossTable, place: Place, part: ModelPart, device: torch.device
+        self,
+        model_id: str,
+        setup: Setup,
+        losses: LossTable,
+        coordinates: Coordinates,
+        part: ModelPart,
+        device: torch.device,
     ) -> None:
-        self._model_id, self._setup, self._losses, self._place = model_id, setup, losses, place
+        self._model_id, self._setup, self._losses, self._coordinates = model_id, setup, losses, coordinates
         self._part = part
         self._stage = Stage(setup, losses, trainable=True).to(device)
-        self._shards = shards_of(self._stage, setup, place, part)
+        self._shards = shards_of(self._stage, setup, coordinates, part)
         super().__init__(device, self._shards, adamw_)
         with WeightFiles(Path(setup.model_path), framework="pt") as files:
             for shard in self._shards:  # its own rows; it gets the others' from the ranks that read them
@@ -65,7 +71,7 @@ class FullModel(FullModelOfWorker):
         scores = run_pipeline(self._stage, streams, backward=backward)
         if backward:
             self._complete()
-        return list(answers(streams, scores, self._place, self._part))
+        return list(answers(streams, scores, self._coordinates, self._part))
 
     @torch.no_grad()
     def _complete(self) -> None:

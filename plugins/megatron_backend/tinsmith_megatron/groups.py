@@ -1,4 +1,4 @@
-"""The ranks as Megatron groups them: the process group, the parallel state, and this rank's place in it."""
+"""The ranks as Megatron groups them: the process group, the parallel state, and this rank's coordinates in it."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.parallel import Place
+from tinsmith_megatron.parallel import Coordinates
 from tinsmith_workers import Worker
 from tinsmith_workers.torch import join_process_group
 
@@ -25,8 +25,8 @@ def join(worker: Worker, device: torch.device, config: MegatronConfig) -> None:
     model_parallel_cuda_manual_seed(_SEED)
 
 
-def own_place() -> Place:
-    return Place(
+def own_coordinates() -> Coordinates:
+    return Coordinates(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),

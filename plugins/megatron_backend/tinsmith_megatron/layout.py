@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tinsmith.huggingface import DecoderShape
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.parallel import Place, part_of
+from tinsmith_megatron.parallel import Coordinates, part_of
 from tinsmith_workers import ModelPart
 
 
@@ -30,7 +30,7 @@ class Layout:
 
     def part(self, shape: DecoderShape, stage: int) -> ModelPart:
         """Return the first share of a stage."""
-        return part_of(Place(tp_rank=0, pp_rank=stage, ep_rank=0, dp_rank=0), self.config(), shape)
+        return part_of(Coordinates(tp_rank=0, pp_rank=stage, ep_rank=0, dp_rank=0), self.config(), shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.parallel import Place
+from tinsmith_megatron.parallel import Coordinates
 from tinsmith_workers import TrainingSetup
 
 
@@ -17,6 +17,6 @@ class Setup(TrainingSetup[MegatronConfig, Architecture]):
 class Loaded:
     """What a rank holds after loading the model."""
 
-    place: Place
+    coordinates: Coordinates
     parameter_bytes: int
     read_bytes: int  # from weight files

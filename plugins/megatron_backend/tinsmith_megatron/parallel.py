@@ -11,8 +11,8 @@ from tinsmith_workers import ModelPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a rank holds and computes, by its coordinates in Megatron's groups."""
+class Coordinates:
+    """A rank's number in each of Megatron's groups: they decide what it holds and computes."""
 
     tp_rank: int
     pp_rank: int
@@ -68,14 +68,14 @@ def check_ranks(config: MegatronConfig, num_ranks: int) -> None:
         raise ConfigError(msg)
 
 
-def part_of(place: Place, config: MegatronConfig, shape: DecoderShape) -> ModelPart:
+def part_of(coordinates: Coordinates, config: MegatronConfig, shape: DecoderShape) -> ModelPart:
     """Return the part that a rank holds."""
     per_stage = shape.num_layers // config.pipeline_parallel
     share = 0 if shape.experts is None else shape.experts.num_experts // config.expert_parallel
     return ModelPart(
-        layers=range(place.pp_rank * per_stage, (place.pp_rank + 1) * per_stage),
-        experts=range(place.ep_rank * share, (place.ep_rank + 1) * share),
-        has_head=place.pp_rank == config.pipeline_parallel - 1,
-        stage=place.pp_rank,
-        is_first_of_stage=place.ep_rank == 0,
+        layers=range(coordinates.pp_rank * per_stage, (coordinates.pp_rank + 1) * per_stage),
+        experts=range(coordinates.ep_rank * share, (coordinates.ep_rank + 1) * share),
+        has_head=coordinates.pp_rank == config.pipeline_parallel - 1,
+        stage=coordinates.pp_rank,
+        is_first_of_stage=coordinates.ep_rank == 0,
     )

@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tinsmith import IntArray
-from tinsmith_megatron.parallel import Place
+from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import Stream
 from tinsmith_workers import ExpertLoad, ModelPart, Scored
@@ -44,11 +44,11 @@ def _kept(scores: Scores, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def answers(
-    streams: Sequence[Stream], scores: Sequence[Scores], place: Place, part: ModelPart
+    streams: Sequence[Stream], scores: Sequence[Scores], coordinates: Coordinates, part: ModelPart
 ) -> Iterator[Scored | ExpertLoad]:
     """Yield a rank's results of each sequence, and the load of its layers' experts by operation."""
     yield from _expert_loads(streams, part.layers.start)
-    if place.tp_rank:
+    if coordinates.tp_rank:
         return  # the others have computed the same scores
     on_host = [each.begin_to_host() for each in scores]
     wait_for(streams[0].tokens_T.device)
@@ -66,7 +66,7 @@ def _expert_loads(streams: Sequence[Stream], first_layer: int) -> Iterator[Exper
     load_LOE: IntArray = torch.cat(loads, dim=1).cpu().numpy()
     totals: dict[int, IntArray] = {}
     operations = [operation for stream in counted for operation in stream.operations]
-    for place, operation in enumerate(operations):
-        totals[operation] = load_LOE[:, place] + totals.get(operation, 0)
+    for number, operation in enumerate(operations):
+        totals[operation] = load_LOE[:, number] + totals.get(operation, 0)
     for operation, num_tokens_LE in totals.items():
         yield ExpertLoad(operation=operation, first_layer=first_layer, num_tokens_LE=num_tokens_LE)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tinsmith.huggingface import WeightFiles
 from tinsmith_megatron.messages import Loaded, Setup
-from tinsmith_megatron.parallel import Place, part_of
+from tinsmith_megatron.parallel import Coordinates, part_of
 from tinsmith_workers import ModelPart, holders
 from tinsmith_workers.torch import TorchRank
 
@@ -20,24 +20,24 @@ class Rank(TorchRank[Setup, Loaded, "Trainer"]):
         from tinsmith_megatron.megatron_here import LossTable, Stage, Trainer, groups
 
         groups.join(self._worker, self._device, setup.config)
-        place, losses = groups.own_place(), LossTable(setup.losses)
-        part = part_of(place, setup.config, setup.architecture.shape)
+        coordinates, losses = groups.own_coordinates(), LossTable(setup.losses)
+        part = part_of(coordinates, setup.config, setup.architecture.shape)
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, part)
         stage, read_bytes = None, 0
         if setup.config.max_lora_rank:
             stage = Stage(setup, losses).to(self._device)
-            read_bytes = self._read(stage, setup, place, part)
+            read_bytes = self._read(stage, setup, coordinates, part)
         is_holder = self._worker.rank == holders(everyones)[part]
-        trainer = Trainer(stage, setup, losses, place, part, self._device, is_holder=is_holder)
+        trainer = Trainer(stage, setup, losses, coordinates, part, self._device, is_holder=is_holder)
         size = sum(parameter.numel() * parameter.element_size() for parameter in (stage.parameters() if stage else ()))
-        return trainer, Loaded(place=place, parameter_bytes=size, read_bytes=read_bytes)
+        return trainer, Loaded(coordinates=coordinates, parameter_bytes=size, read_bytes=read_bytes)
 
-    def _read(self, stage: "Stage", setup: Setup, place: Place, part: ModelPart) -> int:
+    def _read(self, stage: "Stage", setup: Setup, coordinates: Coordinates, part: ModelPart) -> int:
         """Fill a stage from the model's files. No rank reads, or ever holds, more."""
         from tinsmith_megatron.megatron_here import shards
 
-        num_bytes, found = 0, shards.named(stage, setup, place, part)
+        num_bytes, found = 0, shards.named(stage, setup, coordinates, part)
         with WeightFiles(Path(setup.model_path), framework="pt") as files:
             for number, (parameter, pieces, _) in enumerate(found):
                 num_bytes += shards.read(files, pieces, shards.matrix_of(parameter))

@@ -1,4 +1,4 @@
-"""What a rank holds of a fully trained model: rows of each parameter, and their places in canonical tensors.
+"""What a rank holds of a fully trained model: rows of each parameter, and their positions in canonical tensors.
 
 The ranks that compute the same parameter divide its rows for everything but the passes: float32 weights, moments and
 the pending gradient (ZeRO, Rajbhandari et al. 2020). A parameter of Megatron's may fuse several canonical tensors.
@@ -14,7 +14,7 @@ from torch import nn
 
 from tinsmith.huggingface import DecoderShape, WeightFiles
 from tinsmith_megatron.messages import Setup
-from tinsmith_megatron.parallel import Place
+from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.stage import Stage
 from tinsmith_workers import ModelPart
 from tinsmith_workers.torch import Piece, all_gather_single, reduce_scatter_single
@@ -106,7 +106,7 @@ def matrix_of(parameter: nn.Parameter) -> torch.Tensor:
     return weight[:, None] if weight.dim() == 1 else weight.reshape(-1, weight.shape[-1])
 
 
-def shards_of(stage: Stage, setup: Setup, place: Place, part: ModelPart) -> list[Shard]:
+def shards_of(stage: Stage, setup: Setup, coordinates: Coordinates, part: ModelPart) -> list[Shard]:
     """Return a shard of every parameter."""
     groups = {
         "divided": parallel_state.get_data_parallel_group(),
@@ -121,13 +121,13 @@ def shards_of(stage: Stage, setup: Setup, place: Place, part: ModelPart) -> list
             groups[kind],
             counts=not (tied and stage.is_last and not stage.is_first and parameter is stage.head),
         )
-        for parameter, pieces, kind in named(stage, setup, place, part)
+        for parameter, pieces, kind in named(stage, setup, coordinates, part)
     ]
 
 
-def named(stage: Stage, setup: Setup, place: Place, part: ModelPart) -> list["Named"]:
+def named(stage: Stage, setup: Setup, coordinates: Coordinates, part: ModelPart) -> list["Named"]:
     """Return every parameter, with the pieces that lie in it, and the ranks that hold the same numbers."""
-    found = list(_Namer(setup.architecture.shape, place, part, setup.config.tensor_parallel).of(stage))
+    found = list(_Namer(setup.architecture.shape, coordinates, part, setup.config.tensor_parallel).of(stage))
     assert {id(parameter) for parameter, _, _ in found} == {id(parameter) for parameter in stage.parameters()}
     return found
 
@@ -150,8 +150,8 @@ Named = tuple[nn.Parameter, Sequence[Piece], str]
 class _Namer:
     """The pieces of Megatron's parameters."""
 
-    def __init__(self, shape: DecoderShape, place: Place, part: ModelPart, tp_size: int) -> None:
-        self._shape, self._place, self._part, self._tp_size = shape, place, part, tp_size
+    def __init__(self, shape: DecoderShape, coordinates: Coordinates, part: ModelPart, tp_size: int) -> None:
+        self._shape, self._coordinates, self._part, self._tp_size = shape, coordinates, part, tp_size
 
     def of(self, stage: Stage) -> Iterator[Named]:
         shape = self._shape
@@ -186,7 +186,7 @@ class _Namer:
         groups = shape.num_kv_heads // self._tp_size
         heights = {"q": shape.q_size // shape.num_kv_heads, "k": shape.head_dim, "v": shape.head_dim}
         local = 0
-        for group in range(self._place.tp_rank * groups, (self._place.tp_rank + 1) * groups):
+        for group in range(self._coordinates.tp_rank * groups, (self._coordinates.tp_rank + 1) * groups):
             for letter, height in heights.items():
                 whole = (height * shape.num_kv_heads, shape.hidden_size)
                 name = f"{prefix}.{letter}_proj.weight"
@@ -220,11 +220,15 @@ class _Namer:
 
     def _rows(self, name: str, shape: tuple[int, int], local: int = 0) -> Piece:
         each = shape[0] // self._tp_size
-        return Piece(name=name, shape=shape, start=self._place.tp_rank * each, local=local, count=each)
+        return Piece(name=name, shape=shape, start=self._coordinates.tp_rank * each, local=local, count=each)
 
     def _columns(self, name: str, shape: tuple[int, int]) -> Piece:
         each = shape[1] // self._tp_size
-        columns = slice(self._place.tp_rank * each, (self._place.tp_rank + 1) * each) if self._tp_size > 1 else None
+        columns = (
+            slice(self._coordinates.tp_rank * each, (self._coordinates.tp_rank + 1) * each)
+            if self._tp_size > 1
+            else None
+        )
         return Piece(name=name, shape=shape, start=0, local=0, count=shape[0], columns=columns)
 
 

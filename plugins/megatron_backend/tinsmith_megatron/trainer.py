@@ -19,7 +19,7 @@ from tinsmith_megatron.full_model import FullModel
 from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_
-from tinsmith_megatron.parallel import Place
+from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.passes import answers, run_pipeline
 from tinsmith_megatron.program import Training
 from tinsmith_megatron.stage import Stage
@@ -39,7 +39,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         stage: Stage | None,
         setup: Setup,
         losses: LossTable,
-        place: Place,
+        coordinates: Coordinates,
         part: ModelPart,
         device: torch.device,
         *,
@@ -47,7 +47,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
     ) -> None:
         super().__init__(device, setup.config.capture_buffer_bytes, speaks=is_holder, optimizer=adamw_)
         self._stage, self._setup, self._losses = stage, setup, losses
-        self._place, self._part = place, part
+        self._coordinates, self._part = coordinates, part
 
     # life of a model
 
@@ -55,7 +55,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         self._add_adapter(model_id, AdapterLayout(lora, self._setup.architecture.shape, self._part))
 
     def create_full_model(self, model_id: str) -> Mapping[str, tuple[int, ...]]:
-        model = FullModel(model_id, self._setup, self._losses, self._place, self._part, self._device)
+        model = FullModel(model_id, self._setup, self._losses, self._coordinates, self._part, self.device)
         self._full[model_id] = model
         return model.shapes()
 
@@ -73,7 +73,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
             every = [self._stacks(sorted({m for owned in models for m in owned}), backward=backward)] * len(models)
         streams = [
             make_stream(
-                segments, owners, stacks, self._losses, multiple=self._setup.config.tensor_parallel, device=self._device
+                segments, owners, stacks, self._losses, multiple=self._setup.config.tensor_parallel, device=self.device
             )
             for segments, (owners, stacks) in zip(micros, every, strict=True)
         ]
@@ -84,22 +84,22 @@ class Trainer(ModelsOfWorker[FullModel], Training):
                 for model_id, index in owners.items():
                     self._add_gradient(model_id, stacks.gradient(index))
         diverged = self._not_finite(sorted({each for owned in models for each in owned}) if backward else ())
-        return [*answers(streams, scores, self._place, self._part), *diverged]
+        return [*answers(streams, scores, self._coordinates, self._part), *diverged]
 
     def _stacks(self, models: Sequence[str], *, backward: bool) -> tuple[Mapping[str, int], Stacks]:
         owners = {model_id: index for index, model_id in enumerate(models)}
-        return owners, Stacks([self._adapters[model_id] for model_id in models], backward=backward)
+        return owners, Stacks([self.adapters[model_id] for model_id in models], backward=backward)
 
     def _add_gradient(self, model_id: str, gradient: torch.Tensor) -> None:
         """Complete a gradient with what the other ranks have computed, and add it to the pending one."""
-        adapter, shared = self._adapters[model_id], self._adapters[model_id].layout.shared_size
+        adapter, shared = self.adapters[model_id], self.adapters[model_id].layout.shared_size
         sum_over_stage_(gradient[:shared])
         sum_over_expert_copies_(gradient[shared:])
         adapter.gradients = gradient if adapter.gradients is None else adapter.gradients.add_(gradient)
 
     def _norms(self, adapters: Sequence[Adapter], gradients: Sequence[torch.Tensor]) -> list[float]:
         """Count every part once, and what a stage shares only in its first."""
-        squares = torch.zeros(len(adapters), dtype=torch.float64, device=self._device)
+        squares = torch.zeros(len(adapters), dtype=torch.float64, device=self.device)
         if self._speaks:
             for index, (adapter, gradient) in enumerate(zip(adapters, gradients, strict=True)):
                 start = 0 if self._part.is_first_of_stage else adapter.layout.shared_size

@@ -1,4 +1,4 @@
-"""What the plugin offers: the same routes under the prefixes of OpenAI's API and of the hosted Tinker service."""
+"""What the plugin offers: the same routes under the prefixes of OpenAI's API and of the hosted service, and `/chat`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ PREFIXES: Final = ("/v1", "/oai/api/v1")
 
 @tinsmith.hookimpl
 def tinsmith_register_routes(settings: tinsmith.Settings, context: tinsmith.RoutesContext) -> Sequence[APIRouter]:
-    from tinsmith_openai.routes import Endpoints  # here, since only servers need it
+    from tinsmith_openai.chat_page import chat_router  # here, since only servers need them
+    from tinsmith_openai.routes import Endpoints
 
     endpoints = Endpoints(settings, context)
     for prefix in PREFIXES:
         context.error_forms[f"{prefix}/"] = error_form
-    return [endpoints.router(prefix) for prefix in PREFIXES]
+    return [*(endpoints.router(prefix) for prefix in PREFIXES), chat_router(context)]
 
 
 def error_form(answer: tinsmith.ErrorAnswer) -> Mapping[str, Json]:

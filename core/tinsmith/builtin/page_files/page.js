@@ -10,6 +10,7 @@ const FIRST = [/loss/, /reward/, /norm/, /kl/, /tokens_per_s/]; // these charts 
 const PAGE = 1000; // runs of one answer
 const ROWS = 100; // drawn at a time: a browser takes a second for a thousand
 const MAX_POINTS = 1000;
+const REFRESH_MS = 2000;
 
 const state = { runs: [], total: 0, rows: ROWS, chosen: new Set(), shown: [], charts: new Map(), stream: null, frame: 0 };
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -49,7 +50,7 @@ function say(text) {
 }
 
 function show(id) {
-  for (const each of ["ask", "runs", "curves"]) $(each).hidden = each !== id;
+  for (const each of ["ask", "runs", "curves", "engines"]) $(each).hidden = each !== id;
   $("forget").hidden = readKey() === null;
 }
 
@@ -140,6 +141,60 @@ function rowOf(run) {
     element("td", { className: run.state, textContent: run.state }), steps,
     element("td", { textContent: new Date(run.last_request_at).toLocaleString("sv") }),
   );
+}
+
+// Engines
+
+async function showEngines() {
+  stop();
+  show("engines");
+  document.title = "engines - tinsmith";
+  const asked = location.hash;
+  await drawEngines();
+  $("engines-title").focus();
+  while (asked === location.hash && !$("engines").hidden) {
+    await new Promise((done) => setTimeout(done, REFRESH_MS));
+    if (asked === location.hash && !document.hidden) await drawEngines();
+  }
+}
+
+async function drawEngines() {
+  const found = await (await ask("/engines")).json();
+  $("storage").textContent = found.storage ?? `Disk: ${bytes(found.free_bytes)} free, of which ${bytes(Math.min(found.reserve_bytes, found.free_bytes))} are in reserve.`;
+  $("storage").className = found.storage ? "lost" : "quiet";
+  $("cards").replaceChildren(...found.engines.map(cardOf));
+}
+
+function cardOf(engine) {
+  const facts = [];
+  const fact = (name, value) => value !== undefined && value !== "" && facts.push(element("dt", { textContent: name }), element("dd", { textContent: value }));
+  fact("does", engine.detail && engine.progress !== undefined ? `${engine.detail}, ${Math.round(100 * engine.progress)} %` : engine.detail);
+  fact("before", engine.restarted);
+  fact("no samples", engine.sampler);
+  fact("restarts", engine.restarts || undefined);
+  fact("works since", engine.running_s === undefined ? undefined : duration(engine.running_s));
+  fact("devices", engine.turn && `${engine.turn} has them${engine.turn_awaited ? ", the other side waits" : ""}`);
+  fact("saves compared", engine.saves && `${engine.saves.consistent} agree, ${engine.saves.inconsistent} refused, ${engine.saves.not_compared} not compared`);
+  fact("largest difference", engine.saves?.largest_difference === undefined ? undefined : `${number(engine.saves.largest_difference)} nats`);
+  const head = element("h2", {}, engine.base_model, " ", element("span", { className: engine.state, textContent: engine.state }));
+  const work = engine.work.length ? workOf(engine.work) : element("p", { className: "quiet", textContent: "Nothing waits." });
+  return element("article", {}, head, element("dl", {}, ...facts), work);
+}
+
+function workOf(work) {
+  const headings = ["Tenant", "Kind", "State", "Number", "Oldest"].map((text) => element("th", { scope: "col", textContent: text }));
+  const rows = work.map((each) => element("tr", {}, ...[each.tenant, each.kind, each.state, each.number.toLocaleString("en"), duration(each.oldest_s)]
+    .map((text) => element("td", { textContent: text }))));
+  const table = element("table", {}, element("thead", {}, element("tr", {}, ...headings)), element("tbody", {}, ...rows));
+  return element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "pending work" }, table);
+}
+
+function duration(seconds) {
+  return seconds < 120 ? `${number(Math.round(seconds * 10) / 10)} s` : seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
+}
+
+function bytes(count) {
+  return count < 1e9 ? `${Math.round(count / 1e6)} MB` : `${Math.round(count / 1e8) / 10} GB`;
 }
 
 // Curves
@@ -305,7 +360,9 @@ function stop() {
 // What is asked for
 
 function route() {
-  const ids = new URLSearchParams(location.hash.slice(1)).getAll("run").slice(0, COLOURS.light.length);
+  const asked = new URLSearchParams(location.hash.slice(1));
+  if (asked.get("view") === "engines") return void showEngines().catch(tell);
+  const ids = asked.getAll("run").slice(0, COLOURS.light.length);
   (ids.length ? showCurves([...new Set(ids)]) : showRuns()).catch(tell);
 }
 
@@ -334,7 +391,7 @@ addEventListener("keydown", (event) => {
   if (event.key === "/" && !typing) {
     event.preventDefault();
     ($("runs").hidden ? $("pick") : $("filter")).focus();
-  } else if (event.key === "Escape" && !$("curves").hidden) location.hash = "";
+  } else if (event.key === "Escape" && $("runs").hidden) location.hash = "";
 });
 let width = innerWidth;
 addEventListener("resize", () => {

@@ -18,7 +18,8 @@ from tinsmith.server.auth import AccessScope, Caller, Viewer, own_run, readable_
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.curves import Step, finite, joined, series_of
 from tinsmith.server.json_routes import JsonRoute
-from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord, SessionRecord
+from tinsmith.server.run_views import list_summaries, read_measured
+from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord
 from tinsmith.store.metrics import MOST_NAMES
 
 _log = logging.getLogger(__name__)
@@ -28,7 +29,6 @@ router = APIRouter(prefix=API_PREFIX, tags=["metrics"], route_class=JsonRoute)
 MOST_BYTES: Final = 64 << 20
 """The metrics of one run, beyond which its client can log no more. What operations measure is always kept."""
 
-_PAGE: Final = 2000  # rows of one read
 _MOST_RUNS: Final = 16  # of one stream
 _TAIL: Final = 64  # steps before the newest one that a stream looks at for changes
 _LEAST_S: Final = 0.5  # between two events of a run
@@ -47,33 +47,7 @@ async def list_runs(
 
     This and the other routes that the page reads need no key on a server without keys: they show all runs then.
     """
-    tenant = visible_tenant(caller, access_scope)
-    runs, total = await context.store.list_runs(tenant, limit=limit, offset=offset)
-    sessions = await context.store.find_sessions({run.session_id for run in runs})
-    found = [(run, sessions.get(run.session_id)) for run in runs]
-    return wire.RunSummaries(  # without the runs that were deleted with their session meanwhile
-        runs=[_summary(run, session) for run, session in found if session is not None],
-        cursor=wire.Cursor(offset=offset, limit=limit, total_count=total),
-    )
-
-
-def _summary(run: RunRecord, session: SessionRecord) -> wire.RunSummary:
-    return wire.RunSummary(
-        run_id=run.model_id,
-        base_model=run.base_model,
-        tenant=run.tenant,
-        state=run.state.value,
-        state_reason=run.state_reason,
-        lora_rank=run.lora.rank,
-        steps=run.steps,
-        created_at=run.created_at,
-        last_request_at=run.last_request_at,
-        name=session.display_name,
-        project_id=session.project_id,
-        tags=list(session.tags),
-        user_metadata=wire.as_text(run.user_metadata),
-        ended=session.ended,
-    )
+    return await list_summaries(context.store, visible_tenant(caller, access_scope), limit=limit, offset=offset)
 
 
 @router.post("/runs/{model_id}/metrics")
@@ -111,19 +85,7 @@ async def get_metrics(
         series = series_of(joined(rows), max_points=max_points, names=names)
         return wire.RunCurves(run_id=model_id, steps=run.steps, series=series).model_dump_json()
 
-    return await context.large_answers.build(caller.tenant, partial(_read_rows, context.store, model_id), to_json)
-
-
-async def _read_rows(store: RequestStore, model_id: str, from_step: int = 0) -> list[MetricsRow]:
-    rows: list[MetricsRow] = []
-    page = await store.read_metrics(model_id, from_step=from_step, limit=_PAGE)
-    while page:
-        rows += page
-        last = page[-1]
-        if len(page) < _PAGE:
-            break
-        page = await store.read_metrics(model_id, from_step=last.step, after=last.seq_id, limit=_PAGE)
-    return rows
+    return await context.large_answers.build(caller.tenant, partial(read_measured, context.store, model_id), to_json)
 
 
 @router.get("/run_events", response_class=StreamingResponse)
@@ -168,7 +130,7 @@ async def _follow(store: RequestStore, run: RunRecord, queue: asyncio.Queue[byte
             written = await store.wait_for_metrics(run.model_id, known=known, timeout_s=_STREAM_S)
             if written > known:
                 known = written
-                steps = joined(await _read_rows(store, run.model_id, max(newest - _TAIL, 0)))
+                steps = joined(await read_measured(store, run.model_id, max(newest - _TAIL, 0)))
                 points = {step[0]: _point(step) for step in steps}
                 changed = [point for step, point in points.items() if sent.get(step) != point]
                 newest, sent = max(newest, *points, 0), points

@@ -20,6 +20,7 @@ from tinsmith.store import (
     Lease,
     OperationRecord,
     OperationState,
+    PendingWork,
     Waiting,
 )
 from tinsmith.store.refusals import CANCELLED
@@ -33,6 +34,14 @@ _NUM_QUEUED, _NUM_RUNNING = (
         "AND operations.state = 'queued'",
         "id < :id AND operations.state = 'running'",
     )
+)
+_LIST_PENDING = Query(
+    " UNION ALL ".join(  # each state has an index
+        "SELECT base_model, tenant, kind, state, count(*) AS number, min(created_at) AS oldest_at FROM operations "
+        f"WHERE operations.state = '{state}' GROUP BY base_model, tenant, kind, state"
+        for state in (OperationState.QUEUED, OperationState.RUNNING)
+    ),
+    PendingWork,
 )
 _BEHIND = Query(
     "SELECT id FROM operations WHERE subject_id = :model AND seq_id > :seq_id AND state = 'queued' LIMIT 1", int
@@ -123,3 +132,8 @@ def tell(tx: Transaction, lease: Lease) -> list[str]:
     untold = _ALL_UNTOLD.all(tx.connection, base_model=lease.base_model)
     _TELL.run_each(tx.connection, [{"key": each.id, "told": True} for each in untold])
     return [each.request_id for each in untold]
+
+
+def list_pending(connection: Connection) -> list[PendingWork]:
+    found = _LIST_PENDING.all(connection)
+    return sorted(found, key=lambda each: (each.base_model, each.tenant, each.kind, each.state))

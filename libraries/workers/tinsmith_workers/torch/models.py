@@ -61,15 +61,15 @@ Full = TypeVar("Full", bound=FullModelOfWorker)
 class ModelsOfWorker(TrainingProgram, Generic[Full]):
     """A worker's models. A subclass makes them, runs their passes and steps adapters.
 
-    All workers get the same calls.
+    All workers get the same calls. `adapters` are the LoRA models by `model_id`, on `device`.
     """
 
     def __init__(
         self, device: torch.device, capture_buffer_bytes: int, *, speaks: bool, optimizer: Step = adamw_
     ) -> None:
         """`speaks`: whether this worker answers for its part of the adapters, which others may hold as well."""
-        self._device, self._optimizer, self._speaks = device, optimizer, speaks
-        self._adapters: dict[str, Adapter] = {}
+        self.device, self._optimizer, self._speaks = device, optimizer, speaks
+        self.adapters: dict[str, Adapter] = {}
         self._full: dict[str, Full] = {}
         self._state_writer = StateWriter(capture_buffer_bytes)
 
@@ -79,7 +79,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
         return norms(gradients)
 
     def unload_model(self, model_id: str) -> None:
-        self._adapters.pop(model_id, None)
+        self.adapters.pop(model_id, None)
         if model_id in self._full:
             self._settle(model_id)
             del self._full[model_id]
@@ -88,13 +88,13 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
     # state of a LoRA model
 
     def _add_adapter(self, model_id: str, layout: AdapterLayout) -> None:
-        self._adapters[model_id] = Adapter(layout, self._placed(layout.fresh()))
+        self.adapters[model_id] = Adapter(layout, self._placed(layout.fresh()))
 
     def capture_adapter(self, model_id: str) -> AdapterState | None:
         """Copy the state to the host, if this worker speaks for it."""
         if not self._speaks:
             return None
-        adapter = self._adapters[model_id]
+        adapter = self.adapters[model_id]
         return AdapterState(
             weights=to_host(adapter.weights),
             adam_m=None if adapter.m is None else to_host(adapter.m),
@@ -104,10 +104,10 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
         )
 
     def adapter_weights(self, model_id: str) -> FloatArray | None:
-        return to_host(self._adapters[model_id].weights) if self._speaks else None
+        return to_host(self.adapters[model_id].weights) if self._speaks else None
 
     def restore_adapter(self, model_id: str, state: AdapterState) -> None:
-        adapter = self._adapters[model_id]
+        adapter = self.adapters[model_id]
         adapter.weights = self._placed(state.weights)
         adapter.m = None if state.adam_m is None else self._placed(state.adam_m)
         adapter.v = None if state.adam_v is None else self._placed(state.adam_v)
@@ -115,7 +115,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
         adapter.step = state.step
 
     def _placed(self, flat: FloatArray) -> torch.Tensor:
-        return torch.tensor(flat, device=self._device)
+        return torch.tensor(flat, device=self.device)
 
     # state of a fully trained model: this worker's part
 
@@ -168,7 +168,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
     def _gradients(self, model_id: str) -> Iterable[torch.Tensor]:
         if model_id in self._full:
             return self._full[model_id].gradients()
-        gradient = self._adapters[model_id].gradients
+        gradient = self.adapters[model_id].gradients
         return () if gradient is None else (gradient,)
 
     def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
@@ -181,7 +181,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
         return [norms[step.model_id] for step in steps]
 
     def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
-        adapters = [self._adapters[step.model_id] for step in steps]
+        adapters = [self.adapters[step.model_id] for step in steps]
         gradients = [adapter.take_gradient() for adapter in adapters]
         norms, tensors = self._norms(adapters, gradients), list[Stepped]()
         for step, adapter, gradient, norm in zip(steps, adapters, gradients, norms, strict=True):
@@ -196,7 +196,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
             self._settle(model_id, ("gradients",))
             self._full[model_id].drop_gradient()
         else:
-            self._adapters[model_id].gradients = None
+            self.adapters[model_id].gradients = None
 
 
 def _without_finite_norms(

@@ -180,7 +180,7 @@ def _made(
         return lambda: full.run([micros[0][0]], backward=True), lambda: full.optim_step(adam)
     lone = _Rehearsed(bases[0], mesh, setup)
     for name, lora in zip(names, loras, strict=True):
-        lone._adapters[name] = _adapter(AdapterLayout(lora, setup.architecture))  # noqa: SLF001
+        lone.adapters[name] = _adapter(AdapterLayout(lora, setup.architecture))
     steps = [ModelStep(model_id=name, adam=adam) for name in names]
     return (
         lambda: lone.run([micros[0][0]], [owners(micros[0])], True),  # noqa: FBT003
