@@ -13,6 +13,8 @@ from openai_served import checkpoint, toy_model, train_to_say
 
 from tinsmith.testing.harness import RunningServer, running_server
 
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # what the SDK leaves open is its business
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
