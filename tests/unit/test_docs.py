@@ -117,6 +117,11 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{target} in {page}"
 
 
+def test_no_page_has_the_marks_of_a_merge() -> None:
+    marks = re.compile("^(<{7}|>{7}) ", re.MULTILINE)
+    assert [page for page in PAGES if marks.search(page.read_text())] == []
+
+
 @pytest.mark.parametrize(
     ("name", "heading"),
     [("threat-model", "## What holds it"), ("rights-and-versions", "## Every operation that waits")],
