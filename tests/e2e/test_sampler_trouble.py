@@ -1,4 +1,4 @@
-"""A sampler whose process is down: /readyz and waiting samples say so, and training goes on."""
+"""A sampler whose process is down: /readyz, the engines and waiting samples say so, and training goes on."""
 
 import asyncio
 import threading
@@ -16,11 +16,14 @@ from tinsmith.builtin.toy_backend import ToyConfig
 from tinsmith.builtin.toy_sampler import ToySampler
 from tinsmith.hookspecs import hookimpl
 from tinsmith.operations import Failed, Sample, SampleOutput
-from tinsmith.settings import ModelSettings
+from tinsmith.settings import ApiKey, ModelSettings
+from tinsmith.settings.secrets import MASK
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer, running_server
 
-TROUBLE = "the process has died (reference 0123abcd in the operator's log), and starts again"
+SECRET = "tml-of-the-sampler"
+TROUBLE = f"the process with {SECRET} has died (reference 0123abcd in the operator's log), and starts again"
+TOLD = TROUBLE.replace(SECRET, MASK)
 MODEL = ModelSettings.model_validate({"name": "toy", "backend": {"plugin": "toy"}, "sampler": {"plugin": "weak"}})
 
 
@@ -73,6 +76,7 @@ def reason(http: httpx.Client, request_id: str) -> str:
 
 
 def test_training_goes_on_while_the_sampler_is_down(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ApiKey.model_validate({"key": SECRET, "tenant": "ann"})  # a secret that this process knows
     until(server, 200)
     client = EngineDriver(server.store, "toy")
     server.call(client.open_session())
@@ -81,7 +85,9 @@ def test_training_goes_on_while_the_sampler_is_down(server: RunningServer, monke
     monkeypatch.setattr(WeakSampler, "down", TROUBLE)
     engine = until(server, 503)
     assert engine["state"] == "ready"
-    assert engine["sampler"] == TROUBLE
+    assert engine["sampler"] == TOLD
+    (view,) = httpx.get(f"{server.url}/api/v1/engines").json()["engines"]
+    assert view["sampler"] == TOLD
 
     key = {"X-API-Key": "tml-sampler"}
     with httpx.Client(base_url=f"{server.url}/api/v1/", headers=key, timeout=300) as http:
@@ -99,7 +105,7 @@ def test_training_goes_on_while_the_sampler_is_down(server: RunningServer, monke
         early = http.post("optim_step", json={"model_id": model_id, "seq_id": 7, "adam_params": {}}).json()
         while "nothing is sampled" not in (told := reason(http, request_id)):
             pass
-        assert TROUBLE in told
+        assert TOLD in told
         while "has not arrived" not in (told := reason(http, early["request_id"])):
             assert "sampled" not in told, "this is no reason why training waits"
 

@@ -30,7 +30,7 @@ async def list_engines(caller: Viewer, context: Context) -> wire.EngineList:
     pending = [each for each in await context.store.list_pending() if tenant in (None, each.tenant)]
     since = await context.store.running_since()
     trouble = await context.storage.trouble()
-    operator = context.is_operator(caller) or caller.admin
+    operator = context.is_operator(caller)
     space = await context.quotas.disk.space()
     return wire.EngineList(
         engines=[
@@ -63,7 +63,7 @@ def _engine(
         progress=record.progress,
         restarts=record.restarts,
         restarted=None if before is None else with_causes(before, [record], operator=operator),
-        sampler=record.sampler_trouble,
+        sampler=None if record.sampler_trouble is None else cleaned(record.sampler_trouble),
         reported_s=_age(record.updated_at, now),
         running_s=_age(since[name], now) if name in since else None,
         turn=None if record.turn is None else record.turn.side,

@@ -150,5 +150,5 @@ def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> di
     if before is not None and with_failure:
         found["restarted"] = with_causes(before, [record], operator=operator)
     if record.sampler_trouble is not None:
-        found["sampler"] = record.sampler_trouble
+        found["sampler"] = cleaned(record.sampler_trouble)
     return {**found, "progress": record.progress}
