@@ -60,6 +60,10 @@ def client(server: RunningServer, key: str = "tml-ann", *, prefix: str = "/v1") 
     return openai.OpenAI(base_url=server.url + prefix, api_key=key, max_retries=0)
 
 
+def tenant_of(key: str) -> str:
+    return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
 @pytest.fixture
 def ann(server: RunningServer) -> Iterator[openai.OpenAI]:
     with client(server) as ann:
@@ -214,6 +218,17 @@ def test_a_stream_that_fails_ends_with_the_error(patient: RunningServer, monkeyp
             list(stream)
 
 
+def test_a_client_that_leaves_a_stream_cancels_its_sample(patient: RunningServer) -> None:
+    Patient.may_end.clear()
+    with client(patient, "tml-leaving") as leaving:
+        stream = leaving.completions.create(model="toy", prompt="ab", max_tokens=9, stream=True, timeout=300)
+        next(stream)
+        stream.close()
+    while any(each.tenant == tenant_of("tml-leaving") for each in patient.call(patient.store.list_pending())):
+        time.sleep(0.01)
+    Patient.may_end.set()  # ends the thread of the sampler
+
+
 def test_a_call_of_a_tool_is_streamed_whole() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -327,7 +342,7 @@ def test_quotas_hold_and_a_client_that_goes_away_cancels_its_sample(tmp_path: Pa
         f"Content-Length: {len(body)}",
     )
     request = "\r\n".join(["POST /v1/completions HTTP/1.1", *headers, "", body]).encode()
-    tenant = "key-" + hashlib.sha256(b"tml-ann").hexdigest()[:12]
+    tenant = tenant_of("tml-ann")
     with (
         running_server(tmp_path / "data", models=models, quotas=quotas, engines=False) as server,
         socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as waiting,
