@@ -99,7 +99,7 @@ class SocketWakeUps(Channel):
                         own.sendto(message, address)
                 except (ConnectionRefusedError, FileNotFoundError):  # its process is gone
                     self._forget(name)
-                except OSError:  # its buffer is full: it has enough wake-ups to read everything
+                except OSError:  # its buffer is full, perhaps of messages: it finds what it misses by itself
                     continue
 
     def _peers(self) -> list[str]:
