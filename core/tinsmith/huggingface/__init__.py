@@ -4,7 +4,16 @@ The names exported here are public: plugins that read such directories may impor
 """
 
 from tinsmith.huggingface.adapter_deltas import Delta, deltas
-from tinsmith.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, SHARED_EXPERT, DecoderShape, decoder_shape
+from tinsmith.huggingface.decoder import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    HEAD,
+    MLP,
+    SHARED_EXPERT,
+    DecoderShape,
+    decoder_shape,
+)
 from tinsmith.huggingface.known_shapes import known_config
 from tinsmith.huggingface.model_files import read_model_config
 from tinsmith.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
@@ -18,6 +27,7 @@ from tinsmith.json_values import Json
 
 __all__ = [
     "ATTENTION",
+    "DELTA",
     "EXPERTS",
     "HEAD",
     "MLP",

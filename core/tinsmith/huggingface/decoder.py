@@ -13,6 +13,11 @@ ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", 
 MLP: Final = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 SHARED_EXPERT: Final = tuple(f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
 """The expert that computes every token, where a model has one."""
+DELTA: Final = (
+    *("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    "linear_attn.out_proj",
+)
+"""Those of a layer with the gated delta rule, in place of attention."""
 HEAD: Final = "lm_head"
 
 EXPERTS: Final = ("mlp.experts.w1", "mlp.experts.w3", "mlp.experts.w2")
@@ -68,6 +73,20 @@ class DecoderShape:
         elif self.class_name.startswith("Qwen2"):
             own = self.q_size + 2 * self.kv_size
         return 2 * self.hidden_size + own
+
+    @property
+    def attending_layers(self) -> int:
+        return self.num_layers
+
+    @property
+    def other_weights(self) -> tuple[int, int]:
+        """What layers that do not attend have beyond what attending would take: in all, and in LoRA of rank 1."""
+        return 0, 0
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that a sequence needs in layers that do not attend, however long it is."""
+        return 0
 
     @property
     def plain_modules(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tinsmith.errors import ServerError
-from tinsmith.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, SHARED_EXPERT
+from tinsmith.huggingface.decoder import ATTENTION, DELTA, EXPERTS, HEAD, MLP, SHARED_EXPERT
 from tinsmith.operations import Array, FloatArray, LoraConfig
 
 TINKER_HEAD: Final = "model.unembed_tokens"
@@ -21,7 +21,8 @@ model, which has no `lm_head.weight`."""
 Side = Literal["A", "B"]
 SIDES: Final[tuple[Side, Side]] = ("A", "B")
 
-_KINDS: Final = (*ATTENTION, *MLP, HEAD, *EXPERTS, *SHARED_EXPERT)  # their order determines each module's random stream
+_KINDS: Final = (*ATTENTION, *MLP, HEAD, *EXPERTS, *SHARED_EXPERT, *DELTA)
+"""Their order determines each module's random stream."""
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")
 

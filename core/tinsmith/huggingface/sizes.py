@@ -18,10 +18,11 @@ class WeightCounts:
     num_layers: int
     norm: int  # the last one
     head: int  # 0 if it is the embedding
+    others: int  # that layers which do not attend have beyond `layer`, in all
 
     @property
     def outside_layers(self) -> int:
-        return self.embedding + self.norm + self.head
+        return self.embedding + self.norm + self.head + self.others
 
     @property
     def total(self) -> int:
@@ -52,6 +53,7 @@ def weight_counts(shape: DecoderShape) -> WeightCounts:
         num_layers=shape.num_layers,
         norm=shape.hidden_size,
         head=0 if shape.tied else shape.vocab_size * shape.hidden_size,
+        others=shape.other_weights[0],
     )
 
 
@@ -84,7 +86,7 @@ def adapter_weights(shape: DecoderShape, rank: int) -> int:
     """Count the weights of an adapter on everything that can have one: attention, MLP or experts, and the head."""
     linear = shape.linear_shapes()
     layer = sum(sum(linear[path]) for path in shape.plain_modules) + _adapted_experts(shape)
-    return rank * (shape.num_layers * layer + sum(linear[HEAD]))
+    return rank * (shape.num_layers * layer + shape.other_weights[1] + sum(linear[HEAD]))
 
 
 def _adapted_experts(shape: DecoderShape) -> int:

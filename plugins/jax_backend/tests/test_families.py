@@ -1,5 +1,6 @@
 """Each family against transformers, and how families are found."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import ClassVar
 
 import pytest
 from few_programs import make_jax_cache
-from jax_harness import as_shipped
+from jax_harness import add_model, as_shipped, make_backend
+from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
-from tinsmith import ConfigError
+from tinsmith import ConfigError, Failed, LoraConfig, SampleOutput
 from tinsmith_jax import ModelConfig, decoder, family
 from tinsmith_jax.families import read_config
+from tinsmith_jax.sampling_values import Drawn
+from tinsmith_jax.slots import Slot
 from tinsmith_jax.testing import TINY, FamilyContract
 
 WINDOW = 40
@@ -92,6 +96,60 @@ class TestGptOss(OneCache):
         "num_experts_per_tok": 2,
         "swiglu_limit": 1.0,
     }
+
+
+class TestHybridQwen35(OneCache):
+    """Two periods of the pattern, with more heads of values than of keys."""
+
+    architecture = "Qwen3_5ForCausalLM"
+    settings: ClassVar = {
+        "num_hidden_layers": 4,
+        "initializer_range": 0.08,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    }
+
+    @pytest.mark.thorough
+    async def test_samples_keep_their_bits_in_company(
+        self, model_path: Path, jax_cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also beside a request that fails when a step has been computed already: the others take the step again."""
+        backend = make_backend(model_path, jax_cache, decode_slots=3)
+        add_model(backend, "m", LoraConfig(rank=4, seed=1), random_B=True)
+        await backend.load_snapshot(backend.publish("m", "s"))
+        ops = [
+            make_sample(prompt(length, seed=length), snapshot, num_samples=number, max_tokens=9, prompt_logprobs=True)
+            for length, number, snapshot in ((70, 1, "s"), (1, 2, None), (64, 1, "s"), (130, 3, "s"), (131, 1, None))
+        ]
+        alone = [await sample(backend, op) for op in ops]
+        for output, expected in zip(await sample_all(backend, ops), alone, strict=True):
+            assert_same_sequences(output, expected)
+
+        def fail_at_second(slot: Slot, drawn: Drawn, row: int) -> None:
+            assert slot.draw is not None
+            if slot.request.op is ops[0] and slot.draw.tokens:
+                msg = "as told"
+                raise RuntimeError(msg)
+            take(slot, drawn, row)
+
+        take = Slot.take
+        monkeypatch.setattr(Slot, "take", fail_at_second)
+        failed, *others = await asyncio.gather(*map(backend.sample, ops))
+        assert isinstance(failed, Failed)
+        for other, expected in zip(others, alone[1:], strict=True):
+            assert isinstance(other, SampleOutput)
+            assert_same_sequences(other, expected)
+        backend.close()
+
+
+@pytest.mark.thorough
+class TestHybridQwen35Moe(OneCache):
+    architecture = "Qwen3_5MoeForCausalLM"
+    settings: ClassVar = {**TestHybridQwen35.settings, **EXPERTS}
 
 
 class TestMistral(OneCache):
@@ -208,6 +266,7 @@ def test_two_families_cannot_describe_one_class(tmp_path: Path) -> None:
             {"rope_parameters": {"rope_theta": 1.0}},
             "it must have sliding_attention and full",
         ),
+        ("Qwen3_5ForCausalLM", {"layer_types": ["linear_attention"] * 2}, "names no layer that attends"),
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
     ],
 )

@@ -73,6 +73,7 @@ def gap(found: Array, expected: Array) -> float:
     return float(np.linalg.norm(np.asarray(found) - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("wide")
 def test_chunks_of_packed_sequences_agree_with_the_rule_token_by_token() -> None:
     alone = sequences(np.float64)
@@ -151,6 +152,7 @@ def test_a_sequence_keeps_its_bits_whatever_its_neighbours_hold() -> None:
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_nothing_of_a_gradient_reaches_a_neighbour() -> None:
     stream, first_n, places = packed(sequences())
     mixed = stream.v.reshape(len(stream.v), -1)
@@ -178,6 +180,7 @@ def test_a_prompt_may_be_read_in_parts_with_padding() -> None:
     assert gap(state, np.asarray(expected_state)) < 1e-5
 
 
+@pytest.mark.thorough
 def test_sizes_of_chunks_agree() -> None:
     stream, first_n, _ = packed(sequences())
     whole, parts = (jax.jit(gated_delta, static_argnames="chunk")(stream, first_n, chunk=chunk) for chunk in (TILE, 16))

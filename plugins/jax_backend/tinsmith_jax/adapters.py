@@ -1,9 +1,9 @@
 """LoRA adapters as pytrees: shapes, seeded initial values, canonical (PEFT) names, stacks of adapters, snapshots.
 
 An adapter is {"layers": {module: (A [L, in, r], B [L, r, out])}, "head": (A [H, r], B [r, V])} in float32. Modules are
-q, k, v, o, gate, up, down, and those of the shared expert where a model has one. r is the adapter's rank padded to its
-rank class, which depends on that rank alone. Padding and untrained modules are zero in both A and B: they change no
-output, and their gradient is exactly zero.
+q, k, v, o, gate, up, down, those of the gated delta rule, and those of the shared expert where a model has one; L are
+the layers that have the module. r is the adapter's rank padded to its rank class, which depends on that rank alone.
+Padding and untrained modules are zero in both A and B: they change no output, and their gradient is exactly zero.
 
 Of a model with experts, the factors that face the experts' inner values are each expert's own: B of gate and up is
 [L, E, r, I], A of down is [L, E, I, r]. The experts share the other ones.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith import Array, LoraConfig, Snapshot, UserError
-from tinsmith.huggingface import ATTENTION, EXPERTS, HEAD, MLP, SHARED_EXPERT, draw_lora_A, weight_name
+from tinsmith.huggingface import ATTENTION, DELTA, EXPERTS, HEAD, MLP, SHARED_EXPERT, draw_lora_A, weight_name
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.model_config import ModelConfig
 
@@ -28,18 +28,20 @@ Adapter = Jax  # a pytree as above, of jax or NumPy arrays
 HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), (*ATTENTION, *MLP), strict=True))
 """Where a dense model has each module."""
 _SHARED: Mapping[str, str] = dict(zip(("shared_gate", "shared_up", "shared_down"), SHARED_EXPERT, strict=True))
-_ATTENTION = frozenset({"q", "k", "v", "o"})
+_DELTA: Mapping[str, str] = dict(zip(("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_o"), DELTA, strict=True))
+_ATTENTION = frozenset({"q", "k", "v", "o", *_DELTA})
 _COPYING: Final = 4  # threads that copy weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Module:
-    """A module of every layer. `own` is the factor that each expert has for itself: "A" or "B"."""
+    """A module of the layers that have it. `own` is the factor that each expert has for itself: "A" or "B"."""
 
     name: str
     path: str
     size_in: int
     size_out: int
+    layers: tuple[int, ...]
     own: str | None = None
     num_experts: int = 0
 
@@ -56,25 +58,29 @@ class _Module:
 
 def _modules(config: ModelConfig) -> tuple[_Module, ...]:
     shapes = config.linear_shapes()
+    paths = {**HF_MODULES, **(_DELTA if config.delta is not None else {}), **_SHARED}
     plain = [
-        _Module(name=name, path=path, size_in=shapes[path][0], size_out=shapes[path][1])
-        for name, path in {**HF_MODULES, **_SHARED}.items()
-        if path in config.plain_modules
+        _Module(
+            name=name, path=path, size_in=shapes[path][0], size_out=shapes[path][1], layers=config.layers_with(name)
+        )
+        for name, path in paths.items()
+        if path in (*config.plain_modules, *DELTA)
     ]
     if config.experts is None:
         return tuple(plain)
     hidden, inner, number = config.hidden_size, config.experts.intermediate_size, config.experts.num_experts
     gate, up, down = EXPERTS
+    every = tuple(range(config.num_layers))
     return (
         *plain,
-        _Module(name="gate", path=gate, size_in=hidden, size_out=inner, own="B", num_experts=number),
-        _Module(name="up", path=up, size_in=hidden, size_out=inner, own="B", num_experts=number),
-        _Module(name="down", path=down, size_in=inner, size_out=hidden, own="A", num_experts=number),
+        _Module(name="gate", path=gate, size_in=hidden, size_out=inner, layers=every, own="B", num_experts=number),
+        _Module(name="up", path=up, size_in=hidden, size_out=inner, layers=every, own="B", num_experts=number),
+        _Module(name="down", path=down, size_in=inner, size_out=hidden, layers=every, own="A", num_experts=number),
     )
 
 
 def layer_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the modules of every layer that an adapter may train."""
+    """Return the names of the layers' modules that an adapter may train."""
     return tuple(module.name for module in _modules(config))
 
 
@@ -109,7 +115,8 @@ class JaxSnapshot(DeviceSnapshot):
 
 def trained_modules(lora: LoraConfig) -> frozenset[str]:
     """Return the names of the modules that the flags select; the output head is "head"."""
-    names = {name for name in (*HF_MODULES, *_SHARED) if (lora.train_attn if name in _ATTENTION else lora.train_mlp)}
+    every = (*HF_MODULES, *_DELTA, *_SHARED)
+    names = {name for name in every if (lora.train_attn if name in _ATTENTION else lora.train_mlp)}
     return frozenset(names | {"head"} if lora.train_unembed else names)
 
 
@@ -118,8 +125,8 @@ def shapes(config: ModelConfig, rank: int) -> Adapter:
     layers = {}
     for module in _modules(config):
         own_A, own_B = module.own_axes
-        A = _f32(config.num_layers, *own_A, module.size_in, rank)
-        layers[module.name] = (A, _f32(config.num_layers, *own_B, rank, module.size_out))
+        A = _f32(len(module.layers), *own_A, module.size_in, rank)
+        layers[module.name] = (A, _f32(len(module.layers), *own_B, rank, module.size_out))
     head = (_f32(config.hidden_size, rank), _f32(rank, config.vocab_size))
     return {"layers": layers, "head": head}
 
@@ -140,9 +147,10 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
     for module in _modules(config):
         if module.name in trained:
             A = adapter["layers"][module.name][0]
-            for index in np.ndindex(A.shape[:-2]):  # a layer, or an expert of a layer
-                layer, expert = (*index, None)[:2]
-                A[index][:, : lora.rank] = draw_lora_A(lora, module.path, layer, module.size_in, expert=expert).T
+            for place in np.ndindex(A.shape[:-2]):  # a layer, or an expert of a layer
+                index, expert = (*place, None)[:2]
+                layer = module.layers[index]
+                A[place][:, : lora.rank] = draw_lora_A(lora, module.path, layer, module.size_in, expert=expert).T
     if "head" in trained:
         A = adapter["head"][0]
         A[:, : lora.rank] = draw_lora_A(lora, HEAD, 0, A.shape[0]).T
@@ -157,7 +165,7 @@ class Location(NamedTuple):
 
     module: str  # or "head"
     side: int  # 0: A, 1: B
-    layer: int  # 0 for the head
+    layer: int  # among those that have the module; 0 for the head
 
     def leaf_of(self, adapter: Adapter) -> Jax:
         """Return the array that holds it: [L, ...], or the head's, which is of no layer."""
@@ -174,8 +182,8 @@ def locations(lora: LoraConfig, config: ModelConfig) -> dict[str, Location]:
     trained, found = trained_modules(lora), dict[str, Location]()
     for module in _modules(config):
         if module.name in trained:
-            for layer in range(config.num_layers):
-                found |= _pair_of(f"model.layers.{layer}.{module.path}", module.name, layer)
+            for index, layer in enumerate(module.layers):
+                found |= _pair_of(f"model.layers.{layer}.{module.path}", module.name, index)
     return found | _pair_of(HEAD, "head", 0) if "head" in trained else found
 
 

@@ -100,17 +100,18 @@ class Costs:
         linear = self.shape.linear_shapes()
         plain = (linear[path] for path in self.shape.plain_modules)
         matrices = sum(inputs * outputs for inputs, outputs in plain) + counts.experts
-        whole = counts.num_layers * (counts.layer - matrices) + counts.norm
+        whole = counts.num_layers * (counts.layer - matrices) + counts.norm + counts.others
         divided = counts.embedding + counts.head + counts.num_layers * matrices
         return (whole + divided // (self.computing.fsdp * self.computing.tensor)) * item
 
     def weights(self, rank: int) -> int:
         """An adapter's weights."""
-        return self._padded(rank) * FLOAT * sum(each.size * each.number // each.tensor for each in self._factors())
+        found = sum(each.size * each.number // each.tensor for each in self._factors())
+        return self._padded(rank) * FLOAT * (found + self.shape.other_weights[1])
 
     def state(self, rank: int) -> int:
         """Its gradients, and either of its moments: like its weights, and besides divided over `fsdp` where it can."""
-        total = 0
+        total = self.shape.other_weights[1]
         for each in self._factors():
             parts = self.computing.fsdp
             even = each.size % (parts * (each.tensor if each.same_axis else 1)) == 0
@@ -134,10 +135,14 @@ class Costs:
         return (slots + 1) * self.weights(self.max_lora_rank) // FLOAT * self.computing.value_item
 
     def pages(self, slots: int, context: int) -> int:
-        """Keys and values: of a sequence in each slot, and a page to copy from; one page is nobody's."""
+        """Keys and values: of a sequence in each slot, and a page to copy from; one page is nobody's.
+
+        And recurrent states, in the rows of `SamplingShape.states_per_shard`.
+        """
         number = 1 + slots * (-(-context // TILE) + 1)
-        values = 2 * self.shape.num_layers * self.shape.kv_size // self.computing.tensor
-        return number * TILE * values * self.computing.value_item
+        values = 2 * self.shape.attending_layers * self.shape.kv_size // self.computing.tensor
+        states = (1 + 3 * slots) * self.shape.state_size * FLOAT
+        return number * TILE * values * self.computing.value_item + states
 
     # While a program runs
 

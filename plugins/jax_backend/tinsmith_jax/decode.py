@@ -20,7 +20,7 @@ times the query heads per J), D = head dim, R = adapters, X = decode steps or ta
 i, r, o = in, rank, out of a LoRA.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tinsmith_jax import adapters, expert_sampling
+from tinsmith_jax import adapters, expert_sampling, recurrent
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged, row_products
@@ -42,10 +42,11 @@ from tinsmith_jax.layers import (
     rms_norm,
     rope,
     scaled,
+    scan_layers,
     with_kinds,
 )
 from tinsmith_jax.mesh import Axes, gathered
-from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.model_config import ModelConfig, mixes
 from tinsmith_jax.sampling_adapters import AdapterRows
 from tinsmith_jax.sampling_head import draw, prompt_scores, top_logprobs
 from tinsmith_jax.sampling_values import (
@@ -172,7 +173,7 @@ class InJax:
         def draw_next(cache: Cache, now: SlotState) -> tuple[Cache, tuple[jax.Array, ...], jax.Array | None]:
             # A row that has ended is computed on. Its result is dropped, and it writes where nothing is read before its
             # sequence's page is written by another.
-            tiles = TokenTiles(now.token_B[:, None], now.position_B, now.table_BG, now.adapter_B)
+            tiles = TokenTiles(now.token_B[:, None], now.position_B, now.table_BG, now.adapter_B, now.state_B2)
             cache, hidden_BTH, experts_BLC = _layers(how, base, lora, cache, tiles, num_used)
             logits_BV = _logits(head_VH, lora, hidden_BTH, axes)[:, 0]
             drawn: tuple[jax.Array, ...] = _each(draw_rows, num_used, (logits_BV, params, now.position_B + 1), axes)
@@ -252,6 +253,7 @@ def decode(how: Arithmetic, weights: Weights, cache: Cache, given: Dispatch) -> 
             token_B=jnp.where(active_B, token_B, now.token_B),
             position_B=jnp.where(active_B, now.position_B + 1, now.position_B),
             left_B=jnp.where(active_B & ~stopped_B, now.left_B - 1, 0),
+            state_B2=jnp.repeat(now.state_B2[:, 1:], 2, axis=1),
         )
         return cache, after, any_left(after), drawn
 
@@ -277,7 +279,8 @@ def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
     """Copy pages of a shard to others of it. The last ones may be padding: page 0 onto itself."""
 
     def one(x: jax.Array, cache: Cache) -> Cache:
-        return Cache(*(_copy_page(part, source_X[x], target_X[x]) for part in cache))
+        k_LPJDC, v_LPJCD = (_copy_page(part, source_X[x], target_X[x]) for part in cache.pages)
+        return Cache(k_LPJDC, v_LPJCD, cache.states)
 
     copied: Cache = lax.fori_loop(0, jnp.sum(target_X > 0), one, cache)
     return copied
@@ -303,6 +306,7 @@ def _layers(
     in_place = _MATRICES if axes.kernels.triton and T == 1 and axes.fsdp == 1 else {}
     stacked = {name: layers[name] for name in in_place if name in layers and row_products.even(layers[name])}
     layers = with_kinds({name: each for name, each in layers.items() if name not in stacked}, config)
+    layers = {**layers, **_indices(config)}
 
     def by_tile(compute: Callable[[jax.Array], jax.Array], x_N: jax.Array) -> jax.Array:
         """Reduce each tile of a prompt by itself: XLA:CPU compiles a reduction of many otherwise than of few."""
@@ -312,45 +316,55 @@ def _layers(
     def norm(x_NTH: jax.Array, weight_H: jax.Array) -> jax.Array:
         return by_tile(partial(rms_norm, weight=weight_H, eps=config.rms_norm_eps), x_NTH)
 
-    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Jax]) -> tuple[Jax, jax.Array | None]:
+    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[Jax]) -> tuple[Jax, jax.Array | None]:
         x_NTH, cache = carry
-        index, weights = scanned
+        (weights,) = scanned
+        mixer = _of_mixer(weights)
 
         def dense(x_NTi: jax.Array, name: str) -> jax.Array:
             if name not in stacked:
                 return _dense(x_NTi, axes.whole(weights[name], _MATRICES[name]))
-            product: jax.Array = row_products.dense(x_NTi[:, 0], stacked[name], index, interpret=axes.kernels.interpret)
+            product: jax.Array = row_products.dense(
+                x_NTi[:, 0], stacked[name], _index(weights, name), interpret=axes.kernels.interpret
+            )
             return product[:, None]
 
         def deltas(x_NTi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
-            return lora.deltas(x_NTi, [lora.resident["layers"][name] for name in names], index)
+            return lora.deltas(x_NTi, [lora.resident["layers"][name] for name in names], _index(weights, names[0]))
 
         def normed(x_NTH: jax.Array, name: str) -> jax.Array:
             return norm(x_NTH, weights[name]) if name in weights else x_NTH
 
         mlp = partial(_mlp, dense=dense, deltas=deltas, config=config)
+
+        def attention(h_NTH: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+            cos_sin, window = encoding.for_kind(weights.get("kind"))
+            qkv_NTo = plus_bias(dense(h_NTH, "qkv"), weights, "qkv_bias")
+            q_NThD, k_NTJD, v_NTJD, gate_NThD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
+            q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
+            q_NThD, k_NTJD = scaled(rope(q_NThD, *cos_sin), config), rope(k_NTJD, *cos_sin)
+            cache = _write(cache, mixer, tiles, count, k_NTJD, v_NTJD, axes)
+            out_NTo = gated(_attend(q_NThD, cache, mixer, tiles, count, window, weights.get("sinks"), axes), gate_NThD)
+            return dense(out_NTo, "o"), deltas(out_NTo, "o")[0], cache
+
+        delta = partial(
+            recurrent.mix,
+            layer=mixer, weights=weights, config=config, tiles=tiles, count=count, axes=axes,
+            dense=_dense, deltas=deltas, by_tile=by_tile,
+        )  # fmt: skip
+        mix = delta if "delta_in" in weights else attention
         add = partial(_add, weights=weights, norm=norm, config=config, axes=axes)
-        cos_sin, window = encoding.for_kind(weights.get("kind"))
-        h_NTH = normed(x_NTH, "input_norm")
-        qkv_NTo = plus_bias(dense(h_NTH, "qkv"), weights, "qkv_bias")
-        q_NThD, k_NTJD, v_NTJD, gate_NThD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
-        q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
-        q_NThD, k_NTJD = scaled(rope(q_NThD, *cos_sin), config), rope(k_NTJD, *cos_sin)
-        cache = _write(cache, index, tiles, count, k_NTJD, v_NTJD, axes)
-        out_NTo = gated(_attend(q_NThD, cache, index, tiles, count, window, weights.get("sinks"), axes), gate_NThD)
-        x_NTH = add(x_NTH, dense(out_NTo, "o"), deltas(out_NTo, "o")[0], "attention_out_norm", "o_bias")
+        product_NTH, delta_NTH, cache = mix(normed(x_NTH, "input_norm"), cache)
+        x_NTH = add(x_NTH, product_NTH, delta_NTH, "attention_out_norm", "o_bias")
         h_NTH = normed(x_NTH, "post_norm")
         if experts is not None:
-            mlp_NTH, chosen = _expert_mlp(h_NTH, index, weights, experts, config, lora, axes)
-            if "shared_down" in weights:
-                shared_NTH = axes.total(sum(mlp(h_NTH, "shared_")))
-                mlp_NTH += by_tile(partial(shared_weight, weights=weights), h_NTH) * shared_NTH
+            mlp_NTH, chosen = _expert_mlp(h_NTH, weights["index"], weights, experts, config, lora, axes)
+            mlp_NTH += _shared_expert(h_NTH, weights, mlp, by_tile, axes)
             returned = chosen.astype(expert_dtype(config)) if how.shape.returns_experts else None
             return (x_NTH + by_scale(normed(mlp_NTH, "mlp_out_norm"), config.residual_scale), cache), returned
         return (add(x_NTH, *mlp(h_NTH), "mlp_out_norm"), cache), None
 
-    scanned = (jnp.arange(config.num_layers), layers)
-    (x_NTH, cache), chosen = lax.scan(layer, (x_NTH, cache), scanned)
+    (x_NTH, cache), chosen = scan_layers(layer, (x_NTH, cache), (layers,), config)
     out_NTH = by_scale(norm(x_NTH, base["final_norm"]), config.logits_scale)
     return cache, out_NTH, None if chosen is None else jnp.swapaxes(chosen, 0, 1)
 
@@ -368,6 +382,39 @@ def _mlp(
     d_gate_NTo, d_up_NTo = deltas(h_NTH, f"{prefix}gate", f"{prefix}up")
     inner_NTo = activated(gate_NTo + d_gate_NTo, up_NTo + d_up_NTo, config)
     return dense(inner_NTo, f"{prefix}down"), deltas(inner_NTo, f"{prefix}down")[0]
+
+
+def _shared_expert(
+    h_NTH: jax.Array,
+    weights: Jax,
+    mlp: Callable[[jax.Array, str], tuple[jax.Array, jax.Array]],
+    by_tile: Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array],
+    axes: Axes,
+) -> jax.Array | int:
+    """Return what the expert adds that computes every token, or 0 if there is none."""
+    if "shared_down" not in weights:
+        return 0
+    shared_NTH: jax.Array = axes.total(sum(mlp(h_NTH, "shared_")))
+    return by_tile(partial(shared_weight, weights=weights), h_NTH) * shared_NTH
+
+
+def _indices(config: ModelConfig) -> dict[str, jax.Array]:
+    """Return each layer's index, and if mixers differ, that among the layers that have the same."""
+    found = {"index": jnp.arange(config.num_layers)}
+    if config.delta is not None:
+        own = {"attention_index": "qkv", "delta_index": "delta_in"}
+        found |= {name: jnp.arange(len(config.layers_with(weight))) for name, weight in own.items()}
+    return found
+
+
+def _of_mixer(weights: Mapping[str, Jax]) -> jax.Array:
+    index: jax.Array = weights.get("attention_index", weights.get("delta_index", weights["index"]))
+    return index
+
+
+def _index(weights: Mapping[str, Jax], name: str) -> jax.Array:
+    """Return where a matrix or a module of this layer lies among those of all layers that have it."""
+    return _of_mixer(weights) if mixes(name) else weights["index"]
 
 
 def _expert_mlp(
@@ -447,8 +494,8 @@ def _write(
     """
     if axes.kernels.triton:
         with jax.named_scope("write"):
-            pages = (*cache, layer, tiles.start_N, tiles.table_NG, count, k_NTJD, v_NTJD)
-            return Cache(*paged.write(*pages, interpret=axes.kernels.interpret))
+            pages = (*cache.pages, layer, tiles.start_N, tiles.table_NG, count, k_NTJD, v_NTJD)
+            return Cache(*paged.write(*pages, interpret=axes.kernels.interpret), cache.states)
     k_NJDT, v_NJTD = k_NTJD.transpose(0, 2, 3, 1), v_NTJD.transpose(0, 2, 1, 3)
     in_place = axes.kernels.equal_blocks or k_NTJD.shape[1] == PAGE
 
@@ -466,6 +513,7 @@ def _write(
         return Cache(
             put(cache.k_LPJDC, k_NJDT[n], (layer, page, 0, 0, first), 2),
             put(cache.v_LPJCD, v_NJTD[n], (layer, page, 0, first, 0), 1),
+            cache.states,
         )
 
     with jax.named_scope("write"):
@@ -506,7 +554,7 @@ def _attend(
     """Attend from each tile to its sequence: [N, T, heads * D]. The kernel for GPUs knows no windows and no sinks."""
     if axes.kernels.triton and window is None and sinks_h is None:
         with jax.named_scope("attend"):
-            pages = (*cache, layer, tiles.start_N, tiles.table_NG)
+            pages = (*cache.pages, layer, tiles.start_N, tiles.table_NG)
             attended: jax.Array = paged.attend(q_NThD, *pages, interpret=axes.kernels.interpret)
             return attended
 
@@ -543,7 +591,7 @@ def _attend_batch(
         max_NJQ, sum_NJQ, acc_NJQD = running
         key_C = jnp.arange(PAGE) + index * PAGE
         page_N = lax.dynamic_index_in_dim(table_NG, index, 1, keepdims=False)
-        k_NJDC, v_NJCD = (_read_pages(part, layer, page_N) for part in cache)
+        k_NJDC, v_NJCD = (_read_pages(part, layer, page_N) for part in cache.pages)
         v_NJCD = jnp.where((key_C <= end_N[:, None])[:, None, :, None], v_NJCD, 0)
         score_NJQC = jnp.einsum("njqd,njdc->njqc", q_NJQD, k_NJDC, preferred_element_type=jnp.float32) * D**-0.5
         seen_NQC = key_C <= limit_NQ[:, :, None]

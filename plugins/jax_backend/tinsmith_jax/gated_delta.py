@@ -15,6 +15,7 @@ Legend: T = tokens, n = tiles, c = tokens of a chunk, H = value heads, N = key h
 sizes of their heads, C = channels of the convolution, w = its width.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith_jax.jax_types import Jax
+from tinsmith_jax.model_config import DeltaRule, ModelConfig
 from tinsmith_jax.tiles import TILE
 
 _SMALL = 1e-6  # is added to the square of a length
@@ -70,10 +72,8 @@ def empty_state(inputs: DeltaInputs) -> Jax:
 def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     """Take a chunk of one sequence's tokens. Return the state [H, dk, dv] after them, and the output [c, H, dv]."""
     q, k, v, g, beta = _by_head(inputs)
-    c = v.shape[1]
+    decays = _decays(g)
     total = jnp.cumsum(g, axis=1)
-    earlier = np.tril(np.ones((c, c), np.bool_))
-    decays = jnp.exp(jnp.where(earlier, total[:, :, None] - total[:, None, :], -jnp.inf))
     system = _dot("hik,hjk->hij", k * beta[..., None], k) * decays
     shrunk = jnp.exp(total)[..., None]
     joined = jnp.concatenate([v, k * shrunk], axis=-1) * beta[..., None]
@@ -82,9 +82,21 @@ def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     corrections = values - _dot("hik,hkv->hiv", keys, state)
     scores = _dot("hik,hjk->hij", q, k) * decays
     out = _dot("hik,hkv->hiv", q * shrunk, state) + _dot("hij,hjv->hiv", scores, corrections)
-    left = jnp.exp(total[:, -1:] - total)[..., None]
+    left = decays[:, -1, :, None]
     new = state * jnp.exp(total[:, -1])[:, None, None] + _dot("hik,hiv->hkv", k * left, corrections)
     return new, out.transpose(1, 0, 2)
+
+
+def _decays(log_decay: Jax) -> Jax:
+    """Return how much of what token j has left in a state token i finds: [H, c, c], 0 if j comes later.
+
+    Each is a sum by itself. Differences of running sums would lose the digits of tokens that decay little, after one
+    that decays by much.
+    """
+    c = log_decay.shape[1]
+    earlier = np.tril(np.ones((c, c), np.bool_))
+    after = jnp.where(np.tril(earlier, -1), log_decay[:, :, None], 0)
+    return jnp.where(earlier, jnp.exp(_dot("im,hmj->hij", earlier.astype(after.dtype), after)), 0)
 
 
 def step(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
@@ -115,6 +127,39 @@ def _wide(dtype: Jax) -> Jax:
 
 def _dot(form: str, a: Jax, b: Jax) -> Jax:
     return jnp.einsum(form, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+# In a layer -----------------------------------------------------------------------------------------------------------
+
+
+DELTA_INPUTS = ("delta_qkv", "delta_z", "delta_b", "delta_a")
+"""The modules of adapters that read the input of a layer."""
+
+
+def projected(product: Jax, deltas: tuple[Jax, ...], delta: DeltaRule) -> tuple[Jax, ...]:
+    """Split the fused projection [..., size] and add the LoRA parts."""
+    parts = jnp.split(product, np.cumsum(delta.sizes[:-1]), axis=-1)
+    return tuple(part + own for part, own in zip(parts, deltas, strict=True))
+
+
+def inputs_of(mixed: Jax, b: Jax, a: Jax, weights: Mapping[str, Jax], config: ModelConfig) -> DeltaInputs:
+    """Return what the rule takes, given what the convolution gives [..., C], and [..., H] of each head."""
+    delta = config.delta
+    assert delta is not None, "the model has such layers"
+    keys = delta.key_heads * delta.key_dim
+    q, k, v = jnp.split(jax.nn.silu(mixed), (keys, 2 * keys), axis=-1)
+    q, k = (x.reshape(*x.shape[:-1], delta.key_heads, delta.key_dim) for x in (q, k))
+    v = v.reshape(*v.shape[:-1], delta.value_heads, delta.value_dim)
+    wide = _wide(a.dtype)
+    time = jax.nn.softplus(a.astype(wide) + weights["delta_step"].astype(wide))
+    return DeltaInputs(q, k, v, -jnp.exp(weights["delta_decay"].astype(wide)) * time, jax.nn.sigmoid(b))
+
+
+def with_gate(normed_Hv: Jax, gate: Jax) -> Jax:
+    """Gate the normed output [..., H, dv] of the rule by [..., H dv]: return [..., H dv]."""
+    wide = _wide(gate.dtype)
+    out: Jax = normed_Hv.reshape(gate.shape).astype(wide) * jax.nn.silu(gate.astype(wide))
+    return out.astype(gate.dtype)
 
 
 # The convolution ------------------------------------------------------------------------------------------------------

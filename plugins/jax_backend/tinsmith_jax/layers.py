@@ -103,6 +103,35 @@ class PositionEncoding(NamedTuple):
         return (cos, sin), jnp.array(self.windows, jnp.int32)[kind] if self.windows else None
 
 
+def scan_layers(
+    layer: Callable[[Jax, Jax], tuple[Jax, Jax]], carry: Jax, trees: tuple[Jax, ...], config: ModelConfig
+) -> tuple[Jax, Jax]:
+    """Scan over the layers. Each tree has dicts of what is stacked over the layers that have it, or is None.
+
+    If layers differ in what they have, the scan is over the periods of their pattern, whose layers follow each other.
+    """
+    period = config.period
+    if period == 1:
+        return jax.lax.scan(layer, carry, trees)
+    number = config.num_layers // period
+
+    def part(tree: Jax, place: int) -> Jax:
+        own = {name: config.layers_with(name) for name in tree or ()}
+        index = {name: layers.index(place) for name, layers in own.items() if place in layers}
+        return tree and {name: jax.tree.map(lambda x, at=at: x[at], tree[name]) for name, at in index.items()}
+
+    def layers_of_period(carry: Jax, given: tuple[Jax, ...]) -> tuple[Jax, Jax]:
+        found = []
+        for place in range(period):
+            carry, out = layer(carry, tuple(part(tree, place) for tree in given))
+            found.append(out)
+        return carry, jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+    given = jax.tree.map(lambda x: x.reshape(number, x.shape[0] // number, *x.shape[1:]), trees)
+    carry, out = jax.lax.scan(layers_of_period, carry, given)
+    return carry, jax.tree.map(lambda x: x.reshape(config.num_layers, *x.shape[2:]), out)
+
+
 def with_kinds(layers: Mapping[str, Jax], config: ModelConfig) -> Mapping[str, Jax]:
     """Add the kind of each layer to what a scan over the layers takes apart, if there are several."""
     return layers if len(config.kinds) == 1 else {**layers, "kind": jnp.array(config.pattern, jnp.int32)}

@@ -348,6 +348,11 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
     if axes.tensor > 1 and model.attention.qk_norm == "whole":
         msg = f"mesh {_text(axes)}: {model.class_name} normalises all heads together, so {TENSOR} must be 1; use {FSDP}"
         raise ConfigError(msg)
+    if axes.tensor > 1 and model.delta is not None:
+        msg = (
+            f"mesh {_text(axes)}: {TENSOR} does not divide the gated delta rule of {model.class_name}, so it must be 1"
+        )
+        raise ConfigError(f"{msg}; use {FSDP}")
     inner = {"intermediate_size": model.intermediate_size}
     if model.experts is not None:
         inner = {"num_experts": model.experts.num_experts}

@@ -9,19 +9,49 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import ATTENTION, DecoderShape, Json, Rope, decoder_shape, read_rope
+from tinsmith.huggingface import ATTENTION, DELTA, DecoderShape, Json, Rope, decoder_shape, read_rope
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """What the gate of an MLP passes through, as transformers names it."""
 
+_OF_ATTENTION: Final = frozenset(
+    {"qkv", "qkv_bias", "q_norm", "k_norm", "o_bias", "sinks", "q", "k", "v", "o", "attention_index"}
+)
+"""What only layers that attend have: weights, and modules of adapters."""
 _ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKind:
-    """Where layers of one model differ. Their weights have the same shapes."""
+class DeltaRule:
+    """The sizes of layers that mix tokens by the gated delta rule, after a short convolution, in place of attention."""
 
-    rope: Rope | None  # of the first 2 * len(inv_freq) dimensions of each head; None: positions are not encoded
+    key_heads: int
+    value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    width: int  # tokens that the convolution sees
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """The channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_size
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Of what a layer makes of its input: what is convolved, the gate, beta, and what the decay depends on."""
+        return self.mixed_size, self.value_size, self.value_heads, self.value_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """Where layers of one model differ. The weights of those that attend have the same shapes."""
+
+    delta: DeltaRule | None = None  # by which they mix tokens, in place of attention
+    rope: Rope | None = None  # of the first 2 * len(inv_freq) dimensions of each head; None: positions are not encoded
     window: int | None = None  # tokens that a token sees, itself included; None: all before it
 
 
@@ -93,14 +123,68 @@ class ModelConfig(DecoderShape):
 
     @property
     def vector_weights(self) -> int:
-        own = sum(size for _, size in self.vectors().values())
+        """Those of a layer that attends."""
+        own = sum(size for name, (_, size) in self.vectors().items() if not name.startswith("delta_"))
         if self.experts is None or not self.mixture.bias:
             return own
         return own + self.experts.num_experts * (2 * self.experts.intermediate_size + self.hidden_size)
 
+    @property
+    def attending_layers(self) -> int:
+        return len(self.layers_with("qkv"))
+
+    @property
+    def other_weights(self) -> tuple[int, int]:
+        if self.delta is None:
+            return 0, 0
+        linear, number = self.linear_shapes(), self.num_layers - self.attending_layers
+        found = []
+        for paths, by_delta in ((DELTA, True), (ATTENTION, False)):
+            sizes = [linear[path] for path in paths]
+            vectors = sum(
+                size
+                for name, (_, size) in self.vectors().items()
+                if mixes(name) and name.startswith("delta_") == by_delta
+            )
+            found.append((sum(i * o for i, o in sizes) + vectors, sum(i + o for i, o in sizes)))
+        (own, adapted), (attention, adapted_attention) = found
+        own += self.delta.mixed_size * self.delta.width
+        return number * (own - attention), number * (adapted - adapted_attention)
+
+    @property
+    def state_size(self) -> int:
+        if self.delta is None:
+            return 0
+        own = self.delta.value_size * self.delta.key_dim + (self.delta.width - 1) * self.delta.mixed_size
+        return (self.num_layers - self.attending_layers) * own
+
+    @property
+    def delta(self) -> DeltaRule | None:
+        """The rule of the layers that have one: there is at most one."""
+        return next((kind.delta for kind in self.kinds if kind.delta is not None), None)
+
+    @property
+    def period(self) -> int:
+        """After how many layers the order of attention and delta rule repeats, up to the last one."""
+        mixers = [self.kinds[kind].delta is None for kind in self.pattern]
+        return next(n for n in range(1, len(mixers) + 1) if mixers == mixers[:n] * (len(mixers) // n))
+
+    def layers_with(self, name: str) -> tuple[int, ...]:
+        """Return the layers that have a weight, or a module of adapters, named as in weights.py or adapters.py."""
+        if not mixes(name):
+            return tuple(range(self.num_layers))
+        by_delta = name.startswith("delta_")
+        return tuple(i for i, kind in enumerate(self.pattern) if (self.kinds[kind].delta is not None) == by_delta)
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         shapes = DecoderShape.linear_shapes(self)
-        return {**shapes, ATTENTION[0]: (self.hidden_size, 2 * self.q_size)} if self.attention.gated else shapes
+        if self.attention.gated:
+            shapes[ATTENTION[0]] = (self.hidden_size, 2 * self.q_size)
+        if self.delta is not None:
+            outputs = zip(DELTA[:-1], self.delta.sizes, strict=True)
+            shapes |= {path: (self.hidden_size, size) for path, size in outputs}
+            shapes[DELTA[-1]] = (self.delta.value_size, self.hidden_size)
+        return shapes
 
     def vectors(self) -> dict[str, tuple[tuple[str, ...], int]]:
         """Return the vectors of a layer by name: the tensors that are joined, and the size of the whole."""
@@ -120,6 +204,10 @@ class ModelConfig(DecoderShape):
             found["sinks"] = ("self_attn.sinks",), self.num_heads
         if self.experts is not None and self.mixture.bias:
             found["router_bias"] = (f"{self.mixture.router}.bias",), self.experts.num_experts
+        if self.delta is not None:
+            found["delta_decay"] = ("linear_attn.A_log",), self.delta.value_heads
+            found["delta_step"] = ("linear_attn.dt_bias",), self.delta.value_heads
+            found["delta_norm"] = ("linear_attn.norm.weight",), self.delta.value_dim
         return found
 
     def divided(self, parts: int) -> "ModelConfig":
@@ -129,6 +217,11 @@ class ModelConfig(DecoderShape):
             if parts == 1
             else replace(self, num_heads=self.num_heads // parts, num_kv_heads=self.num_kv_heads // parts)
         )
+
+
+def mixes(name: str) -> bool:
+    """Return whether such a weight, or module of adapters, belongs to what mixes tokens: attention or delta rule."""
+    return name in _OF_ATTENTION or name.startswith("delta_")
 
 
 def decoder(
@@ -153,6 +246,9 @@ def decoder(
         msg = f"{path}: layer_types must name one of {', '.join(kinds)} for each of the {shape.num_layers} layers"
         raise ConfigError(msg)
     used = [name for name in kinds if name in layer_types]
+    if all(kinds[name].delta is not None for name in used):
+        msg = f"{path}: layer_types names no layer that attends; at least one must"
+        raise ConfigError(msg)
     return ModelConfig(
         **{each.name: getattr(shape, each.name) for each in fields(shape)},
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),

@@ -84,6 +84,8 @@ class PromptReader:
         pages = self._slots.pages[prompt.shard]
         while not prompt.ready:
             start, tokens, key = prompt.num_read, prompt.next_tokens, prompt.next_key
+            if self._device.shape.recurrent:
+                key = None
             page = None if key is None or prompt.request.scores_tile(start, start + len(tokens)) else pages.find(key)
             if page is not None:
                 prompt.add(page)
@@ -95,7 +97,12 @@ class PromptReader:
             before = tuple(prompt.pages)
             prompt.add(page)
             return PromptTile(
-                shard=prompt.shard, start=start, tokens=tokens, pages=(*before, page), adapter=prompt.adapter
+                shard=prompt.shard,
+                start=start,
+                tokens=tokens,
+                pages=(*before, page),
+                adapter=prompt.adapter,
+                state=prompt.state,
             )
         return None
 

@@ -24,6 +24,7 @@ from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, dispatch_of, no_tiles
 from tinsmith_jax.sampling_values import (
+    NO_STATE,
     Drawn,
     ExpertsOfPages,
     PageCopy,
@@ -190,6 +191,7 @@ def sampling_device(
         rounds=limits.native and limits.dtype == "bfloat16",
         kept_pages=_kept_pages(limits, model) if limits.native else None,
         returns_experts=routing_replay and model.experts is not None,
+        recurrent=model.delta is not None,
         gathers_once=budget.gathers_once,
     )
     sampling_programs = SamplingPrograms(config=model, shape=shape, base_shapes=base, layout=layout)
@@ -204,10 +206,12 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     """Resolve the settings that are left open.
 
     On a CPU, a prompt's bits do not depend on how many tiles are read at a time: products of 64 rows and of more are
-    alike, and all else is done tile by tile. Not so with experts, whose rows are sorted: there, one size serves all.
+    alike, and all else is done tile by tile. Not so with experts, whose rows are sorted, nor with the gated delta rule,
+    for which XLA compiles the programs of one tile and of two differently: there, one size serves all.
     """
     on_cpu = limits.platform == "cpu"
     triton = limits.kernels.attention == "flash" and model.head_dim in paged.HEAD_SIZES
+    on_cpu_tiles = (1, 2) if model.experts is None and model.delta is None else (2,)
     return SamplingShape(
         num_shards=num_shards,
         slots_per_shard=config.decode_slots,
@@ -217,7 +221,7 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
         max_lora_rank=config.max_lora_rank,
         max_steps=config.decode_steps or (4 if on_cpu else 8),
         max_top=min(config.max_topk_logprobs, model.vocab_size),
-        prefill_tiles=((1, 2) if model.experts is None else (2,)) if on_cpu else ((2, 8, 32) if triton else (2, 4, 8)),
+        prefill_tiles=on_cpu_tiles if on_cpu else ((2, 8, 32) if triton else (2, 4, 8)),
         dtype=limits.value_dtype,
         triton=triton,
     )
@@ -232,4 +236,5 @@ def _pack(of_shards: Sequence[Sequence[PromptTile]], num_tiles: int, shape: Samp
             packed.start_N[n] = tile.start
             packed.table_NG[n, : len(tile.pages)] = tile.pages
             packed.adapter_N[n] = tile.adapter
+            packed.state_N2[n] = NO_STATE if tile.start == 0 else tile.state, tile.state
     return packed

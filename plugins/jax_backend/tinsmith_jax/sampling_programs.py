@@ -26,10 +26,12 @@ from tinsmith_jax.sampling_values import (
     SamplingShape,
     SlotInput,
     SlotState,
+    States,
     Switches,
     TokenTiles,
     Weights,
     cache_shapes,
+    state_shapes,
 )
 from tinsmith_jax.tiles import TILE
 
@@ -195,9 +197,16 @@ class SamplingPrograms:
 
     @property
     def cache(self) -> Cache:
-        """Return the shapes of keys and values."""
-        shapes = cache_shapes(self.config, self.shape.num_shards * self.shape.pages_per_shard)
-        return Cache(*(_shape(shape, self.shape.dtype) for shape in shapes))
+        """Return the shapes of keys and values, and of recurrent states."""
+        shape, delta = self.shape, self.config.delta
+        pages = cache_shapes(self.config, shape.num_shards * shape.pages_per_shard)
+        states = None
+        if delta is not None:
+            number = len(self.config.layers_with("delta_in"))
+            rule, tail = state_shapes(delta, number, shape.num_shards * shape.states_per_shard)
+            states = States(_shape(rule, "float32"), _shape(tail, shape.dtype))
+        k_LPJDC, v_LPJCD = (_shape(each, shape.dtype) for each in pages)
+        return Cache(k_LPJDC, v_LPJCD, states)
 
     @property
     def resident(self) -> adapters.Adapter:
@@ -213,7 +222,15 @@ def dispatch_of(slots: SlotInput, num_steps: int) -> Dispatch:
     running = slots.left > 0
     truncated = ((slots.top_k > 0) | (slots.top_p < 1)) & running
     return Dispatch(
-        SlotState(slots.tokens, slots.positions, slots.left, slots.stop_tokens, slots.tables, slots.adapters),
+        SlotState(
+            slots.tokens,
+            slots.positions,
+            slots.left,
+            slots.stop_tokens,
+            slots.tables,
+            slots.adapters,
+            slots.states,
+        ),
         RowParams(slots.seed_words, slots.sample_index, slots.temperature, slots.top_k, slots.top_p),
         Switches(np.int32(num_steps), np.bool_(truncated.any()), np.bool_(slots.any_top)),
     )
@@ -227,6 +244,7 @@ def no_tiles(shape: SamplingShape, num_tiles: int) -> TokenTiles:
         np.full(count, -1, np.int32),
         np.zeros((count, shape.pages_per_sequence), np.int32),
         np.full(count, BASE_MODEL, np.int32),
+        np.zeros((count, 2), np.int32),
     )
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tinsmith import Array, FloatArray, IntArray, TokenArray
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.choice import Kernels
-from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.model_config import DeltaRule, ModelConfig
 from tinsmith_jax.tiles import TILE
 
 PAGE: Final = TILE
@@ -25,6 +25,8 @@ STOP_TABLE: Final = 8
 """Stop tokens per slot that the device checks. The host checks all of them; the table only avoids wasted steps."""
 BASE_MODEL: Final = -1
 """In the place of an adapter's row."""
+NO_STATE: Final = -1
+"""In the place of a row of recurrent states: a sequence begins."""
 
 WordArray = npt.NDArray[np.uint32]
 ExpertsOfPages = Mapping[tuple[int, int], Array]
@@ -37,13 +39,22 @@ def pages_of(num_tokens: int) -> int:
 
 def cache_shapes(config: ModelConfig, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return [L, P, J, D, C] of keys and [L, P, J, C, D] of values."""
-    pages = (config.num_layers, num_pages, config.num_kv_heads)
+    pages = (len(config.layers_with("qkv")), num_pages, config.num_kv_heads)
     return (*pages, config.head_dim, PAGE), (*pages, PAGE, config.head_dim)
 
 
 def page_bytes(config: ModelConfig) -> int:
     """Return what a page takes in float32."""
     return sum(4 * math.prod(shape) for shape in cache_shapes(config, 1))
+
+
+def state_shapes(delta: DeltaRule, num_layers: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return [M, S, heads, dk, dv] of recurrent states, and [M, S, w - 1, channels] of what a convolution goes on from.
+
+    M = layers with the gated delta rule, S = rows.
+    """
+    rows = (num_layers, num_rows)
+    return (*rows, delta.value_heads, delta.key_dim, delta.value_dim), (*rows, delta.width - 1, delta.mixed_size)
 
 
 def experts_of_token(config: ModelConfig) -> tuple[int, int]:
@@ -79,6 +90,7 @@ class SamplingShape:
     kept_pages: int | None = None  # of each shard, that stay for what they hold when nobody uses them; None: all
     gathers_once: bool = False  # all weights for a decoding dispatch, instead of a layer's for each layer and step
     returns_experts: bool = False  # that compute each token
+    recurrent: bool = False  # some layers have a state of each sequence, so nobody goes on from another's pages
 
     @property
     def num_slots(self) -> int:
@@ -97,6 +109,19 @@ class SamplingShape:
     def pages_at_most(self, num_tokens: int) -> int:
         """Return the most pages that a sequence needs: its own, and one of its prompt to copy from."""
         return pages_of(num_tokens) + 1
+
+    @property
+    def states_per_shard(self) -> int:
+        """Rows of recurrent states: one that nobody reads, one for each prompt, two for each slot."""
+        return 1 + 3 * self.slots_per_shard
+
+    def states_of(self, slot: int) -> tuple[int, int]:
+        """Return a slot's two rows on its shard, which its dispatches write in turn: one that failed has lost nothing.
+
+        Before them come those of the prompts.
+        """
+        first = 1 + self.slots_per_shard + 2 * (slot % self.slots_per_shard)
+        return first, first + 1
 
     @property
     def adapters_per_shard(self) -> int:
@@ -131,6 +156,7 @@ class PromptTile:
     tokens: TokenArray
     pages: tuple[int, ...]  # of the prompt on the shard; this tile fills the last one
     adapter: int = BASE_MODEL  # the adapter's row on the shard
+    state: int = 0  # the prompt's row of recurrent states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +176,7 @@ class SlotInput:
     stop_tokens: TokenArray  # [B, STOP_TABLE], -1 = none
     tables: TokenArray  # [B, pages_per_sequence]: pages on the row's shard
     adapters: TokenArray  # rows on the shard, or BASE_MODEL
+    states: TokenArray  # [B, 2]: rows of recurrent states, to read first and to write; NO_STATE before the first token
     seed_words: WordArray  # [B, 2]
     sample_index: WordArray
     temperature: FloatArray
@@ -171,6 +198,7 @@ class SlotInput:
             stop_tokens=np.full((num_slots, STOP_TABLE), -1, np.int32),
             tables=np.zeros((num_slots, shape.pages_per_sequence), np.int32),
             adapters=np.full(num_slots, BASE_MODEL, np.int32),
+            states=np.zeros((num_slots, 2), np.int32),
             seed_words=np.zeros((num_slots, 2), np.uint32),
             sample_index=np.zeros(num_slots, np.uint32),
             temperature=np.ones(num_slots, np.float32),
@@ -209,6 +237,18 @@ class Cache(NamedTuple):
 
     k_LPJDC: Jax
     v_LPJCD: Jax
+    states: "States | None" = None  # of models with the gated delta rule
+
+    @property
+    def pages(self) -> tuple[Jax, Jax]:
+        return self.k_LPJDC, self.v_LPJCD
+
+
+class States(NamedTuple):
+    """Where sequences are in the layers with the gated delta rule; see `state_shapes`. Row 0 is never read."""
+
+    rule: Jax  # float32
+    tail: Jax  # the last inputs of the convolution
 
 
 class TokenTiles(NamedTuple):
@@ -218,6 +258,7 @@ class TokenTiles(NamedTuple):
     start_N: Jax  # position of a tile's first token, in padding -1
     table_NG: Jax  # the pages of its sequence; a tile of a prompt fills one, and those of one prompt come in order
     adapter_N: Jax  # row of its adapter, or BASE_MODEL
+    state_N2: Jax  # rows of recurrent states, to read and to write; one prompt's tiles have the same
 
 
 class SlotState(NamedTuple):
@@ -229,6 +270,7 @@ class SlotState(NamedTuple):
     stop_BX: Jax  # STOP_TABLE stop tokens, padded with -1
     table_BG: Jax  # the pages of its sequence
     adapter_B: Jax  # row of its adapter, or BASE_MODEL
+    state_B2: Jax  # rows of recurrent states, to read and to write
 
 
 class RowParams(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tinsmith import TokenArray
 from tinsmith_jax.pages import Pages, PrefixKey, Rows
 from tinsmith_jax.requests import Draw, DrawQueue, Request
-from tinsmith_jax.sampling_values import BASE_MODEL, PAGE, STOP_TABLE, Drawn, SamplerDevice, SlotInput
+from tinsmith_jax.sampling_values import BASE_MODEL, NO_STATE, PAGE, STOP_TABLE, Drawn, SamplerDevice, SlotInput
 from tinsmith_jax.suspects import Suspects
 
 
@@ -29,6 +29,7 @@ class Prompt:
         self.rest: int | None = None
         self.num_cached = 0  # tokens of pages that had been read before
         self.num_users = 0
+        self.state = 0  # its row of recurrent states on the shard
         self._key = PrefixKey.first(request.serial, request.op.sampling_session_id)
 
     @property
@@ -77,6 +78,8 @@ class Slot:
     draw: Draw | None = None
     prompt: Prompt | None = None
     own: list[int] | None = None  # pages after the prompt's full ones; None until it has begun
+    states: tuple[int, int] = (0, 0)  # rows of recurrent states: of the last dispatch, and for the next one
+    decoded: bool = False  # the first of them holds something
 
     @property
     def request(self) -> Request:
@@ -92,6 +95,7 @@ class Slot:
         """Take over what a dispatch has drawn in a row."""
         assert self.draw is not None, "a running slot is occupied"
         self.draw.take(drawn, row)
+        self.states, self.decoded = self.states[::-1], True
 
     @property
     def table(self) -> list[int]:
@@ -121,6 +125,8 @@ class Slot:
         given.stop_tokens[row, : len(stop)] = stop
         given.tables[row, : len(table)] = table
         given.adapters[row] = prompt.adapter
+        before = prompt.state if prompt.num_read else NO_STATE
+        given.states[row] = self.states[0] if self.decoded else before, self.states[1]
         given.seed_words[row] = (params.seed >> 32, params.seed & 0xFFFFFFFF)
         given.sample_index[row] = draw.index
         given.temperature[row] = params.temperature
@@ -135,7 +141,10 @@ class Slots:
     def __init__(self, device: SamplerDevice, suspects: Suspects) -> None:
         self._device, self._suspects = device, suspects
         shape = self._shape = device.shape
-        self._slots = [Slot(index=index, shard=shape.shard_of(index)) for index in range(shape.num_slots)]
+        self._slots = [
+            Slot(index=index, shard=shape.shard_of(index), states=shape.states_of(index))
+            for index in range(shape.num_slots)
+        ]
         self.clear()
 
     def clear(self) -> None:
@@ -178,6 +187,7 @@ class Slots:
             slot.draw = draw
             slot.prompt = self._prompt(draw.request, slot.shard)
             slot.prompt.num_users += 1
+            slot.decoded = False
 
     def leave(self, slot: Slot) -> None:
         """Empty a slot. The last one that uses a prompt gives it up."""
@@ -232,6 +242,8 @@ class Slots:
         known = self._prompts.get((request, shard))
         if known is None:
             known = Prompt(request, shard, self._adapter_row(request, shard))
+            taken = {prompt.state for prompt in self.prompts if prompt.shard == shard}
+            known.state = next(row for row in range(1, self._shape.slots_per_shard + 1) if row not in taken)
             self._prompts[request, shard] = known
         return known
 

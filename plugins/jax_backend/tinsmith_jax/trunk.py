@@ -13,9 +13,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from tinsmith_jax import gated_delta
 from tinsmith_jax.attention import packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
+from tinsmith_jax.gated_delta import DELTA_INPUTS
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import (
     Lora,
@@ -33,6 +35,7 @@ from tinsmith_jax.layers import (
     rms_norm,
     rope,
     scaled,
+    scan_layers,
     with_kinds,
 )
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
@@ -76,7 +79,8 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
 
     def layer(x_TH: Jax, per_layer: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         weights, adapter, layer_sums = per_layer
-        x_TH = kept(_attention_block(x_TH, weights, config, adapter, layer_sums, tiles, axes, where))
+        mix = _attention_block if "qkv" in weights else _delta_block
+        x_TH = kept(mix(x_TH, weights, config, adapter, layer_sums, tiles, axes, where))
         if experts is not None:
             assert config.experts is not None
             x_TH, chosen_TC = _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes)
@@ -91,7 +95,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     elif axes.fsdp > 1:
         body = jax.checkpoint(layer, prevent_cse=False, policy=is_kept)
     start_TH = by_scale(embed(base["embed"], tokens_T, axes), config.embedding_scale)
-    x_TH, load_LnE = jax.lax.scan(body, start_TH, (layers, adapters["layers"], sums))
+    x_TH, load_LnE = scan_layers(body, start_TH, (layers, adapters["layers"], sums), config)
     out_TH = rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
     return by_scale(out_TH, config.logits_scale), load_LnE
 
@@ -175,6 +179,32 @@ def _attention_block(
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles, axes, "inputs")
     product = plus_bias(axes.leave_tensor(attended @ axes.whole(weights["o"], 1)), weights, "o_bias")
     return _add(x_TH, (product, delta), weights, "attention_out_norm", config)
+
+
+def _delta_block(  # as _attention_block
+    x_TH: Jax,
+    weights: Jax,
+    config: ModelConfig,
+    adapter: Jax,
+    sums: Jax,
+    tiles: Tiles,
+    axes: Axes,
+    where: tuple[PositionEncoding, Jax],
+) -> Jax:
+    _, first_n = where
+    assert config.delta is not None, "the layer has weights of it"
+    h_TH = normed(x_TH, weights, "input_norm", config)
+    deltas = lora_delta(h_TH, lora_of(DELTA_INPUTS, adapter, sums), tiles, axes, "outputs")
+    mixed, gate, b, a = kept(gated_delta.projected(h_TH @ weights["delta_in"], deltas, config.delta))
+    inputs = gated_delta.inputs_of(gated_delta.convolved(mixed, weights["delta_conv"], first_n), b, a, weights, config)
+    out_THv = by_tile(
+        partial(rms_norm, weight=weights["delta_norm"], eps=config.rms_norm_eps),
+        gated_delta.gated_delta(inputs, first_n),
+        axes.kernels,
+    )
+    out_TV = gated_delta.with_gate(out_THv, gate)
+    (delta,) = lora_delta(out_TV, lora_of(("delta_o",), adapter, sums), tiles, axes, "inputs")
+    return _add(x_TH, (out_TV @ weights["delta_o"], delta), weights, "attention_out_norm", config)
 
 
 def _add(x_TH: Jax, parts: tuple[Jax, ...], weights: Jax, norm: str, config: ModelConfig) -> Jax:

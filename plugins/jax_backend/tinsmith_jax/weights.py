@@ -13,6 +13,10 @@ Which norms and biases there are, `ModelConfig.vectors` says. Norms whose weight
 Matrices are of the type that is asked for; or all of bfloat16 beside norms of float32, if the files have them so and
 the kernels widen them where they multiply.
 
+A model with the gated delta rule in some layers has for these "delta_in" [L, H, qkv + z + b + a], "delta_o",
+"delta_conv" [L, C, w], "delta_decay" and "delta_step" [L, value heads], and "delta_norm"; L counts the layers that have
+the weight.
+
 A model with E experts has, in place of the last two, "router" [L, H, E], "expert_gate_up" [L, E, H, 2 I] and
 "expert_down" [L, E, I, H]. If an expert computes every token, it is "shared_gate_up" and "shared_down", and
 "shared_weight" [L, H, 1] gives its gate.
@@ -26,11 +30,11 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
 from tinsmith import Array, Progress
-from tinsmith.huggingface import SHARED_EXPERT, WeightFiles
+from tinsmith.huggingface import DELTA, SHARED_EXPERT, WeightFiles
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import empty
 from tinsmith_jax.mesh import VOCABULARY, Index, Layout, Spec, base_specs, put_parts
-from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.model_config import DeltaRule, ModelConfig
 
 Base = Jax
 
@@ -47,6 +51,7 @@ _DENSE: Mapping[str, Sequence[str]] = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+_DELTA: Mapping[str, Sequence[str]] = {"delta_in": DELTA[:-1], "delta_o": DELTA[-1:]}
 _SHARED: Mapping[str, Sequence[str]] = {
     "shared_gate_up": SHARED_EXPERT[:2],
     "shared_down": SHARED_EXPERT[2:],
@@ -100,6 +105,8 @@ class _Loader:
             if config.experts.shared_size:
                 self._matrices = {**self._matrices, **_SHARED}
                 self._shapes["mlp.shared_expert_gate"] = (config.hidden_size, 1)
+        if config.delta is not None:
+            self._matrices = {**self._matrices, **_DELTA}
 
     def load(self, progress: Progress) -> Base:
         config = self._config
@@ -110,7 +117,7 @@ class _Loader:
         layers: dict[str, Jax] = {}
         for name, modules in self._matrices.items():
             progress("loading weights", done / total)
-            layers[name] = self._matrix(modules, specs[name])
+            layers[name] = self._matrix(name, modules, specs[name])
             done += 1
         for name, modules in self._experts.items():
             progress("loading weights", done / total)
@@ -120,7 +127,9 @@ class _Loader:
         for name in biases:
             layers[name] = self._expert_bias(self._experts[name.removesuffix("_bias")], specs[name])
         for name, (parts, size) in vectors.items():
-            layers[name] = self._vectors(parts, size, specs[name])
+            layers[name] = self._vectors(name, parts, size, specs[name])
+        if config.delta is not None:
+            layers["delta_conv"] = self._convolutions(config.delta)
         progress("loading weights", done / total)
         embed = self._vocabulary("model.embed_tokens.weight")
         head = embed if config.tied else self._vocabulary("lm_head.weight")
@@ -144,9 +153,10 @@ class _Loader:
         shape = (self._config.vocab_size, self._config.hidden_size)
         return self._put(shape, VOCABULARY, lambda index: np.ascontiguousarray(self._read(name, shape, index)))
 
-    def _vectors(self, parts: Sequence[str], size: int, spec: Spec) -> Jax:
+    def _vectors(self, name: str, parts: Sequence[str], size: int, spec: Spec) -> Jax:
         """Load norms, sinks, or biases, which are joined as the matrices are."""
-        linear = self._shapes
+        linear, own_layers = self._shapes, self._config.layers_with(name)
+        has_offset = name.endswith("norm") and name != "delta_norm"
         sizes = [size] if len(parts) == 1 else [linear[part.removesuffix(".bias")][1] for part in parts]
 
         def part(index: Index) -> Array:
@@ -155,42 +165,53 @@ class _Loader:
             found = [
                 np.concatenate(
                     [
-                        self._read(f"model.layers.{i}.{name}", (whole,), (cut,))
-                        for name, whole, cut in zip(parts, sizes, own, strict=True)
+                        self._read(f"model.layers.{i}.{part}", (whole,), (cut,))
+                        for part, whole, cut in zip(parts, sizes, own, strict=True)
                     ]
                 )
-                for i in range(layers.start, layers.stop)
+                for i in own_layers[layers]
             ]
-            return self._norm(np.stack(found)) if parts[0].endswith(".weight") else np.stack(found)
+            return self._norm(np.stack(found)) if has_offset else np.stack(found)
 
-        return self._put((self._config.num_layers, size), spec, part)
+        return self._put((len(own_layers), size), spec, part)
+
+    def _convolutions(self, delta: DeltaRule) -> Jax:
+        """Load [layers, channels, width], which are whole on every device."""
+        shape, own_layers = (delta.mixed_size, 1, delta.width), self._config.layers_with("delta_conv")
+        whole = tuple(slice(0, size) for size in shape)
+
+        def part(index: Index) -> Array:
+            names = [f"model.layers.{i}.linear_attn.conv1d.weight" for i in own_layers[index[0]]]
+            return np.stack([self._read(name, shape, whole)[:, 0] for name in names])
+
+        return self._put((len(own_layers), delta.mixed_size, delta.width), Spec(), part)
 
     def _norm(self, weights: Array) -> Array:
         offset = self._config.norms.offset
         return weights.astype(np.float32) + np.float32(offset) if offset else weights
 
-    def _matrix(self, modules: Sequence[str], spec: Spec) -> Jax:
+    def _matrix(self, name: str, modules: Sequence[str], spec: Spec) -> Jax:
+        own_layers = self._config.layers_with(name)
         d_in = self._shapes[modules[0]][0]
         widths = [self._shapes[module][1] for module in modules]
 
         def part(index: Index) -> Array:
             layers, rows, columns = index
             found: Array | None = None
-            for i in range(layers.start, layers.stop):
+            for place, i in enumerate(own_layers[layers]):
                 offset = 0
                 for module, width in zip(modules, widths, strict=True):
                     own = _share(columns, width, sum(widths))
-                    name = f"model.layers.{i}.{module}.weight"
-                    tensor = self._read(name, (width, d_in), (own, rows))
+                    tensor = self._read(f"model.layers.{i}.{module}.weight", (width, d_in), (own, rows))
                     if found is None:
                         shape = (layers.stop - layers.start, rows.stop - rows.start, columns.stop - columns.start)
                         found = empty(shape, tensor.dtype)
-                    found[i - layers.start, :, offset : offset + len(tensor)] = tensor.T
+                    found[place, :, offset : offset + len(tensor)] = tensor.T
                     offset += len(tensor)
             assert found is not None, "a model has at least one layer"
             return found
 
-        return self._put((self._config.num_layers, d_in, sum(widths)), spec, part)
+        return self._put((len(own_layers), d_in, sum(widths)), spec, part)
 
     def _of_experts(self, modules: Sequence[str], spec: Spec) -> Jax:
         """Load matrices of all experts. Joined ones are not divided along their outputs."""

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from jax_harness import QUICK
 
 from tinsmith import ConfigError
 from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_jax import DeltaRule, LayerKind
 from tinsmith_jax.families import read_config
 from tinsmith_jax.mesh import Axes, arranged
 from tinsmith_workbench.compile_check import compiling
@@ -253,6 +255,15 @@ def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, TinyShape(family="qwen3_moe"))
     with pytest.raises(ConfigError, match="this one has experts; choose a dense model"):
         make_case(_figures().options, read_config(tmp_path), [])
+
+
+def test_a_model_with_the_gated_delta_rule_is_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, TinyShape())
+    rule = DeltaRule(key_heads=2, value_heads=2, key_dim=16, value_dim=16, width=4)
+    config = read_config(tmp_path)
+    hybrid = replace(config, kinds=(*config.kinds, LayerKind(delta=rule)), pattern=(1, *config.pattern[1:]))
+    with pytest.raises(ConfigError, match="this model has layers with the gated delta rule"):
+        make_case(_figures().options, hybrid, [])
 
 
 def test_what_all_tenants_hold_counts_besides_the_program() -> None:

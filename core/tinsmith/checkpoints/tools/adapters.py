@@ -16,7 +16,10 @@ from tinsmith.json_values import Json
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.ranges import LORA_ALPHA
 
-_ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ATTENTION: Final = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # of layers with the gated delta rule
+)
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS: Final = tuple(EXPERT_MODULES)
 _UNSUPPORTED: Final = {

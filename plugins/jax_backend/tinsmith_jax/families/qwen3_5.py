@@ -1,10 +1,10 @@
-"""Qwen3.5: norms with weights stored less 1, attention with gates, which encodes positions in a part of each head."""
+"""Qwen3.5: three layers of the gated delta rule to one of attention with gates; norms' weights are stored less 1."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tinsmith.huggingface import Json, read_rope
-from tinsmith_jax import Attention, LayerKind, ModelConfig, Norms, decoder, family, head_dim
+from tinsmith_jax import Attention, DeltaRule, LayerKind, ModelConfig, Norms, decoder, family, head_dim
 
 
 @family("Qwen3_5ForCausalLM")
@@ -16,8 +16,24 @@ def qwen3_5(config: Mapping[str, Json], path: Path) -> ModelConfig:
     return decoder(
         config,
         path,
-        kinds={"full_attention": LayerKind(rope=rope)},
-        layer_types=tuple(config.get("layer_types") or ()),
+        kinds={"linear_attention": LayerKind(delta=_delta(config)), "full_attention": LayerKind(rope=rope)},
+        layer_types=tuple(config.get("layer_types") or _by_default(config)),
         attention=Attention(qkv_bias=bias, o_bias=bias, qk_norm="head", gated=True),
         norms=Norms(offset=1.0),
     )
+
+
+def _delta(config: Mapping[str, Json]) -> DeltaRule:
+    return DeltaRule(
+        key_heads=int(config.get("linear_num_key_heads", 16)),
+        value_heads=int(config.get("linear_num_value_heads", 32)),
+        key_dim=int(config.get("linear_key_head_dim", 128)),
+        value_dim=int(config.get("linear_value_head_dim", 128)),
+        width=int(config.get("linear_conv_kernel_dim", 4)),
+    )
+
+
+def _by_default(config: Mapping[str, Json]) -> Iterator[str]:
+    every = int(config.get("full_attention_interval") or 4)
+    for layer in range(int(config["num_hidden_layers"])):
+        yield "linear_attention" if (layer + 1) % every else "full_attention"

@@ -67,7 +67,7 @@ class Sampling:
         return cache, resident
 
     def give_back(self, cache: Cache, resident: Jax, pages: Sequence[int], rows: Sequence[int]) -> None:
-        for array in cache:
+        for array in cache.pages:
             memory.give_back(array, array.ndim - 4, pages)
         for array in jax.tree.leaves(_factors(resident)):
             memory.give_back(array, array.ndim - 3, rows)
@@ -137,17 +137,17 @@ class Sampling:
         arguments = (
             *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, resident["rank"], resident["scale"]),
             *(cos_ND, sin_ND, *(norm.astype(np.float32) for norm in norms)),
-            *(*matrices, *factors, *resident["head"], *cache),
+            *(*matrices, *factors, *resident["head"], *cache.pages),
         )
-        results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cache]
+        results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cache.pages]
         call = jax.ffi.ffi_call(
             loading.LAYERS,
             (*results, jax.ShapeDtypeStruct((len(x_NH), width), jnp.float32)),
             input_output_aliases={len(arguments) - 2: 0, len(arguments) - 1: 1},
         )
         eps, rounds = np.float32(config.rms_norm_eps), self.shape.rounds
-        *written, out = call(*arguments, eps=eps, gives_logits=gives_logits, rounds=rounds)
-        return Cache(*written), out
+        k_LPJDC, v_LPJCD, out = call(*arguments, eps=eps, gives_logits=gives_logits, rounds=rounds)
+        return Cache(k_LPJDC, v_LPJCD), out
 
 
 def _factors(resident: Jax) -> Jax:

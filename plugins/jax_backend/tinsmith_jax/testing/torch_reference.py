@@ -4,6 +4,7 @@ Nothing here is shared with the backend: losses are written as the public docume
 automatically.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,22 @@ class _LoraExperts(torch.nn.Module):
         return self.scale * (x @ A[min(expert, len(A) - 1)].T) @ B[min(expert, len(B) - 1)].T
 
 
+def _gated_delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do as transformers' `torch_chunk_gated_delta_rule`, which rounds to float32: token by token, in any type."""
+    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    state = torch.zeros(*key.shape[:1], *key.shape[2:], value.shape[-1], dtype=value.dtype)
+    found = []
+    for t in range(key.shape[1]):
+        state = state * g[:, t].to(state.dtype).exp()[..., None, None]
+        correction = (value[:, t] - (state * key[:, t, :, :, None]).sum(-2)) * beta[:, t, :, None]
+        state = state + key[:, t, :, :, None] * correction[:, :, None]
+        found.append((state * query[:, t, :, :, None]).sum(-2))
+    return torch.stack(found, 1), state
+
+
 class TorchModel:
     """One model in training. `weights` are in canonical (PEFT) names."""
 
@@ -69,6 +86,9 @@ class TorchModel:
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain)
         self.model.requires_grad_(requires_grad=False)
+        of_class: Any = sys.modules[type(self.model).__module__]
+        if hasattr(of_class, "torch_chunk_gated_delta_rule"):
+            of_class.torch_chunk_gated_delta_rule = _gated_delta_rule
         self.dtype = dtype
         self.parameters = {
             name: torch.nn.Parameter(torch.tensor(value, dtype=dtype)) for name, value in weights.items()

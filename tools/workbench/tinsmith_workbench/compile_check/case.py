@@ -155,10 +155,13 @@ class Case:
 
 
 def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], platform: str = "tpu") -> Case:
-    """Raise ConfigError if the devices are too few, or if the model cannot be divided in this way, or has experts."""
+    """Raise ConfigError for too few devices, or for a model that cannot be so divided, or whose cost is not known."""
     if config.experts is not None:
         msg = "compile-check knows what dense models should cost, and this one has experts; choose a dense model"
         raise ConfigError(msg)
+    if config.delta is not None:
+        msg = "compile-check knows what attention should cost, and this model has layers with the gated delta rule"
+        raise ConfigError(f"{msg}; choose one without them")
     settings = JaxConfig(
         dtype=options.dtype,
         mesh=options.mesh,
