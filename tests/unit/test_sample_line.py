@@ -143,7 +143,7 @@ async def test_a_sample_cancelled_before_its_first_step_frees_its_places() -> No
     async with asyncio.TaskGroup() as tasks:
         room = asyncio.Event()
         engine = cast("EngineContext", SimpleNamespace(tasks=tasks, stopping=asyncio.Event()))
-        sampling = Sampling(engine, queue, unused, unused, unused, unused, on_room=room.set)
+        sampling = Sampling(engine, queue, unused, unused, unused, unused, unused, on_room=room.set)
         sampling.start_waiting()
         assert sampling.cancel("ann0")
         await room.wait()
