@@ -127,7 +127,7 @@ async function answerOn(side, signal) {
     why = error.name === "AbortError" ? "stopped" : error.message;
     shown.classList.toggle("failed", error.name !== "AbortError");
   }
-  if (shown.classList.contains("failed")) messages.pop(); // the model has not seen it
+  if (shown.classList.contains("failed") || !text) messages.pop(); // as if it had not been asked
   else messages.push({ role: "assistant", content: text });
   const took = first === null ? "" : `first after ${((first - began) / 1000).toFixed(2)} s`;
   shown.append(Object.assign(document.createElement("small"), { textContent: [why, took].filter(Boolean).join(", ") }));
