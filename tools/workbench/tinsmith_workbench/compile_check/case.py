@@ -118,7 +118,7 @@ class Case:
     @property
     def cache(self) -> list[Any]:
         """The shapes of keys and values, with their places."""
-        return [_placed(part, self.layout.placed(CACHE)) for part in self.sample.cache]
+        return [_placed(part, self.layout.placed(CACHE)) for part in self.sample.cache.pages]
 
     @property
     def _resident(self) -> Any:
