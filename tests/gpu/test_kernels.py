@@ -12,7 +12,7 @@ from gpu_harness import ON_CPU, relative
 from tinsmith_fsdp.grouped import grouped
 from tinsmith_fsdp.int8 import int8_linear
 from tinsmith_megatron import low_rank
-from tinsmith_vllm.draws import draw, places
+from tinsmith_vllm.draws import draw, quantiles
 from tinsmith_workers.torch import varlen_attention
 
 CLOSE = 2e-2  # of bfloat16: it keeps 8 bits, and sums are float32
@@ -105,5 +105,5 @@ def test_layers_of_8_bit_weights(scales: int, device: torch.device) -> None:
 def test_the_sampler_draws_the_same_tokens(device: torch.device) -> None:
     rows, vocab = (8, 5000) if ON_CPU else (64, 151_936)
     (logits,) = draws(2, (rows, vocab))
-    where = places(np.arange(rows) * 7919, np.arange(rows))
+    where = quantiles(np.arange(rows) * 7919, np.arange(rows))
     assert torch.equal(draw(logits.to(device), where).cpu(), draw(logits, where))

@@ -1,8 +1,20 @@
 """What may be imported where: checked in a fresh process, since this one has imported everything."""
 
+import ast
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    package.name: package
+    for folder in ("core", "plugins/*", "libraries/*", "tools/*")
+    for package in ROOT.glob(f"{folder}/tinsmith*")
+    if package.is_dir()
+}
 
 
 def test_loading_every_plugin_and_the_server_imports_no_framework_and_no_client_of_the_hub() -> None:
@@ -23,3 +35,32 @@ def test_loading_every_plugin_and_the_server_imports_no_framework_and_no_client_
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def imported(file: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] in PACKAGES:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@cache
+def is_there(module: str, name: str) -> bool:
+    """Return whether a module, or a package, has something of that name: by its text, so that nothing is imported."""
+    package, *rest = module.split(".")
+    path = PACKAGES[package].joinpath(*rest)
+    if (path / name).is_dir() or (path / f"{name}.py").exists():
+        return True
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.exists() and name in {
+        each
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for each in (getattr(node, "name", None), getattr(node, "id", None), getattr(node, "asname", None))
+    }
+
+
+def test_what_runs_on_a_card_alone_imports_what_is_there() -> None:
+    """Nothing else collects these files, and a card is lent for minutes."""
+    files = [file for folder in ("tests/gpu", "benchmarks", "deploy") for file in (ROOT / folder).rglob("*.py")]
+    asked = {(file.name, *each) for file in files for each in imported(file)}
+    assert len(asked) > 100
+    assert [each for each in sorted(asked) if not is_there(*each[1:])] == []
