@@ -331,7 +331,7 @@ class TrainingBackend(ABC):
 
 
 OnTokens = Callable[[int, int, Sequence[int]], None]
-"""Called from the event loop with a sequence's number, how many of its tokens come before, and tokens."""
+"""Called from the event loop with a sequence's number, how many of its tokens precede these, and these tokens."""
 
 
 class SamplingBackend(ABC):
@@ -371,7 +371,7 @@ class SamplingBackend(ABC):
     async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
         """Optional: do as `sample`, and tell the tokens while they are drawn. Called if `op.streamed`.
 
-        Nothing has to be told, and tokens may be told twice: whatever the result has besides reaches the client then.
+        It need not tell any, and may tell some twice: the client gets the rest with the result.
         """
         del on_tokens
         return await self.sample(op)

@@ -40,7 +40,7 @@ async function start() {
     const models = (await (await ask("/models")).json()).data.map((each) => each.id);
     for (const side of SIDES) {
       const options = models.map((id) => new Option(label(id), id));
-      $(`model${side}`).replaceChildren(...(side ? [new Option("nothing", "")] : []), ...options);
+      $(`model${side}`).replaceChildren(...(side ? [new Option("none", "")] : []), ...options);
     }
     const asked = new URLSearchParams(location.hash.slice(1)).getAll("model");
     asked.slice(0, 2).forEach((id, side) => choose(side, id));
@@ -119,7 +119,7 @@ async function answerOn(side, signal) {
         shown.textContent = text;
         shown.scrollIntoView({ block: "nearest" });
       }
-      if (choice?.finish_reason) why = choice.finish_reason === "length" ? "cut off at its tokens" : "";
+      if (choice?.finish_reason) why = choice.finish_reason === "length" ? "cut off at the token limit" : "";
       if (event.usage) why = [`${event.usage.completion_tokens} tokens`, why].filter(Boolean).join(", ");
     }
   } catch (error) {
