@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import field_status
+import syntax_trees
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -262,7 +263,7 @@ def package_table() -> str:
     for root, file in found:
         name = ".".join(file.parent.relative_to(root).parts)
         if "migrations" not in name:  # Alembic's folders
-            doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+            doc = ast.get_docstring(syntax_trees.tree_of(file))
             assert doc is not None, f"{name} has no docstring"
             rows.append(f"| `{name}` | {' '.join(doc.partition(chr(10) * 2)[0].split()).rstrip('.')} |")
     return "\n".join(rows)
@@ -333,7 +334,7 @@ def _source(module: str) -> ast.Module:
     root = WORKERS if module.startswith(WORKERS.name) else CORE
     path = root.parent.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return syntax_trees.tree_of(file)
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -416,7 +417,7 @@ def _is_list(annotation: Any) -> bool:
 def hook_section(name: str) -> str:
     """Return a hook's signature and the docstring of its specification."""
     specification = getattr(hookspecs, name)
-    [function] = ast.parse(inspect.getsource(specification)).body
+    [function] = syntax_trees.parse(inspect.getsource(specification)).body
     assert isinstance(function, ast.FunctionDef)
     assert function.returns is not None
     signature = f"def {name}({ast.unparse(function.args)}) -> {ast.unparse(function.returns)}"

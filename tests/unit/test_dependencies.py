@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import syntax_trees
 from packaging.requirements import Requirement
 
 _ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def test_packages_whose_internals_are_used_have_a_ceiling(name: str) -> None:
         package
         for source in sources.rglob("*.py")
         if "tests" not in source.relative_to(sources).parts
-        for package in _internals(ast.parse(source.read_text(encoding="utf-8")))
+        for package in _internals(syntax_trees.tree_of(source))
     }
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     extras = project.get("optional-dependencies", {}).values()
@@ -39,7 +40,7 @@ def test_internals_are_recognised() -> None:
         "import torch\nimport a.b as c\nfrom jax._src import x\nfrom d.e import f\n"  # imports
         "torch._foo()\nc._x\nf._own\nself._y"  # uses
     )
-    assert set(_internals(ast.parse(code))) == {"torch", "jax", "a"}
+    assert set(_internals(syntax_trees.parse(code))) == {"torch", "jax", "a"}
 
 
 def _internals(module: ast.Module) -> Iterator[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+import syntax_trees
+
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     *sorted(ROOT.glob("libraries/*/tinsmith_*/")),
@@ -120,7 +122,7 @@ def test_every_decision_on_a_device_is_forced() -> None:
 def places(file: Path, room: Path) -> Iterator[str]:
     """Yield the functions of a file that decide on a device, as "module:function"."""
     module = ".".join(file.relative_to(room.parent).with_suffix("").parts)
-    for name, node in named(ast.parse(file.read_text(encoding="utf-8")), ""):
+    for name, node in named(syntax_trees.tree_of(file), ""):
         if decides(node):
             yield f"{module}:{name}"
 

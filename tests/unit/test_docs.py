@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import syntax_trees
 import yaml
 from tutorial_pages import files_of, written
 
@@ -42,7 +43,7 @@ def section(hook: str) -> str:
 
 @pytest.mark.parametrize("hook", HOOK_NAMES)
 def test_every_hook_is_documented_with_its_exact_signature(hook: str) -> None:
-    [function] = ast.parse(inspect.getsource(getattr(hookspecs, hook))).body
+    [function] = syntax_trees.parse(inspect.getsource(getattr(hookspecs, hook))).body
     assert isinstance(function, ast.FunctionDef)
     assert function.returns is not None
     signature = f"def {hook}({ast.unparse(function.args)}) -> {ast.unparse(function.returns)}"

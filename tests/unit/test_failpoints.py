@@ -12,6 +12,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import syntax_trees
 from processes import Launcher
 
 import tinsmith
@@ -26,7 +27,7 @@ def marked() -> Iterator[tuple[str, str, str]]:
     """Yield module, qualified name and boundary of every function that carries the decorator, or is made with it."""
     for root, file in ((package.parent, file) for package in PACKAGES for file in package.rglob("*.py")):
         module = ".".join(file.relative_to(root).with_suffix("").parts)
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = syntax_trees.tree_of(file)
         scopes = [("", tree), *((f"{each.name}.", each) for each in tree.body if isinstance(each, ast.ClassDef))]
         for prefix, scope in scopes:
             for function in scope.body:

@@ -12,6 +12,7 @@ from pathlib import Path
 import field_status
 import pydantic
 import pytest
+import syntax_trees
 import tinker.types
 from google.protobuf.descriptor import Descriptor
 from tinker.proto import tinker_public_pb2 as sdk_pb
@@ -184,7 +185,7 @@ def sdk_calls() -> Calls:
     root = Path(tinker.__file__).parent
     for file in sorted(root.rglob("*.py")):
         if not file.name.endswith("_test.py") and file.name != HTTP_CLIENT:
-            calls.visit(ast.parse(file.read_text()))
+            calls.visit(syntax_trees.tree_of(file))
     return calls
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import syntax_trees
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     package.name: package
@@ -38,7 +40,7 @@ def test_loading_every_plugin_and_the_server_imports_no_framework_and_no_client_
 
 
 def imported(file: Path) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(syntax_trees.tree_of(file)):
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] in PACKAGES:
             yield from ((node.module, alias.name) for alias in node.names)
 
@@ -53,7 +55,7 @@ def is_there(module: str, name: str) -> bool:
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return file.exists() and name in {
         each
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(syntax_trees.tree_of(file))
         for each in (getattr(node, "name", None), getattr(node, "id", None), getattr(node, "asname", None))
     }
 

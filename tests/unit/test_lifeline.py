@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import syntax_trees
 
 from tinsmith import lifeline
 from tinsmith.lifeline import Tethered
@@ -257,7 +258,7 @@ def starts(file: Path) -> Iterator[int]:
     text = file.read_text()
     if not any(name in text for name in (*MODULES, *NAMES)):
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(syntax_trees.parse(text)):
         if isinstance(node, ast.ClassDef):
             called: list[ast.expr] = [each.value if isinstance(each, ast.Subscript) else each for each in node.bases]
         else:

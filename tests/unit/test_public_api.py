@@ -9,6 +9,7 @@ from typing import Annotated
 
 import httpx
 import pytest
+import syntax_trees
 import typer
 from fastapi import APIRouter, Depends
 from typer.testing import CliRunner
@@ -36,7 +37,7 @@ PUBLIC = {
 
 def imports(file: Path) -> Iterator[tuple[str, str]]:
     """Yield module and name of all that a file imports from somewhere."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(syntax_trees.tree_of(file)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             yield from ((node.module, alias.name) for alias in node.names)
 
@@ -48,7 +49,7 @@ def source_of(module: str) -> Path:
 
 def exported(module: str) -> list[str]:
     """Return `__all__` as it is written: torch need not be imported."""
-    assigned = [node for node in ast.parse(source_of(module).read_text()).body if isinstance(node, ast.Assign)]
+    assigned = [node for node in syntax_trees.tree_of(source_of(module)).body if isinstance(node, ast.Assign)]
     return list(ast.literal_eval(assigned[-1].value))
 
 
@@ -75,7 +76,7 @@ def used_by(*directories: Path) -> dict[str, set[str]]:
 
 def attributes(directory: Path) -> set[str]:
     """Return what files take from `tinsmith` as its attribute."""
-    nodes = (node for file in directory.rglob("*.py") for node in ast.walk(ast.parse(file.read_text())))
+    nodes = (node for file in directory.rglob("*.py") for node in ast.walk(syntax_trees.tree_of(file)))
     taken = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
     return {node.attr for node in taken if isinstance(node.value, ast.Name) and node.value.id == "tinsmith"}
 
@@ -109,7 +110,7 @@ def test_the_package_is_typed() -> None:
 
 
 def modules_of_ours(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(syntax_trees.parse(source)):
         names = [node.module] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         yield from (name for name in names if name is not None and name.split(".")[0] == "tinsmith")

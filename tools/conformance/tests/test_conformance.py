@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import syntax_trees
 from conformance_faults import FAULTS
 from openai_served import toy_model
 from typer.testing import CliRunner
@@ -157,7 +158,7 @@ def test_only_names_checks_that_are_there(capsys: pytest.CaptureFixture[str]) ->
 
 def test_nothing_imports_tinsmith() -> None:
     for source in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(source.read_text())):
+        for node in ast.walk(syntax_trees.tree_of(source)):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
             assert not [each for each in names if each.split(".")[0] == "tinsmith"], source
