@@ -9,6 +9,7 @@ from typing import assert_never
 
 import numpy as np
 
+from tinsmith import corrections
 from tinsmith import operations as ops
 from tinsmith.backend import Capabilities, ReplayedExperts, SamplerCapabilities, TrainerCapabilities
 from tinsmith.errors import ServerError, UnsupportedError, UserError
@@ -121,12 +122,13 @@ def _check_forward_backward(
         raise UnsupportedError(msg)
     ranges = training_ranges(trainer)
     _check_loss_config(op, spec, ranges["loss_fn_config"])
+    corrections.check(op, spec)
     if not op.data:
         msg = "data is empty; send at least one datum"
         raise UserError(msg)
     for index, datum in enumerate(op.data):
         try:
-            _check_datum(datum, spec, trainer, ranges["loss_fn_inputs"])
+            _check_datum(datum, spec, trainer, ranges["loss_fn_inputs"], corrected=corrections.are_sent(op))
         except (UserError, ServerError) as error:
             msg = f"data[{index}]: {error}"
             raise type(error)(msg) from error
@@ -134,8 +136,9 @@ def _check_forward_backward(
 
 def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec, allowed_numbers: Range) -> None:
     for key, value in op.loss_fn_config.items():
-        if key not in spec.settings:
-            allowed = ", ".join(spec.settings) or "none"
+        if key not in {*spec.settings, *corrections.SETTINGS}:
+            sent = corrections.SETTINGS if corrections.are_sent(op) else ()
+            allowed = ", ".join([*spec.settings, *sent]) or "none"
             msg = f"loss_fn_config: {key!r} is not a setting of {spec.name!r}; allowed: {allowed}"
             raise UnsupportedError(msg)
         allowed_numbers.check(f"loss_fn_config: {key!r}", value)
@@ -150,7 +153,9 @@ def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec, allowed_numbers:
         raise UserError(msg)
 
 
-def _check_datum(datum: ops.Datum, spec: LossSpec, trainer: TrainerCapabilities, allowed_inputs: Range) -> None:
+def _check_datum(
+    datum: ops.Datum, spec: LossSpec, trainer: TrainerCapabilities, allowed_inputs: Range, *, corrected: bool
+) -> None:
     num_tokens = len(datum.tokens_T)
     if num_tokens == 0:
         msg = "model_input is empty; send at least one token"
@@ -159,24 +164,23 @@ def _check_datum(datum: ops.Datum, spec: LossSpec, trainer: TrainerCapabilities,
         msg = f"model_input has {num_tokens} tokens; the context holds {trainer.max_context_tokens}"
         raise UserError(msg)
     _check_tokens("model_input", datum.tokens_T, trainer)
-    required = {"target_tokens", *spec.inputs}
+    inputs = {*spec.inputs, *((corrections.ROLLOUT, corrections.MARKED) if corrected else ())}
+    required, what = {"target_tokens", *inputs}, repr(spec.name) + corrected * f" with {corrections.ROLLOUT!r}"
     missing, unknown = sorted(required - datum.loss_inputs.keys()), sorted(datum.loss_inputs.keys() - required)
     if missing:
-        msg = f"loss_fn_inputs: {missing[0]!r} is missing; {spec.name!r} needs {', '.join(sorted(required))}"
+        msg = f"loss_fn_inputs: {missing[0]!r} is missing; {what} needs {', '.join(sorted(required))}"
         raise UserError(msg)
     if unknown:
-        msg = f"loss_fn_inputs: {unknown[0]!r} is not an input of {spec.name!r}; it takes {', '.join(sorted(required))}"
+        msg = f"loss_fn_inputs: {unknown[0]!r} is not an input of {what}; it takes {', '.join(sorted(required))}"
         raise UnsupportedError(msg)
     if datum.routed_experts is not None:
         _check_experts(datum.routed_experts, num_tokens, trainer.replayed_experts)
     _check_targets(datum, trainer)
-    if spec.sums and datum.targets_TK.shape[1] > 1:
+    if (spec.sums or corrected) and datum.targets_TK.shape[1] > 1:
         shape = list(datum.loss_inputs["target_tokens"].shape)
-        msg = (
-            f"loss_fn_inputs: target_tokens has shape {shape}; {spec.name!r} takes one target per token: [{num_tokens}]"
-        )
+        msg = f"loss_fn_inputs: target_tokens has shape {shape}; {what} takes one target per token: [{num_tokens}]"
         raise UserError(msg)
-    for name in spec.inputs:
+    for name in sorted(inputs):
         _check_input(name, datum, allowed_inputs)
 
 

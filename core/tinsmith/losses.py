@@ -40,6 +40,7 @@ class LossSpec:
     stops_gradients: bool = False  # part of the loss is treated as constant, so dloss_dlogp is not the whole derivative
     sums: tuple[str, ...] = ()
     summands: Summands | None = None  # set if there are `sums`
+    scaled_by: str = ""  # an input with which loss and derivative grow in proportion; off-policy corrections scale it
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -140,12 +141,13 @@ _RL_INPUTS = ("logprobs", "advantages")
 # from 1 as ppo's (docs/reference/protocol.md lists both among the decisions).
 BUILTIN_LOSSES = (
     LossSpec(name="cross_entropy", inputs=("weights",), per_token=cross_entropy),
-    LossSpec(name="importance_sampling", inputs=_RL_INPUTS, per_token=importance_sampling),
+    LossSpec(name="importance_sampling", inputs=_RL_INPUTS, per_token=importance_sampling, scaled_by="advantages"),
     LossSpec(
         name="ppo",
         inputs=_RL_INPUTS,
         per_token=ppo,
         config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        scaled_by="advantages",
     ),
     LossSpec(
         name="cispo",
@@ -153,6 +155,7 @@ BUILTIN_LOSSES = (
         per_token=cispo,
         config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         stops_gradients=True,
+        scaled_by="advantages",
     ),
     LossSpec(name="dro", inputs=_RL_INPUTS, per_token=dro, config={"beta": 0.05}),
     LossSpec(
@@ -163,5 +166,6 @@ BUILTIN_LOSSES = (
         stops_gradients=True,
         sums=("marked_drift", "num_marked"),
         summands=gspo_summands,
+        scaled_by="advantages",
     ),
 )

@@ -1,5 +1,6 @@
 """Training through the unmodified SDK."""
 
+import math
 from collections.abc import Callable
 
 import httpx
@@ -155,6 +156,33 @@ def test_rl_losses_run(model: tinker.TrainingClient, loss_fn: str, config: dict[
         expected = -sum(scores) if loss_fn == "cispo" else -float(len(scores))
         assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
     model.optim_step(tinker.AdamParams()).result(timeout=300)
+
+
+def test_a_plain_script_corrects_for_its_sampler(client: tinker.ServiceClient) -> None:
+    """The corrected pass is that with the weights multiplied into the advantages, bit for bit, and is measured."""
+    number = len(TOKENS) - 1
+    scores = [-1.0] * number
+    rollout = [-1.5, -0.5] + [-1.0] * (number - 2)  # ratios of e^0.5 and e^-0.5
+    inputs = {"rollout_logprobs": rollout, "sequence_ratio_mask": [1.0] * number}
+    plain, weighted = rl_datum(TOKENS, scores, 1.0), rl_datum(TOKENS, scores, 1.0)
+    for name, values in inputs.items():
+        plain.loss_fn_inputs[name] = tinker.TensorData(data=values, dtype="float32", shape=[len(values)])
+    weights = [1.2, 0.0] + [1.0] * (number - 2)
+    weighted.loss_fn_inputs["advantages"] = tinker.TensorData(data=weights, dtype="float32", shape=[len(weights)])
+    asked = {"token_tis_ratio_clip_high": 1.2, "token_mask_is_threshold_low": 0.9, "token_mask_is_threshold_high": 2.0}
+    after = []
+    for datum_, config in ((plain, asked), (weighted, {})):
+        model = client.create_lora_training_client(base_model="toy", rank=4, seed=3).result(timeout=300)
+        output = model.forward_backward([datum_], "ppo", config).result(timeout=300)
+        model.optim_step(tinker.AdamParams(learning_rate=0.1)).result(timeout=300)
+        after.append((output.metrics, logprobs(model.forward([datum()], "cross_entropy").result(timeout=300))))
+    (corrected, theirs), (uncorrected, others) = after
+    assert theirs == others
+    assert corrected["loss:sum"] == uncorrected["loss:sum"] != 0.0
+    assert corrected["rollout_tokens_clipped:mean"] == corrected["rollout_tokens_masked:mean"] == 1 / number
+    assert corrected["rollout_kl:mean"] == pytest.approx(0.0, abs=1e-12)
+    assert corrected["rollout_kl_k3:mean"] == pytest.approx((math.exp(0.5) + math.exp(-0.5) - 2) / number)
+    assert not any(name.startswith("rollout") for name in uncorrected)
 
 
 def test_models_of_one_session_do_not_touch_each_other(

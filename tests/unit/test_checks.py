@@ -139,6 +139,48 @@ def test_a_loss_of_whole_sequences_needs_its_settings_and_one_target() -> None:
         check(of_gspo((3, 2), **thresholds), WITH_GSPO)
 
 
+def corrected(shape: tuple[int, ...] = (3,), loss_fn: str = "ppo", **config: float) -> ops.ForwardBackward:
+    names = ("logprobs", "advantages", "rollout_logprobs", "sequence_ratio_mask")
+    inputs = dict.fromkeys(names, np.ones(shape, np.float32))
+    return passes(loss_fn=loss_fn, config=config, weights=None, target_tokens=np.zeros(shape, np.int64), **inputs)
+
+
+def without(op: ops.ForwardBackward, name: str) -> ops.ForwardBackward:
+    """A second datum lacks an input."""
+    inputs = {key: value for key, value in op.data[0].loss_inputs.items() if key != name}
+    return replace(op, data=(*op.data, replace(op.data[0], loss_inputs=inputs)))
+
+
+CAPS = {"token_tis_ratio_clip_high": 2.0, "sequence_tis_ratio_clip_high": 5.0}
+
+
+def test_any_correction_of_a_loss_that_can_be_scaled_is_let_through() -> None:
+    check(corrected())
+    check(corrected((3, 1), geo_mask_low=0.9, geo_mask_high=1.1, token_tis_ratio_clip_high=2.0))
+    check(corrected(outlier_token_is_threshold_high=100.0))
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (corrected((3, 2)), "'ppo' with 'rollout_logprobs' takes one target per token"),
+        (without(corrected(), "rollout_logprobs"), r"data\[1\]: .*'rollout_logprobs' is missing"),
+        (without(corrected(), "sequence_ratio_mask"), r"data\[1\]: .*'sequence_ratio_mask' is missing"),
+        (corrected(**CAPS), "'token_tis_ratio_clip_high' and 'sequence_tis_ratio_clip_high' exclude each other"),
+        (corrected(geo_mask_low=0.9), "'geo_mask_low' comes without its other bound"),
+        (corrected(product_mask_low=2.0, product_mask_high=0.5), "product_mask_low 2.0 is above product_mask_high 0.5"),
+        (corrected(token_tis_ratio_clip_high=0.0), "'token_tis_ratio_clip_high' is 0.0; ratios"),
+        (corrected(outlier_token_is_threshold_low=-0.5), "'outlier_token_is_threshold_low' is -0.5; ratios"),
+        (corrected(geo_mask_hihg=1.0), "'geo_mask_hihg' is not a setting of 'ppo'; allowed: .*geo_mask_high"),
+        (passes(config={"geo_mask_low": 0.9}), "'geo_mask_low' needs 'rollout_logprobs' in .* every datum"),
+        (corrected(loss_fn="cross_entropy"), "'rollout_logprobs' does not go with 'cross_entropy'"),
+    ],
+)
+def test_corrections_that_fit_nothing_are_refused(op: ops.ForwardBackward, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(op)
+
+
 @pytest.mark.parametrize(
     ("op", "words"),
     [

@@ -203,6 +203,10 @@ def test_another_loss_stands_in_for_stable_reinforce() -> None:
     np.testing.assert_array_equal(operation.data[0].loss_inputs["sequence_ratio_mask"], [0, 1, 1])
     plain = translate.forward_backward(request, stand_in("ppo"))
     assert plain.data[0].loss_inputs.keys() == {"target_tokens", "logprobs", "advantages"}
+    corrected = sampled_datum()
+    corrected.loss_fn_inputs["rollout_logprobs"] = corrected.loss_fn_inputs["logprobs"]
+    beside = translate.forward_backward(encoded([corrected], loss_fn="stable_reinforce"), stand_in("ppo"))
+    np.testing.assert_array_equal(beside.data[0].loss_inputs["sequence_ratio_mask"], [0, 1, 1])
     assert decode_operation("forward_backward", encode_operation(operation)).stands_in_for == "stable_reinforce"
     with pytest.raises(UnsupportedError, match=r"loss_fn 'stable_reinforce' is not offered.*losses\.stable_reinforce"):
         translate.forward_backward(request)

@@ -116,7 +116,7 @@ class _Replay:
             task = progress.add_task(f"loading {model.name}", total=None)
             thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
             async with self._backend(model, thread, progress, task) as backend:
-                models = Models(backend, TrainingThread(thread))
+                models = Models(backend, TrainingThread(thread), losses=self._plugins.losses.all())
                 checkpoints = CheckpointReader(store, self._data_dir.checkpoints, base_model=model.name)
                 replayer = Replayer(models, checkpoints, recovery_root=self._data_dir.recovery_points(model.name))
                 progress.update(task, description=f"rebuilding {model_id}", total=until + 1, completed=0)

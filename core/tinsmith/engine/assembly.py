@@ -54,7 +54,7 @@ def assemble_engine(
 
     training_thread = TrainingThread(thread, turns, engine.watch)
     probes = Probes(backend, drawing, engine.options.consistency, call=training_thread.call)
-    models = Models(backend, training_thread, before_change=probes.before_change)
+    models = Models(backend, training_thread, losses=losses, before_change=probes.before_change)
     steps = Steps(engine.store)
     snapshots = Snapshots(engine, drawing)
     gate = ConsistencyGate(engine, probes, snapshots, most_waiting=_most_waiting(engine, drawing, turns))

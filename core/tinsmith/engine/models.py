@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from tinsmith import corrections
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, Snapshot, TrainingBackend
 from tinsmith.divergence import NOT_FINITE
@@ -15,6 +16,7 @@ from tinsmith.engine.backend_calls import TrainingThread
 from tinsmith.engine.failures import BackendFailedError
 from tinsmith.errors import OutOfMemoryError, UserError
 from tinsmith.failpoints import durable_boundary
+from tinsmith.losses import LossSpec
 from tinsmith.result_checks import WrongResultError, check_batch, check_snapshot, check_state
 from tinsmith.store.codec import kind_of
 
@@ -40,11 +42,13 @@ class Models:
         backend: TrainingBackend,
         thread: TrainingThread,
         *,
+        losses: Mapping[str, LossSpec],
         before_change: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
         """`before_change` is told which models the next call in the thread changes."""
         self._backend = backend
         self._thread = thread
+        self._losses = losses
         self._before_change = before_change
         self._loras: dict[str, ops.LoraConfig] = {}  # by model_id
         self._why_gone: dict[str, str] = {}  # by model_id
@@ -78,8 +82,9 @@ class Models:
         kind = kind_of(operations[0])
         if isinstance(operations[0], ops.OptimStep):
             self._before_change(each.model_id for each in operations)
+        computed = [self._as_computed(each) for each in operations]
         try:
-            results = await self._thread.call(self._verb(operations[0]), operations)
+            results = await self._thread.call(self._verb(computed[0]), computed)
         except OutOfMemoryError as error:
             return await self._run_one_by_one(operations, error)
         except UserError as error:  # the backend must say which operation is at fault
@@ -88,6 +93,12 @@ class Models:
         with self._expecting(kind):
             check_batch(operations, results)
         return [completed(each, result) for each, result in zip(operations, results, strict=True)]
+
+    def _as_computed(self, operation: BatchOperation) -> BatchOperation:
+        """Return what the backend is asked for."""
+        if isinstance(operation, ops.OptimStep):
+            return operation
+        return corrections.corrected(operation, self._losses)
 
     async def _run_one_by_one(
         self, operations: Sequence[BatchOperation], error: OutOfMemoryError
@@ -184,7 +195,7 @@ def _outputs(operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput) 
 def _metrics(operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput) -> Mapping[str, float]:
     """Add whether the loss or, as the backend says, the gradient is not finite: always, as the SDK joins chunks."""
     finite = math.isfinite(result.metrics["loss:sum"]) and not result.metrics.get(NOT_FINITE)
-    metrics = {**result.metrics, NOT_FINITE: float(not finite)}
+    metrics = {**result.metrics, NOT_FINITE: float(not finite), **corrections.metrics_of(operation)}
     if operation.stands_in_for:
         metrics[f"{operation.stands_in_for}_is_{operation.loss_fn}:max"] = 1.0
     experts = [datum.routed_experts for datum in operation.data if datum.routed_experts is not None]

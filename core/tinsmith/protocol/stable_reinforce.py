@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from tinsmith import corrections
 from tinsmith.errors import ConfigError, UnsupportedError, UserError
 from tinsmith.losses import LossSpec
 from tinsmith.operations import Array, FloatArray
@@ -17,7 +18,7 @@ from tinsmith.settings import LossSettings
 
 NAME: Final = "stable_reinforce"
 _INPUTS: Final = frozenset({"logprobs", "advantages"})
-_MASK: Final = "sequence_ratio_mask"
+_MASK: Final = corrections.MARKED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,8 @@ class StandIn:
                 f"sampled; {NAME!r} takes advantages of sampled tokens alone"
             )
             raise UserError(msg)
-        return {**loss_inputs, _MASK: sampled} if _MASK in self.loss.inputs else loss_inputs
+        wants_mask = _MASK in self.loss.inputs or corrections.ROLLOUT in loss_inputs
+        return {**loss_inputs, _MASK: sampled} if wants_mask else loss_inputs
 
 
 def refuse(what: str) -> UnsupportedError:

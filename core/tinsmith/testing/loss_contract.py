@@ -53,6 +53,17 @@ class LossContract(Contract):
             for left, right in zip(apart, together, strict=True):
                 np.testing.assert_allclose(left, right[index : index + 1], rtol=1e-12)
 
+    def test_the_loss_grows_in_proportion_to_the_input_that_scales_it(self, loss: LossSpec) -> None:
+        """Off-policy corrections multiply a token's loss by way of that input; 0 masks it."""
+        if not loss.scaled_by:
+            pytest.skip("no input scales this loss")
+        logp_T, inputs = _tokens(loss)
+        plain = loss.per_token(np, logp_T, inputs, config_of(loss))
+        for factor in (0.0, 0.25, 3.0):
+            scaled = {**inputs, loss.scaled_by: factor * inputs[loss.scaled_by]}
+            for left, right in zip(loss.per_token(np, logp_T, scaled, config_of(loss)), plain, strict=True):
+                np.testing.assert_allclose(left, factor * right, rtol=1e-12, atol=1e-300)
+
     def test_config_may_differ_from_token_to_token(self, loss: LossSpec) -> None:
         """Arrays filled with one value give the same result as that value, as packed batches hold one per request."""
         logp_T, inputs = _tokens(loss)
