@@ -135,8 +135,8 @@ class ApiKeys:
         """Return the owner of a key or token. Raises AuthenticationError if the credential is not valid."""
         if not credential:
             msg = (
-                "the X-API-Key header is missing; pass api_key=... or set TINKER_API_KEY (`Authorization: Bearer` is "
-                "accepted as well)"
+                "the request has no API key; send `Authorization: Bearer KEY` or `X-API-Key: KEY`; with the SDK, pass "
+                "api_key=... or set TINKER_API_KEY"
             )
             raise AuthenticationError(msg)
         if credential.startswith(_TOKEN_PREFIX):

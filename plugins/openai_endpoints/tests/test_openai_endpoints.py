@@ -294,7 +294,8 @@ def test_a_stranger_gets_openais_form_of_a_401(server: RunningServer) -> None:
     with client(server, "not a key") as stranger, pytest.raises(openai.AuthenticationError) as refused:
         stranger.models.list()
     assert refused.value.code == "invalid_api_key"
-    assert httpx.get(f"{server.url}/v1/models", timeout=300).json()["error"]["code"] == "invalid_api_key"
+    without = httpx.get(f"{server.url}/v1/models", timeout=300).json()["error"]
+    assert (without["code"], without["message"].split("`")[1]) == ("invalid_api_key", "Authorization: Bearer KEY")
     assert httpx.get(f"{server.url}/api/v1/sessions", timeout=300).json().keys() == {"detail"}, (
         "others are as they were"
     )

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tinsmith.huggingface import Json
 
 _MOST_PROMPTS = 1024
-_MOST_STOPS = 256
+MOST_STOPS = 256
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
@@ -39,8 +39,8 @@ class SamplingBody(_Body):
     top_k: Int = -1
     n: Annotated[Int, Field(ge=1)] = 1
     seed: Int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = []
-    stop_token_ids: Annotated[list[Token], Field(max_length=_MOST_STOPS)] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOPS)] = []
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()

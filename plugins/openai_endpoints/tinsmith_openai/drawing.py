@@ -12,6 +12,9 @@ from tinsmith_openai.bodies import SamplingBody
 
 T = TypeVar("T")
 
+CLIENT_GONE: Final = 499
+"""The status that nobody reads."""
+
 _SEEDS: Final = 2**63 - 1
 
 

@@ -1,19 +1,22 @@
-"""Answers as server-sent events that come while they are drawn."""
+"""Answers as server-sent events that come while they are drawn, in the form of any API."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Final
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Final, Generic, TypeVar
 
-from fastapi.responses import StreamingResponse
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from tinsmith import TinsmithError, log_privately
-from tinsmith.huggingface import Json
-from tinsmith_openai.answers import Object
+from tinsmith_openai.drawing import unless_gone
 from tinsmith_openai.growing_text import GrowingText
-from tinsmith_openai.streams import DONE, as_event
 
 _log = logging.getLogger(__name__)
+
+Whole = TypeVar("Whole")
 
 Hear = Callable[[int, Sequence[int]], None]
 """Called with the index of a choice, and its next tokens."""
@@ -21,40 +24,71 @@ Hear = Callable[[int, Sequence[int]], None]
 _ENDED: Final = None
 
 
-class LiveAnswer:
+class EventForm(ABC, Generic[Whole]):
+    """How an API's events say what is drawn. `Whole` is an answer of it that is complete."""
+
+    @abstractmethod
+    def begin(self, index: int) -> Iterable[str]:
+        """Return the events before the first text of a choice."""
+
+    @abstractmethod
+    def text(self, index: int, said: str) -> str:
+        """Return the event that adds text to a choice."""
+
+    @abstractmethod
+    def texts(self, whole: Whole) -> Sequence[str]:
+        """Return the whole text of each choice."""
+
+    @abstractmethod
+    def end_of_choice(self, whole: Whole, index: int, rest: str) -> Iterable[str]:
+        """Return the events that add the rest of the text, and say why the choice ended."""
+
+    @abstractmethod
+    def end(self, whole: Whole) -> Iterable[str]:
+        """Return the events behind all choices."""
+
+    @abstractmethod
+    def failure(self, message: str) -> str:
+        """Return the event that says that there will be no more."""
+
+
+class LiveAnswer(Generic[Whole]):
     """Sends the text of choices as their tokens come. The whole answer says how they end.
 
-    An answer that fails before its first token raises. Later, its last event is the error, and `[DONE]` does not come.
+    An answer that fails before its first token raises. Later, its last event is the error.
     """
 
     def __init__(
         self,
-        head: Object,
-        answer: Callable[[Hear], Coroutine[Any, Any, dict[str, Any]]],  # Any: an answer made here
+        form: EventForm[Whole],
+        answer: Callable[[Hear], Coroutine[Any, Any, Whole]],
         make_text: Callable[[], GrowingText],
-        *,
-        include_usage: bool,
     ) -> None:
-        self._head = head
-        self._is_chat = head["object"] == "chat.completion.chunk"
+        self._form = form
         self._make_text = make_text
-        self._include_usage = include_usage
         self._heard = asyncio.Queue[tuple[int, Sequence[int]] | None]()
         self._texts: dict[int, GrowingText] = {}  # by choice
         self._sent: dict[int, str] = {}
         self._answer = asyncio.ensure_future(answer(lambda index, tokens: self._heard.put_nowait((index, tokens))))
         self._answer.add_done_callback(lambda _: self._heard.put_nowait(_ENDED))
 
-    async def response(self) -> StreamingResponse:
-        """Return the response once there is a token, or everything."""
+    async def response(self, request: Request) -> Response:
+        """Return the response once there is a token, or everything. Raise ClientGoneError if the client leaves."""
         try:
-            first = await self._heard.get()
-            if first is _ENDED:
-                self._answer.result()
+            return await unless_gone(request, self._begun())
         except BaseException:
-            self._answer.cancel()
+            self.close()
             raise
-        return StreamingResponse(self._events(first), media_type="text/event-stream")
+
+    def close(self) -> None:
+        """End the drawing. An answer that has ended stays as it is."""
+        self._answer.cancel()
+
+    async def _begun(self) -> Response:
+        first = await self._heard.get()
+        if first is _ENDED:
+            self._answer.result()
+        return _ClosingResponse(self._events(first), self.close)
 
     async def _events(self, heard: tuple[int, Sequence[int]] | None) -> AsyncIterator[str]:
         try:
@@ -64,45 +98,44 @@ class LiveAnswer:
                 heard = await self._heard.get()
             for event in self._last(self._answer.result()):
                 yield event
-            yield DONE
-        except TinsmithError as error:
-            yield as_event({"error": {"message": _told(error), "type": "server_error", "param": None, "code": None}})
-        finally:  # the client may have gone away
-            self._answer.cancel()
+        except Exception as error:  # noqa: BLE001 - whatever fails, such as a tokenizer: the client must learn of it
+            yield self._form.failure(_told(error))
 
     def _grown(self, index: int, tokens: Sequence[int]) -> Iterator[str]:
         if index not in self._texts:
             yield from self._begin(index)
         if said := self._texts[index].add(tokens):
             self._sent[index] += said
-            yield self._chunk(index, said)
+            yield self._form.text(index, said)
 
-    def _begin(self, index: int) -> Iterator[str]:
+    def _begin(self, index: int) -> Iterable[str]:
         self._texts[index], self._sent[index] = self._make_text(), ""
-        if self._is_chat:
-            yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}})
+        return self._form.begin(index)
 
-    def _last(self, whole: dict[str, Any]) -> Iterator[str]:
-        for choice in whole["choices"]:
-            index, text = choice["index"], choice["message"]["content"] if self._is_chat else choice["text"]
+    def _last(self, whole: Whole) -> Iterator[str]:
+        for index, text in enumerate(self._form.texts(whole)):
             if index not in self._texts:
                 yield from self._begin(index)
             sent = self._sent[index]
             if not text.startswith(sent):
                 msg = f"the text of choice {index} is {text!r}, and {sent!r} was sent; ask again without `stream`"
                 raise RewrittenTextError(msg)
-            yield self._chunk(index, text[len(sent) :], finish_reason=choice["finish_reason"])
-        if self._include_usage:
-            yield as_event({**self._head, "choices": [], "usage": whole["usage"]})
+            yield from self._form.end_of_choice(whole, index, text[len(sent) :])
+        yield from self._form.end(whole)
 
-    def _chunk(self, index: int, text: str, *, finish_reason: str | None = None) -> str:
-        said: Object = {"delta": {"content": text} if text else {}} if self._is_chat else {"text": text}
-        return self._event({"index": index, **said, "finish_reason": finish_reason})
 
-    def _event(self, choice: Object) -> str:
-        choices: list[Json] = [{"finish_reason": None, "logprobs": None, **choice}]
-        usage: Object = {"usage": None} if self._include_usage else {}
-        return as_event({**self._head, "choices": choices, **usage})
+class _ClosingResponse(StreamingResponse):
+    """Closes its source when it has been sent, or cannot be, even if not one event was asked for."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
 
 
 class RewrittenTextError(TinsmithError):
@@ -111,7 +144,7 @@ class RewrittenTextError(TinsmithError):
     public = True
 
 
-def _told(error: TinsmithError) -> str:
-    if error.public or error.http_status < 500:
+def _told(error: Exception) -> str:
+    if isinstance(error, TinsmithError) and (error.public or error.http_status < 500):
         return str(error)
     return f"the answer failed ({log_privately(_log, 'a streamed answer failed', error=error)})"

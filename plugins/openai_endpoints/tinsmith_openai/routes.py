@@ -18,16 +18,15 @@ from tinsmith_openai import answers, models
 from tinsmith_openai.answers import Object
 from tinsmith_openai.bodies import ChatRequest, CompletionRequest, SamplingBody
 from tinsmith_openai.conversations import Conversation, keep_answer, read_conversation
-from tinsmith_openai.drawing import ClientGoneError, sampling_params, together, unless_gone
+from tinsmith_openai.drawing import CLIENT_GONE, ClientGoneError, sampling_params, together, unless_gone
 from tinsmith_openai.growing_text import GrowingText
 from tinsmith_openai.live_answers import Hear, LiveAnswer
-from tinsmith_openai.streams import streamed
-from tinsmith_openai.texts import ModelText, Texts
+from tinsmith_openai.serving import Serving
+from tinsmith_openai.streams import OpenAiEvents, streamed
+from tinsmith_openai.texts import ModelText
 from tinsmith_openai.tool_calls import find_tool_calls
-from tinsmith_openai.transcripts import Transcripts
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
-_CLIENT_GONE = 499
 _STREAMED: dict[type[SamplingBody], tuple[str, str]] = {
     CompletionRequest: ("text_completion", "cmpl"),
     ChatRequest: ("chat.completion.chunk", "chatcmpl"),
@@ -37,11 +36,10 @@ _STREAMED: dict[type[SamplingBody], tuple[str, str]] = {
 class Endpoints:
     """One per server. Its routers share everything."""
 
-    def __init__(self, settings: tinsmith.Settings, context: tinsmith.RoutesContext) -> None:
+    def __init__(self, settings: tinsmith.Settings, serving: Serving) -> None:
         self._settings = settings
-        self._context = context
-        self._texts = Texts(context.sampling.model_directory)
-        self._transcripts = Transcripts()
+        self._serving = serving
+        self._context = serving.context
         self._started = int(time.time())
 
     def router(self, prefix: str) -> APIRouter:
@@ -64,22 +62,18 @@ class Endpoints:
         async def completions(
             body: CompletionRequest, request: Request, caller: Annotated[tinsmith.Principal, known]
         ) -> Response:
-            session, text = await self._opened(caller, body.model)
+            session, text = await self._serving.opened(caller, body.model)
             return await _answered(request, body, text, partial(self._complete, caller, body, session, text))
 
         @router.post("/chat/completions")
         async def chat(body: ChatRequest, request: Request, caller: Annotated[tinsmith.Principal, known]) -> Response:
-            session, text = await self._opened(caller, body.model)
+            session, text = await self._serving.opened(caller, body.model)
             return await _answered(request, body, text, partial(self._chat, caller, body, session, text))
 
         return router
 
     async def _models(self, caller: tinsmith.Principal) -> list[Object]:
         return await models.listed_models(self._settings, self._context.store, caller, started=self._started)
-
-    async def _opened(self, caller: tinsmith.Principal, name: str) -> tuple[SamplingSessionRecord, ModelText]:
-        session = await models.open_model(self._context.sampling, caller, name)
-        return session, await self._texts.of(session.base_model)
 
     # /completions
 
@@ -139,20 +133,9 @@ class Endpoints:
         text: ModelText,
         hear: Hear | None = None,
     ) -> Object:
-        kept, tenant = self._transcripts, caller.tenant
+        kept, tenant = self._serving.transcripts, caller.tenant
         asked = await asyncio.to_thread(read_conversation, text, kept, tenant, body)
-        most = body.max_completion_tokens or body.max_tokens
-        if most is None:
-            most = await self._context.sampling.max_context_tokens(session.base_model) - len(asked.tokens)
-        operation = tinsmith.Sample(
-            sampling_session_id=session.sampling_session_id,
-            snapshot_id=session.snapshot_id,
-            prompt_P=np.array(asked.tokens, np.int32),
-            params=sampling_params(body, max_tokens=max(1, most)),
-            num_samples=body.n,
-            topk_sample_logprobs=body.top_logprobs,
-        )
-        output = await self._context.sampling.sample(caller, operation, hear=hear)
+        output = await self._serving.draw_chat(caller, body, session, asked, hear)
         choices = [self._chat_choice(text, tenant, body, asked, each) for each in output.sequences]
         answer: Object = {
             **answers.head("chat.completion", "chatcmpl", body.model),
@@ -176,7 +159,7 @@ class Endpoints:
         content, calls = find_tool_calls(text.template, said) if asked.tools else (said, [])
         message = answers.chat_message(content, calls)
         if text.is_special(tokens[-1]):  # the model has ended its turn itself
-            keep_answer(self._transcripts, tenant, asked, body, message, tokens)
+            keep_answer(self._serving.transcripts, tenant, asked, body, message, tokens)
         return {
             "message": message,
             "finish_reason": "tool_calls" if calls else sequence.stop_reason,
@@ -201,12 +184,11 @@ async def _answered(
     try:
         if body.streams_by_token:
             head = answers.head(*_STREAMED[type(body)], body.model)
-            text_of = partial(GrowingText, text, body.stop_strings)
-            live = LiveAnswer(head, answer, text_of, include_usage=body.stream_options.include_usage)
-            return await unless_gone(request, live.response())
+            form = OpenAiEvents(head, include_usage=body.stream_options.include_usage)
+            return await LiveAnswer(form, answer, partial(GrowingText, text, body.stop_strings)).response(request)
         whole = await unless_gone(request, answer(None))
     except ClientGoneError:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     return streamed(whole, include_usage=body.stream_options.include_usage) if body.stream else JSONResponse(whole)
 
 

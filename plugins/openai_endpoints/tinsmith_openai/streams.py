@@ -1,17 +1,59 @@
-"""Whole answers as server-sent events. `live_answers.py` has those that come while they are drawn."""
+"""OpenAI's server-sent events: of whole answers, and of those that come while they are drawn."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from fastapi.responses import StreamingResponse
 
+from tinsmith.huggingface import Json
 from tinsmith_openai.answers import Object
+from tinsmith_openai.live_answers import EventForm
 
 DONE: Final = "data: [DONE]\n\n"
 
+Answer = dict[str, Any]  # Any: an answer made here
 
-def streamed(answer: dict[str, Any], *, include_usage: bool) -> StreamingResponse:  # Any: an answer made here
+
+class OpenAiEvents(EventForm[Answer]):
+    """`[DONE]` ends an answer that has not failed."""
+
+    def __init__(self, head: Object, *, include_usage: bool) -> None:
+        self._head = head
+        self._is_chat = head["object"] == "chat.completion.chunk"
+        self._include_usage = include_usage
+
+    def begin(self, index: int) -> Iterable[str]:
+        return [self._event({"index": index, "delta": {"role": "assistant", "content": ""}})] if self._is_chat else []
+
+    def text(self, index: int, said: str) -> str:
+        return self._chunk(index, said)
+
+    def texts(self, whole: Answer) -> Sequence[str]:
+        return [each["message"]["content"] if self._is_chat else each["text"] for each in whole["choices"]]
+
+    def end_of_choice(self, whole: Answer, index: int, rest: str) -> Iterable[str]:
+        return [self._chunk(index, rest, finish_reason=whole["choices"][index]["finish_reason"])]
+
+    def end(self, whole: Answer) -> Iterable[str]:
+        if self._include_usage:
+            yield as_event({**self._head, "choices": [], "usage": whole["usage"]})
+        yield DONE
+
+    def failure(self, message: str) -> str:
+        return as_event({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+
+    def _chunk(self, index: int, text: str, *, finish_reason: str | None = None) -> str:
+        said: Object = {"delta": {"content": text} if text else {}} if self._is_chat else {"text": text}
+        return self._event({"index": index, **said, "finish_reason": finish_reason})
+
+    def _event(self, choice: Object) -> str:
+        choices: list[Json] = [{"finish_reason": None, "logprobs": None, **choice}]
+        usage: Object = {"usage": None} if self._include_usage else {}
+        return as_event({**self._head, "choices": choices, **usage})
+
+
+def streamed(answer: Answer, *, include_usage: bool) -> StreamingResponse:
     """Return the events that say what an answer says."""
     is_chat = answer["object"] == "chat.completion"
     head = {**answer, "object": "chat.completion.chunk" if is_chat else "text_completion"}

@@ -1,0 +1,133 @@
+"""The JSON of Anthropic's answers, and their events."""
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import tinsmith
+from tinsmith.huggingface import Json
+from tinsmith_openai.answers import Object, as_list
+from tinsmith_openai.live_answers import EventForm
+from tinsmith_openai.messages.bodies import MessagesRequest
+from tinsmith_openai.texts import ModelText
+from tinsmith_openai.tool_calls import ToolCall
+
+Message = dict[str, Any]  # Any: an answer made here
+
+_PING: Final[Object] = {"type": "ping"}
+
+
+def message_start(body: MessagesRequest, num_prompt: int) -> Object:
+    """Return a message that says nothing yet."""
+    return {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "model": body.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": num_prompt, "output_tokens": 0},
+    }
+
+
+def usage(num_prompt: int, output: tinsmith.SampleOutput) -> Object:
+    """Return the numbers of tokens. `input_tokens` are those that did not come from the cache."""
+    cached = output.prompt_cache_hit_tokens
+    return {
+        "input_tokens": num_prompt - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": sum(len(sequence.tokens) for sequence in output.sequences),
+    }
+
+
+def content(said: str | None, calls: Sequence[ToolCall]) -> list[Json]:
+    text: list[Json] = [{"type": "text", "text": said or ""}] if said or not calls else []
+    used: list[Json] = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)} for call in calls
+    ]
+    return [*text, *used]
+
+
+def stop_reason(
+    text: ModelText, body: MessagesRequest, sequence: tinsmith.SampledSequence, calls: Sequence[ToolCall]
+) -> Object:
+    """Say why a message ended, and which stop string ended it."""
+    if calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    whole = text.decode([int(token) for token in sequence.tokens])
+    found = min(((at, stop) for stop in body.stop_sequences if (at := whole.find(stop)) >= 0), default=None)
+    if found is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": found[1]}
+    reason = "max_tokens" if sequence.stop_reason == "length" else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def token_ids(prompt: Sequence[int], sequence: tinsmith.SampledSequence) -> Object:
+    return {"prompt_token_ids": as_list(prompt), "token_ids": as_list(sequence.tokens)}
+
+
+class MessageEvents(EventForm[Message]):
+    """Of a message that is one block of text."""
+
+    def __init__(self, start: Object) -> None:
+        self._start = start
+
+    def begin(self, index: int) -> Iterable[str]:
+        yield _event({"type": "message_start", "message": self._start})
+        yield _block_start(index, {"type": "text", "text": ""})
+        yield _event(_PING)
+
+    def text(self, index: int, said: str) -> str:
+        return _delta(index, {"type": "text_delta", "text": said})
+
+    def texts(self, whole: Message) -> Sequence[str]:
+        return [block["text"] for block in whole["content"]]
+
+    def end_of_choice(self, whole: Message, index: int, rest: str) -> Iterable[str]:
+        del whole
+        if rest:
+            yield self.text(index, rest)
+        yield _event({"type": "content_block_stop", "index": index})
+
+    def end(self, whole: Message) -> Iterable[str]:
+        return _end(whole)
+
+    def failure(self, message: str) -> str:
+        return _event({"type": "error", "error": {"type": "api_error", "message": message}})
+
+
+def events_of(start: Object, whole: Message) -> Iterator[str]:
+    """Yield the events that say what a message says, whose blocks come in one piece each."""
+    more = {name: value for name, value in whole.items() if name in {"prompt_token_ids", "token_ids"}}
+    yield _event({"type": "message_start", "message": {**start, **more}})
+    yield _event(_PING)
+    for index, block in enumerate(whole["content"]):
+        if block["type"] == "text":
+            yield _block_start(index, {"type": "text", "text": ""})
+            yield _delta(index, {"type": "text_delta", "text": block["text"]})
+        else:
+            yield _block_start(index, {**block, "input": {}})
+            yield _delta(index, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+        yield _event({"type": "content_block_stop", "index": index})
+    yield from _end(whole)
+
+
+def _end(whole: Message) -> Iterator[str]:
+    delta: Object = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    yield _event({"type": "message_delta", "delta": delta, "usage": whole["usage"]})
+    yield _event({"type": "message_stop"})
+
+
+def _block_start(index: int, block: Object) -> str:
+    return _event({"type": "content_block_start", "index": index, "content_block": block})
+
+
+def _delta(index: int, delta: Object) -> str:
+    return _event({"type": "content_block_delta", "index": index, "delta": delta})
+
+
+def _event(event: Object) -> str:
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
