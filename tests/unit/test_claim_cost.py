@@ -14,9 +14,10 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 
 from tinsmith.operations import OptimStepOutput
+from tinsmith.sql_store.statements import Change, insert_into
 from tinsmith.sql_store.subjects import claiming, completing, gaps, models, requests, submitting, transaction
 from tinsmith.sql_store.subjects.transaction import PendingChanges, Transaction
-from tinsmith.sql_store.tables import LEASES, OPERATIONS, PAYLOADS, RUNS, SESSIONS, Table
+from tinsmith.sql_store.tables import Table
 from tinsmith.store import MANY_AHEAD, ClaimRoom, Completion, Lease, Measured, PendingCounts
 from tinsmith.testing.store_records import LORA, a_sample, an_operation
 
@@ -33,18 +34,22 @@ def fill(connection: Connection, *, waiting: int, missing: int) -> None:
     until = NOW + timedelta(days=36500)
     for lease in (LEASE, OTHER_LEASE):
         values = {"base_model": lease.base_model, "epoch": lease.epoch, "engine_id": lease.engine_id}
-        connection.execute(LEASES.insert(), {**values, "expires_at": until})
+        insert(connection, "leases", [{**values, "expires_at": until}])
     rows: list[dict[str, Any]] = []
     for tenant, number in (("hog", waiting), ("mouse", 5)):
-        connection.execute(SESSIONS.insert(), _session(tenant))
-        connection.execute(RUNS.insert(), [_run(tenant, "ready", arrived=number), _run(tenant, "stuck", arrived=0)])
+        insert(connection, "sessions", [_session(tenant)])
+        insert(connection, "runs", [_run(tenant, "ready", arrived=number), _run(tenant, "stuck", arrived=0)])
         for seq_id in range(1, number + 1):
             rows.append(_operation(tenant, "ready", seq_id))
             rows.append(_operation(tenant, "sampling", seq_id, ordered=False))
     rows += [_operation("hog", "stuck", seq_id, early=True) for seq_id in range(2, missing + 2)]
-    rows = [{**row, "id": number, "turn": number, "request_id": f"r{number}"} for number, row in enumerate(rows, 1)]
-    connection.execute(OPERATIONS.insert(), rows)
-    connection.execute(PAYLOADS.insert(), [{"operation_id": row["id"], "payload": b"x"} for row in rows])
+    rows = [{**row, "id": number, "arrival": number, "request_id": f"r{number}"} for number, row in enumerate(rows, 1)]
+    insert(connection, "operations", rows)
+    insert(connection, "payloads", [{"operation_id": row["id"], "payload": b"x"} for row in rows])
+
+
+def insert(connection: Connection, table: str, rows: list[dict[str, Any]]) -> None:
+    Change(insert_into(table, *rows[0])).run_each(connection, rows)
 
 
 def _session(tenant: str) -> dict[str, Any]:
@@ -72,6 +77,9 @@ def _run(tenant: str, name: str, *, arrived: int) -> dict[str, Any]:
         "applied_seq_id": 0,
         "arrived_seq_id": arrived,
         "pruned_seq_id": -1,
+        "rebuilds": 0,
+        "steps": 0,
+        "metric_bytes": 0,
     }
 
 
@@ -86,10 +94,14 @@ def _operation(tenant: str, name: str, seq_id: int, *, ordered: bool = True, ear
         "ordered": ordered,
         "early": early,
         "num_tokens": 1,
+        "num_bytes": 0,
+        "payload_bytes": 0,
         "digest": b"",
         "state": "queued",
         "created_at": NOW,
         "attempts": 0,
+        "interruptions": 0,
+        "alone": False,
         "cancel_told": True,
     }
 

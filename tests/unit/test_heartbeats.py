@@ -106,13 +106,15 @@ async def test_those_that_come_soon_after_a_transaction_gather(
         ]
 
     monkeypatch.setattr(store.connections.relaxed, "write", at_once)
-    monkeypatch.setattr("tinsmith.sql_store.subjects.sessions._PAUSE_S", 0.2)
+    heartbeats = sessions.Heartbeats(store.connections.relaxed, pause_s=0.2)
+    heartbeats.open()
     heard = []
     for number in range(100):
-        heard.append(asyncio.create_task(store.hear_session(f"s{number}", LATER, server_id="one")))
+        heard.append(asyncio.create_task(heartbeats.record(sessions.Heartbeat(f"s{number}", LATER, "one"))))
         for _ in range(5):
             await asyncio.sleep(0)  # time enough for a transaction
     await asyncio.gather(*heard)
+    await heartbeats.close()
     assert sum(parts) == 100
     assert len(parts) < 20, "most had a transaction of their own"
 

@@ -26,7 +26,9 @@ from tinsmith.sql_store.databases.notify_wakeups import _MAX_PAYLOAD_BYTES, Noti
 from tinsmith.sql_store.databases.postgres import PostgresDatabase
 from tinsmith.sql_store.migrate import known_revisions
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.tables import SESSIONS, Table, to_values
+from tinsmith.sql_store.subjects import sessions
+from tinsmith.sql_store.subjects.transaction import Transaction
+from tinsmith.sql_store.tables import Table
 from tinsmith.store import OperationState, RunState, RunStateChanged, StoreContext
 from tinsmith.testing.postgres import Postgres
 from tinsmith.testing.store_records import NOW, a_model, a_sample, a_session, an_operation, claim, complete, done
@@ -114,7 +116,7 @@ async def test_a_commit_whose_answer_is_lost_happens_once(postgres_url: str, com
 
     def insert(connection: Connection) -> str:
         runs.append(f"s{len(runs)}")
-        connection.execute(SESSIONS.insert(), to_values(a_session(runs[-1])) | {"heard_since": NOW})
+        sessions.create(Transaction(connection, NOW), a_session(runs[-1]), None)
         return runs[-1]
 
     def commit(connection: Connection) -> None:
@@ -210,11 +212,11 @@ async def test_a_process_that_stops_within_a_transaction_does_not_hold_up_the_ot
         tries.append(connection.execute(locked).scalar_one())
         holds_the_lock.set()
         goes_on.wait(WAIT_S)
-        connection.execute(SESSIONS.update().values(display_name="one"))
+        connection.execute(text("UPDATE sessions SET display_name = 'one'"))
 
     def name(connection: Connection) -> None:
         connection.execute(locked).one()
-        connection.execute(SESSIONS.update().values(display_name="two"))
+        connection.execute(text("UPDATE sessions SET display_name = 'two'"))
 
     stopped = one.run(stop)
     await asyncio.to_thread(holds_the_lock.wait, WAIT_S)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 import os
 import shutil
 import socket
@@ -28,8 +27,8 @@ from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.group_commit import Call, Grouping
 from tinsmith.sql_store.store import SqlStore
+from tinsmith.sql_store.subjects import sessions
 from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.sql_store.tables import SESSIONS, to_values
 from tinsmith.store import StoreContext
 from tinsmith.store.request_ids import created_at, new_request_id
 from tinsmith.testing.engine_driver import take_over
@@ -40,22 +39,6 @@ WAIT_S = 300.0
 
 def a_store(data_dir: Path, **config: object) -> SqlStore:
     return SqlStore(SqlStoreConfig.model_validate({"synchronous": "off", **config}), StoreContext(data_dir=data_dir))
-
-
-async def test_statements_are_compiled_once_for_all_connections(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("first", "second"):
-        caplog.clear()
-        caplog.set_level(logging.INFO, logger="sqlalchemy.engine")
-        store = a_store(tmp_path / name)
-        await store.open()
-        caplog.clear()  # what makes the tables is not kept
-        await store.list_engines()
-        await store.close()
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[")]
-    assert any(each.startswith("[cached") for each in told)
-    assert not [each for each in told if each.startswith("[generated")]
 
 
 async def test_what_a_failed_commit_leaves_open_is_undone(tmp_path: Path) -> None:
@@ -151,7 +134,7 @@ async def test_a_write_that_fails_is_undone_alone_and_the_others_happen_once(tmp
     await store.open()
 
     def insert(tx: Transaction) -> None:
-        tx.connection.execute(SESSIONS.insert(), to_values(a_session(f"s{next(numbers)}")) | {"heard_since": NOW})
+        sessions.create(tx, a_session(f"s{next(numbers)}"), None)
 
     def insert_and_fail(tx: Transaction) -> None:
         insert(tx)
@@ -389,7 +372,7 @@ async def test_a_directory_that_others_can_open_is_refused(tmp_path: Path) -> No
     wakeups.directory.rmdir()
 
 
-class NeverAnswers(Grouping):
+class NeverAnswers(Grouping[Database]):
     def __init__(self, database: Database) -> None:
         super().__init__([database], max_group=1)
         self.asked = asyncio.Event()

@@ -1,6 +1,7 @@
 """Named SQL texts give what their rows say, on both databases."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import sqlalchemy
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
-from tinsmith.sql_store.statements import Change, Query, insert_into
+from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, put_into, total, values_of
 
 
 class Colour(StrEnum):
@@ -23,6 +24,20 @@ class Thing(NamedTuple):
     made_at: datetime | None
     colour: Colour | None
     broken: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    size: int
+    colour: Colour
+
+
+@dataclass(frozen=True)
+class Whole:
+    name: str
+    tags: tuple[str, ...]
+    notes: dict[str, Any] | None = None
+    part: Part | None = None
 
 
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -43,6 +58,8 @@ def connection(request: pytest.FixtureRequest) -> Iterator[Connection]:
     with engine.begin() as connection:
         columns = f"id {key}, made_at BIGINT, colour TEXT UNIQUE, broken BOOLEAN"
         connection.execute(sqlalchemy.text(f"CREATE TABLE things ({columns})"))
+        columns = "name TEXT PRIMARY KEY, tags JSON, notes JSON, part JSON"
+        connection.execute(sqlalchemy.text(f"CREATE TABLE wholes ({columns})"))
         yield connection
     engine.dispose()
 
@@ -78,6 +95,38 @@ def test_a_change_is_made_once_for_each_of_the_values(connection: Connection) ->
         ({"key": 1, "new": "blue", "at": None}, False),
     ]
     assert [each.colour for each in BY_ID.all(connection, ids=[1, 2])] == [Colour.BLUE, Colour.RED]
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        Whole(
+            "w",
+            ("a", "b"),
+            {"äöü": [1, 2**70, None, {"deep": 0.1}], "quote": 'it\'s "so" %s :name'},
+            Part(1, Colour.RED),
+        ),
+        Whole("w", (), {}),
+        Whole("w", (), None),
+    ],
+)
+def test_a_record_comes_back_as_it_was_put(connection: Connection, whole: Whole) -> None:
+    put = Change(put_into("wholes", *fields_of(Whole), key="name"))
+    for each in (Whole("w", ("before",), {"before": True}, Part(2, Colour.BLUE)), whole):
+        put.run(connection, **values_of(each))
+    assert Query("SELECT FIELDS FROM wholes", Whole).all(connection) == [whole]
+    assert Query("SELECT one.FIELDS FROM wholes AS one, wholes AS other", Whole).one(connection) == whole
+    nulls = "SELECT count(*) FROM wholes WHERE notes IS NULL AND part IS NULL"
+    assert Query(nulls, int).one(connection) == (whole.notes is None)
+
+
+def test_single_columns_have_their_type_and_changes_say_how_many(connection: Connection) -> None:
+    INSERT.run_each(connection, [RED, BLUE])
+    assert Query("SELECT made_at FROM things WHERE id = 1", datetime).all(connection) == [NOON]
+    for condition, expected in (("TRUE", 3), ("FALSE", 0)):
+        found = Query(f"SELECT {total('id')} FROM things WHERE {condition}", int).one(connection)
+        assert (found, type(found)) == (expected, int)
+    assert Change("DELETE FROM things WHERE id IN :ids").run(connection, ids=[2, 3]) == 1
 
 
 def test_errors_are_those_of_sqlalchemy(connection: Connection) -> None:

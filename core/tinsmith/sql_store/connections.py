@@ -38,13 +38,16 @@ class Connections(Generic[W]):
         self._max_readers = config.max_readers
         self._begin = begin
         self.wakeups = self._dialect.wakeups()
+        self._databases: list[Database] = []
         self._glances: Connection | None = None
 
     async def open(self) -> None:
-        durable = await self._migrated()
+        durable, relaxed = await self._migrated(), self._dialect.writer(durable=False)
+        readers = [self._dialect.reader() for _ in range(self._max_readers)]
+        self._databases = [durable, relaxed, *readers]
         self.durable = Writer(durable, self.wakeups, self._begin)
-        self.relaxed = Writer(self._dialect.writer(durable=False), self.wakeups, self._begin)
-        self.reader = Reader([self._dialect.reader() for _ in range(self._max_readers)])
+        self.relaxed = Writer(relaxed, self.wakeups, self._begin)
+        self.reader = Reader(readers)
         self._glances = self._dialect.glances()
         await self.wakeups.open()
         for each in (self.durable, self.relaxed, self.reader):
@@ -72,6 +75,8 @@ class Connections(Generic[W]):
             self._glances = None
         for each in (self.durable, self.relaxed, self.reader):
             await each.close()
+        for database in self._databases:
+            await database.close()
         await self.wakeups.close()
 
     def glance(self, look: Callable[[Connection, str], T | None], name: str) -> T | None:

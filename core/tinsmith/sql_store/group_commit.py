@@ -29,6 +29,7 @@ _MAX_READS: Final = 64  # in one transaction
 _MAX_WRITES: Final = 256
 _MAX_TRIES: Final = 4
 
+C = TypeVar("C")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -54,34 +55,34 @@ class Failure:
     error: Exception
 
 
-class Grouping(ABC):
-    """A queue of calls, and one task for each database that takes groups from it and runs them."""
+class Grouping(ABC, Generic[C]):
+    """A queue of calls, and one task for each connection that takes groups from it and runs them."""
 
-    def __init__(self, databases: Sequence[Database], *, max_group: int) -> None:
-        self._databases = databases
+    def __init__(self, connections: Sequence[C], *, max_group: int, pause_s: float = 0.0) -> None:
+        """`pause_s`: after a group, calls gather for this long. One that comes alone does not wait."""
+        self._connections = connections
         self._max_group = max_group
+        self._pause_s = pause_s
         self._queue: asyncio.Queue[Call | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
 
     def open(self) -> None:
         self._is_open = True
-        self._tasks = [asyncio.create_task(self._work(each), name=type(self).__name__) for each in self._databases]
+        self._tasks = [asyncio.create_task(self._work(each), name=type(self).__name__) for each in self._connections]
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Run the calls in the queue, then stop and close the databases."""
+        """Run the calls in the queue, then stop."""
         self._is_open = False
         for _ in self._tasks:
             self._queue.put_nowait(None)
         await asyncio.gather(*self._tasks)
         self._tasks = []
-        for database in self._databases:
-            await database.close()
 
     @abstractmethod
-    async def _run(self, database: Database, calls: list[Call]) -> list[Any]:
+    async def _run(self, connection: C, calls: list[Call]) -> list[Any]:
         """Run the calls in one transaction. Return a result or a Failure for each; an exception fails all of them."""
 
     def ask(self, call: Call) -> asyncio.Future[Any]:
@@ -91,18 +92,20 @@ class Grouping(ABC):
         self._queue.put_nowait(call)
         return call.result
 
-    async def _work(self, database: Database) -> None:
+    async def _work(self, connection: C) -> None:
         group: list[Call] = []
         try:
             while (first := await self._queue.get()) is not None:
                 group = [first, *self._more()]
                 group = [call for call in group if not call.result.cancelled()] or [first]
                 try:
-                    results = await self._run(database, group)
+                    results = await self._run(connection, group)
                 except Exception as error:  # noqa: BLE001 - every caller gets it
                     results = [Failure(error)] * len(group)
                 for call, result in zip(group, results, strict=True):
                     _settle(call, result)
+                if self._pause_s:
+                    await asyncio.sleep(self._pause_s)
         finally:
             _refuse(group)  # calls with a result keep it
 
@@ -125,7 +128,7 @@ class Grouping(ABC):
                 _refuse([] if call is None else [call])
 
 
-class Reader(Grouping):
+class Reader(Grouping[Database]):
     """A few connections. Each answers all waiting reads in one transaction.
 
     A read sees everything that was committed before it was asked for.
@@ -159,7 +162,7 @@ class Work(Protocol):
 W = TypeVar("W", bound=Work)
 
 
-class Writer(Grouping, Generic[W]):
+class Writer(Grouping[Database], Generic[W]):
     """One connection, which runs writes in the order in which they arrive.
 
     A write that raises is undone alone; any may run twice.

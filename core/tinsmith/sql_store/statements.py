@@ -1,22 +1,27 @@
-"""The statements of hot transactions: SQL texts with names, run on the database's driver.
+"""The statements: SQL texts with names, run on the database's driver.
 
 SQLAlchemy's execution layer costs several times more than SQLite itself. A text is SQL as PostgreSQL
 has it, with `:name` for a parameter, `IN :name` for a list, and `DATABASE_NOW` for the time by the database's clock.
 SQLite gets it without the clause at its end that locks rows, since it has one writer.
+
+Times are stored as microseconds since 1970, enumerations as their values, and what has parts as JSON: dataclasses,
+tuples and dictionaries.
 """
 
+import json
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from functools import cached_property
-from typing import Any, Final, Generic, TypeVar, get_args, get_type_hints
+from functools import cached_property, partial
+from types import NoneType, UnionType
+from typing import Any, Final, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from sqlalchemy import Connection, CursorResult
 from sqlalchemy.exc import DBAPIError
-
-from tinsmith.sql_store.columns import NOW_IN, from_microseconds, to_microseconds
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -27,10 +32,18 @@ _Columns = tuple[Sequence[str], Sequence[tuple[str, Convert]]]  # their names, a
 
 CHUNK: Final = 500  # values of one IN list
 
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_NOW_IN: Final = {
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)",
+    "postgresql": "CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)",
+}
+"""The time by the database's clock, which all machines share, in microseconds: to the millisecond or better."""
 _PARAMETER: Final = re.compile(r"(?<![:\w]):(\w+)")
 _LIST: Final = re.compile(r"\bIN :(\w+)")
-_PLAIN: Final = frozenset({str, int, bool, bytes, type(None)})
-_SCALARS: Final = frozenset({str, int})
+_FIELDS: Final = re.compile(r"\b(\w+\.)?FIELDS\b")
+_PLAIN: Final = frozenset({str, int, bool, bytes, NoneType})
+_SCALARS: Final = frozenset({str, int, bytes, datetime})
 _LOCKS: Final = re.compile(r"\s+FOR (UPDATE|SHARE|KEY SHARE)( OF \w+)?( SKIP LOCKED)?\s*$")
 
 
@@ -65,13 +78,13 @@ class _Statement:
 
     @cached_property
     def _postgresql(self) -> str:
-        text = _LIST.sub(r"= ANY(:\1)", self.text.replace("DATABASE_NOW", NOW_IN["postgresql"]))
+        text = _LIST.sub(r"= ANY(:\1)", self.text.replace("DATABASE_NOW", _NOW_IN["postgresql"]))
         return _PARAMETER.sub(r"%(\1)s", text)
 
     def _sqlite(self, values: Values) -> str:
         lengths = tuple(len(values[name]) for name in self._lists)
         if (text := self._of_sqlite.get(lengths)) is None:
-            text = _LOCKS.sub("", self.text.replace("DATABASE_NOW", NOW_IN["sqlite"]))
+            text = _LOCKS.sub("", self.text.replace("DATABASE_NOW", _NOW_IN["sqlite"]))
             text = _LIST.sub(lambda found: f"IN ({_members(found[1], len(values[found[1]]))})", text)
             self._of_sqlite[lengths] = text
         return text
@@ -80,33 +93,43 @@ class _Statement:
 class Query(_Statement, Generic[R]):
     """A text that reads rows.
 
-    `row` is their class, a dataclass or named tuple whose fields are named as the columns. If there is one column only,
-    `row` may be its type, int or str.
+    `row` is their class, a dataclass or named tuple whose fields are named as the columns. In the text, `FIELDS` stands
+    for all of them, and `table.FIELDS` for those of a table. If there is one column only, `row` may be its type.
     """
 
     def __init__(self, text: str, row: type[R]) -> None:
+        self._is_scalar = row in _SCALARS
+        if not self._is_scalar:
+            names = fields_of(row)
+            text = _FIELDS.sub(lambda found: ", ".join(f"{found[1] or ''}{each}" for each in names), text)
         super().__init__(text)
         self._row = row
         self._columns: _Columns | None = None
 
     def all(self, connection: Connection, **values: Any) -> list[R]:
         found = self.execute(connection, values)
-        if self._row in _SCALARS:
-            return [value for (value,) in found.fetchall()]
+        if self._is_scalar:
+            convert = _reading(self._row)
+            return [value if convert is None else convert(value) for (value,) in found.fetchall()]
         names, converters = self._columns or self._read_columns(found)
         rows = []
         for row in found.fetchall():
-            fields = dict(zip(names, row, strict=True))
+            content = dict(zip(names, row, strict=True))
             for name, convert in converters:
-                if fields[name] is not None:
-                    fields[name] = convert(fields[name])
-            rows.append(self._row(**fields))
+                if content[name] is not None:
+                    content[name] = convert(content[name])
+            rows.append(self._row(**content))
         return rows
 
     def first(self, connection: Connection, **values: Any) -> R | None:
         """Return the first row, if there is one."""
         rows = self.all(connection, **values)
         return rows[0] if rows else None
+
+    def one(self, connection: Connection, **values: Any) -> R:
+        """Return the only row."""
+        (row,) = self.all(connection, **values)
+        return row
 
     def _read_columns(self, found: Any) -> _Columns:  # Any: a cursor
         names = found.keys() if isinstance(found, CursorResult) else [each[0] for each in found.description]
@@ -116,11 +139,15 @@ class Query(_Statement, Generic[R]):
         return self._columns
 
 
+_QUERIES: Final[dict[tuple[str, type], Query[Any]]] = {}
+
+
 class Change(_Statement):
     """A text that changes rows."""
 
-    def run(self, connection: Connection, **values: Any) -> None:
-        self.execute(connection, values)
+    def run(self, connection: Connection, **values: Any) -> int:
+        """Return how many rows have changed."""
+        return int(self.execute(connection, values).rowcount)
 
     def run_each(self, connection: Connection, rows: Sequence[Values]) -> None:
         """Run once for each of these values, if there are any."""
@@ -138,13 +165,55 @@ class Change(_Statement):
         return _Statement(f"{self.text} RETURNING id")
 
 
-def chunks(keys: Sequence[T]) -> Iterator[Sequence[T]]:
+def query(text: str, row: type[R]) -> Query[R]:
+    """Return the query of a text that depends on what is asked, always the same one."""
+    key = text, row
+    if key not in _QUERIES:
+        _QUERIES[key] = Query(text, row)
+    return _QUERIES[key]
+
+
+def wanted(**columns: str | None) -> tuple[str, dict[str, str]]:
+    """Return the conditions that columns have these values, and the values. None stands for any."""
+    given = {name: value for name, value in columns.items() if value is not None}
+    return "".join(f" AND {name} = :{name}" for name in given), given
+
+
+def chunks(keys: Sequence[T]) -> Iterator[list[T]]:
     """Divide what goes into an IN list."""
-    return (keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK))
+    return (list(keys[start : start + CHUNK]) for start in range(0, len(keys), CHUNK))
+
+
+def fields_of(row: Any) -> tuple[str, ...]:  # Any: a dataclass or the class of named tuples
+    return tuple(each.name for each in fields(row)) if is_dataclass(row) else row._fields
+
+
+def values_of(record: Any) -> dict[str, Any]:  # Any: a dataclass
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def insert_into(table: str, *columns: str) -> str:
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{each}' for each in columns)})"
+
+
+def put_into(table: str, *columns: str, key: str) -> str:
+    """Insert a row, or replace what the one with its key has in these columns."""
+    changes = ", ".join(f"{each} = excluded.{each}" for each in columns)
+    return f"{insert_into(table, *columns)} ON CONFLICT ({key}) DO UPDATE SET {changes}"
+
+
+def total(number: str) -> str:
+    """Sum up a whole number, 0 if there is none: PostgreSQL's own sum is a decimal number."""
+    return f"CAST(coalesce(sum({number}), 0) AS BIGINT)"
+
+
+def to_microseconds(time: datetime) -> int:
+    """Return how a time is stored: exact, and the same in every database."""
+    return (time - _EPOCH) // _MICROSECOND
+
+
+def from_microseconds(stored: int) -> datetime:
+    return _EPOCH + stored * _MICROSECOND
 
 
 def _bound(values: Values, lists: Sequence[str]) -> dict[str, Any]:
@@ -162,12 +231,24 @@ def _members(name: str, length: int) -> str:
 def _converted(value: Any) -> Any:
     if isinstance(value, datetime):
         return to_microseconds(value)
-    return str(value) if isinstance(value, StrEnum) else value
+    if isinstance(value, StrEnum):
+        return str(value)
+    has_parts = isinstance(value, tuple | dict) or is_dataclass(value)
+    return json.dumps(msgspec.to_builtins(value)) if has_parts else value
 
 
 def _reading(kind: Any) -> Convert | None:  # Any: a type, or one of two
     """Return the converter of a column's value to this type; numbers, texts and bytes need none."""
-    kind = next((each for each in get_args(kind) if each is not type(None)), kind)
+    if get_origin(kind) in {Union, UnionType}:
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
     if kind is datetime:
         return from_microseconds
-    return kind if kind is bool or (isinstance(kind, type) and issubclass(kind, StrEnum)) else None
+    if kind in {str, int, float, bytes} or get_origin(kind) is Literal:
+        return None
+    is_simple = kind is bool or (isinstance(kind, type) and issubclass(kind, StrEnum))
+    return kind if is_simple else partial(_from_json, kind)
+
+
+def _from_json(kind: type, stored: Any) -> Any:
+    """Read JSON, which PostgreSQL's driver has parsed."""
+    return msgspec.convert(json.loads(stored) if isinstance(stored, str) else stored, kind)

@@ -108,6 +108,7 @@ class SqlStore(RequestStore):
     async def open(self) -> None:
         await self.connections.open()
         self._heartbeats = sessions.Heartbeats(self.connections.relaxed)
+        self._heartbeats.open()
         sweep = log.sweep(self.connections, self._config.safety_poll_s)
         self._sweeper = asyncio.create_task(sweep, name="sql-safety-poll")
 
@@ -209,7 +210,7 @@ class SqlStore(RequestStore):
 
     # what tenants have used and keep
     hourly_usage = _read(usage.hourly)
-    total_usage = _read(usage.total)
+    total_usage = _read(usage.in_all)
     stored_checkpoints = _read(usage.stored)
     kept_bytes = _read(usage.kept)
     find_routed_experts = _read(routed_experts.find)

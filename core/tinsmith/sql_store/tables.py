@@ -1,61 +1,28 @@
-"""The tables. SQLModel declares them; `to_record` and `to_values` convert rows to and from the store's records.
+"""The tables, as SQLModel declares them. Nothing maps rows to objects: `statements.py` reads and writes the records.
 
 Payloads and results have tables of their own, so that changing an operation's state does not rewrite its tensors.
-Fields are named as in the records.
+Columns are named as the fields of the records, and typed as they are stored: see `statements.py`.
 """
 
-from collections.abc import Mapping
-from dataclasses import fields
-from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Column,
-    Connection,
-    ForeignKey,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    text,
-)
-from sqlalchemy import Table as Table_
+from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, text
 from sqlmodel import Field, SQLModel, UniqueConstraint
 
-from tinsmith.operations import LoraConfig
-from tinsmith.sql_store.columns import AsJson, AsText, Microseconds
-from tinsmith.store import (
-    ConsistencyCounts,
-    DeviceTurn,
-    EngineCapabilities,
-    EngineFailure,
-    EngineState,
-    OperationState,
-    RunState,
-)
-
-R = TypeVar("R")
-
 _BigKey = BigInteger().with_variant(Integer(), "sqlite")  # SQLite generates only INTEGER keys
+_Field = Any  # as sqlmodel.Field itself
 
 
-def _time(*, index: bool = False) -> Any:  # Any: as sqlmodel.Field itself
-    return Field(sa_type=Microseconds, index=index)
+def _int64(*, index: bool = False, nullable: bool = False) -> _Field:
+    return Field(sa_type=BigInteger, index=index, nullable=nullable)
 
 
-def _maybe_time() -> Any:  # Any: as sqlmodel.Field itself
-    return Field(default=None, sa_type=Microseconds, nullable=True)
+def _json(*, nullable: bool = False) -> _Field:
+    return Field(sa_column=Column(JSON, nullable=nullable))
 
 
-def _json(python: Any = None, *, nullable: bool = False) -> Any:  # Any: as sqlmodel.Field itself
-    kind = JSON(none_as_null=True) if python is None else AsJson(python)
-    return Field(default=None, sa_column=Column(kind, nullable=nullable))
-
-
-def _number(default: int = 0) -> Any:  # Any: as sqlmodel.Field itself
-    return Field(default=default, sa_type=BigInteger)
+def _key_part() -> _Field:
+    return Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
 
 
 class Table(SQLModel):
@@ -72,12 +39,10 @@ class Table(SQLModel):
 
 
 # As literals, because SQLite uses a partial index only if the query contains the same condition as a literal.
-OPEN, LIVE, KEPT = (
-    text("sessions.ended IS NULL"),
-    text("runs.state IN ('creating', 'ready')"),
-    text("checkpoints.deleted_at IS NULL"),
-)
 _OPEN, _LIVE, _KEPT = text("ended IS NULL"), text("state IN ('creating', 'ready')"), text("deleted_at IS NULL")
+_SIZED = text("num_bytes > 0")
+_QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
+_EARLY, _ALONE = text("state = 'queued' AND early"), text("state = 'queued' AND alone")
 
 
 class SessionRow(Table, table=True):
@@ -89,18 +54,18 @@ class SessionRow(Table, table=True):
 
     session_id: str = Field(primary_key=True)
     tenant: str = Field(index=True)
-    idempotency_key: str | None = None
-    created_at: datetime = _time(index=True)
-    last_seen_at: datetime = _time(index=True)
-    heard_since: datetime = _time()  # heartbeats have arrived all the time since then
-    tags: tuple[str, ...] = _json(tuple[str, ...])
-    user_metadata: dict[str, Any] | None = _json(nullable=True)
-    sdk_version: str | None = None
-    project_id: str | None = None
-    display_name: str | None = None
-    ended: str | None = None
-    end_detail: str | None = None
-    heard_by: str | None = None
+    idempotency_key: str | None
+    created_at: int = _int64(index=True)
+    last_seen_at: int = _int64(index=True)
+    heard_since: int = _int64()  # heartbeats have arrived all the time since then
+    tags: Any = _json()
+    user_metadata: Any = _json(nullable=True)
+    sdk_version: str | None
+    project_id: str | None
+    display_name: str | None
+    ended: str | None
+    end_detail: str | None
+    heard_by: str | None
 
 
 class RunRow(Table, table=True):
@@ -114,24 +79,20 @@ class RunRow(Table, table=True):
     session_id: str = Field(index=True)
     tenant: str = Field(index=True)
     base_model: str = Field(index=True)
-    lora: LoraConfig = _json(LoraConfig)
-    created_at: datetime = _time(index=True)
-    last_request_at: datetime = _time()
-    user_metadata: dict[str, Any] | None = _json(nullable=True)
-    state: RunState = Field(sa_type=AsText(RunState))
-    state_reason: str | None = None
-    next_seq_id: int = Field(sa_type=BigInteger)
-    applied_seq_id: int = Field(sa_type=BigInteger)
-    arrived_seq_id: int = _number(-1)  # up to here none is missing; see `subjects/submitting.py`
-    pruned_seq_id: int = _number(-1)  # the highest one that retention has removed
-    unload_seq_id: int | None = Field(default=None, sa_type=BigInteger, nullable=True)  # once the session has ended
-    rebuilds: int = 0  # rebuilds begun and not finished: how often an engine died in one
-    steps: int = _number()
-    metric_bytes: int = _number()
-
-
-SIZED = text("sampling_sessions.num_bytes > 0")
-_SIZED = text("num_bytes > 0")
+    lora: Any = _json()
+    created_at: int = _int64(index=True)
+    last_request_at: int = _int64()
+    user_metadata: Any = _json(nullable=True)
+    state: str
+    state_reason: str | None
+    next_seq_id: int = _int64()
+    applied_seq_id: int = _int64()
+    arrived_seq_id: int = _int64()  # up to here none is missing; see `subjects/submitting.py`
+    pruned_seq_id: int = _int64()  # the highest one that retention has removed
+    unload_seq_id: int | None = _int64(nullable=True)  # once the session has ended
+    rebuilds: int  # rebuilds begun and not finished: how often an engine died in one
+    steps: int = _int64()
+    metric_bytes: int = _int64()
 
 
 class SamplingSessionRow(Table, table=True):
@@ -144,13 +105,13 @@ class SamplingSessionRow(Table, table=True):
     session_id: str = Field(index=True)
     tenant: str
     base_model: str
-    created_at: datetime = _time()
-    snapshot_id: str | None = None
-    model_path: str | None = None
-    model_id: str | None = None
-    checkpoint_created_at: datetime | None = _maybe_time()
-    only_while_public: bool = False
-    num_bytes: int = _number()  # of a snapshot of its own
+    created_at: int = _int64()
+    snapshot_id: str | None
+    model_path: str | None
+    model_id: str | None
+    checkpoint_created_at: int | None = _int64(nullable=True)
+    only_while_public: bool
+    num_bytes: int = _int64()  # of a snapshot of its own
 
 
 class CheckpointRow(Table, table=True):
@@ -165,20 +126,15 @@ class CheckpointRow(Table, table=True):
     tenant: str = Field(index=True)
     kind: str
     base_model: str
-    lora: LoraConfig = _json(LoraConfig)
-    created_at: datetime = _time(index=True)
-    size_bytes: int = Field(sa_type=BigInteger)
+    lora: Any = _json()
+    created_at: int = _int64(index=True)
+    size_bytes: int = _int64()
     directory: str
-    step: int = Field(sa_type=BigInteger)
+    step: int = _int64()
     public: bool
-    expires_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
-    user_metadata: dict[str, str] = _json()
-    deleted_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True)  # kept for repeated requests
-
-
-RUNNING = text("operations.state = 'running'")
-_QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
-_EARLY, _ALONE = text("state = 'queued' AND early"), text("state = 'queued' AND alone")
+    expires_at: int | None = _int64(index=True, nullable=True)
+    user_metadata: Any = _json()
+    deleted_at: int | None = _int64(nullable=True)  # kept for repeated requests
 
 
 class OperationRow(Table, table=True):
@@ -217,28 +173,26 @@ class OperationRow(Table, table=True):
     tenant: str
     session_id: str
     subject_id: str
-    seq_id: int = Field(sa_type=BigInteger)
+    seq_id: int = _int64()
     ordered: bool
-    early: bool = False  # a lower seq_id of its model is missing
-    arrival: int = (
-        _number()
-    )  # orders what a tenant has waiting: ids as they arrived, but never against the order of a model
-    num_tokens: int = Field(sa_type=BigInteger)
-    num_bytes: int = _number()  # once decoded
-    payload_bytes: int = _number()  # as stored
+    early: bool  # a lower seq_id of its model is missing
+    arrival: int = _int64()  # orders what a tenant has waiting, as it arrived, but never against the order of a model
+    num_tokens: int = _int64()
+    num_bytes: int = _int64()  # once decoded
+    payload_bytes: int = _int64()  # as stored
     digest: bytes = Field(sa_type=LargeBinary)
-    state: OperationState = Field(sa_type=AsText(OperationState))
-    created_at: datetime = _time()
-    started_at: datetime | None = _maybe_time()
-    finished_at: datetime | None = Field(default=None, sa_type=Microseconds, nullable=True, index=True)
-    engine_id: str | None = None  # the engine that claimed it
-    attempts: int = 0  # how often it was claimed, without orderly stops and interruptions
-    interruptions: int = 0  # how often its engine was killed from outside
-    alone: bool = False  # an engine died while it ran, so the next attempt runs by itself
-    cancel_told: bool = True  # False: its engine does not know yet that it was cancelled
+    state: str
+    created_at: int = _int64()
+    started_at: int | None = _int64(nullable=True)
+    finished_at: int | None = _int64(index=True, nullable=True)
+    engine_id: str | None  # the engine that claimed it
+    attempts: int  # how often it was claimed, without orderly stops and interruptions
+    interruptions: int  # how often its engine was killed from outside
+    alone: bool  # an engine died while it ran, so the next attempt runs by itself
+    cancel_told: bool  # False: its engine does not know yet that it was cancelled
 
 
-def _operation_key() -> Any:  # Any: as sqlmodel.Field itself
+def _operation_key() -> _Field:
     key = Column(_BigKey, ForeignKey("operations.id", ondelete="CASCADE"), primary_key=True, autoincrement=False)
     return Field(sa_column=key)
 
@@ -264,12 +218,12 @@ class FinishedSampleRow(Table, table=True):
     __tablename__ = "finished_samples"
 
     subject_id: str = Field(primary_key=True)
-    clone: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
-    number: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))  # from 1
+    clone: int = _key_part()
+    number: int = _key_part()  # from 1
     request_id: str
     succeeded: bool
-    size_bytes: int = Field(sa_type=BigInteger)
-    finished_at: datetime = _time(index=True)
+    size_bytes: int = _int64()
+    finished_at: int = _int64(index=True)
 
 
 class SampleCountRow(Table, table=True):
@@ -278,8 +232,8 @@ class SampleCountRow(Table, table=True):
     __tablename__ = "sample_counts"
 
     subject_id: str = Field(primary_key=True)
-    clone: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
-    last: int = Field(sa_type=BigInteger)
+    clone: int = _key_part()
+    last: int = _int64()
 
 
 class PendingWorkRow(Table, table=True):
@@ -293,27 +247,27 @@ class PendingWorkRow(Table, table=True):
     tenant: str = Field(primary_key=True)
     kind: str = Field(primary_key=True)
     finished: bool = Field(primary_key=True)
-    number: int = Field(sa_type=BigInteger)
-    num_bytes: int = Field(sa_type=BigInteger)
-    stored_bytes: int = _number()
+    number: int = _int64()
+    num_bytes: int = _int64()
+    stored_bytes: int = _int64()
 
 
 class EngineRow(Table, table=True):
     __tablename__ = "engines"
 
     base_model: str = Field(primary_key=True)
-    state: EngineState = Field(sa_type=AsText(EngineState))
-    updated_at: datetime = _time()
+    state: str
+    updated_at: int = _int64()
     detail: str
-    progress: float | None = None
-    engine_id: str | None = None
-    pid: int | None = None
+    progress: float | None
+    engine_id: str | None
+    pid: int | None
     restarts: int
-    capabilities: EngineCapabilities | None = _json(EngineCapabilities, nullable=True)
-    consistency: ConsistencyCounts | None = _json(ConsistencyCounts, nullable=True)
-    turn: DeviceTurn | None = _json(DeviceTurn, nullable=True)
-    sampler_trouble: str | None = None
-    failure: EngineFailure | None = _json(EngineFailure, nullable=True)
+    capabilities: Any = _json(nullable=True)
+    consistency: Any = _json(nullable=True)
+    turn: Any = _json(nullable=True)
+    sampler_trouble: str | None
+    failure: Any = _json(nullable=True)
 
 
 class LeaseRow(Table, table=True):
@@ -322,19 +276,19 @@ class LeaseRow(Table, table=True):
     __tablename__ = "leases"
 
     base_model: str = Field(primary_key=True)
-    epoch: int = Field(sa_type=BigInteger)
-    engine_id: str | None = None  # None: released
-    expires_at: datetime = _time()
+    epoch: int = _int64()
+    engine_id: str | None  # None: released
+    expires_at: int = _int64()
 
 
 class RecoveryPointRow(Table, table=True):
     __tablename__ = "recovery_points"
 
     model_id: str = Field(primary_key=True)
-    seq_id: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
+    seq_id: int = _key_part()
     directory: str
-    size_bytes: int = Field(sa_type=BigInteger)
-    created_at: datetime = _time()
+    size_bytes: int = _int64()
+    created_at: int = _int64()
 
 
 class UsageRow(Table, table=True):
@@ -345,12 +299,12 @@ class UsageRow(Table, table=True):
     hour: str = Field(primary_key=True)  # YYYY-MM-DDTHH
     tenant: str = Field(primary_key=True)
     base_model: str = Field(primary_key=True)
-    trained_tokens: int = Field(sa_type=BigInteger)
-    prefilled_tokens: int = Field(sa_type=BigInteger)
-    sampled_tokens: int = Field(sa_type=BigInteger)
-    checkpoints: int = Field(sa_type=BigInteger)
-    stored_bytes: int = Field(sa_type=BigInteger)
-    engine_us: int = Field(sa_type=BigInteger)
+    trained_tokens: int = _int64()
+    prefilled_tokens: int = _int64()
+    sampled_tokens: int = _int64()
+    checkpoints: int = _int64()
+    stored_bytes: int = _int64()
+    engine_us: int = _int64()
 
 
 class RoutedExpertsRow(Table, table=True):
@@ -366,8 +320,8 @@ class RoutedExpertsRow(Table, table=True):
     tenant: str
     model_id: str
     digest: bytes = Field(sa_type=LargeBinary)
-    num_bytes: int = _number()
-    created_at: datetime = _time(index=True)
+    num_bytes: int = _int64()
+    created_at: int = _int64(index=True)
     experts: bytes = Field(sa_type=LargeBinary)
 
 
@@ -378,9 +332,9 @@ class MetricsRow(Table, table=True):
     __table_args__ = ({"sqlite_with_rowid": False},)
 
     model_id: str = Field(primary_key=True)
-    step: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
-    seq_id: int = Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
-    time: datetime = _time()
+    step: int = _key_part()
+    seq_id: int = _key_part()
+    time: int = _int64()
     numbers: bytes = Field(sa_type=LargeBinary)  # by name, in msgpack
 
 
@@ -397,7 +351,7 @@ class RetentionRow(Table, table=True):
     __tablename__ = "retention"
 
     id: int = Field(default=1, sa_column=Column(Integer, primary_key=True, autoincrement=False))
-    finished_before: datetime = _time()
+    finished_before: int = _int64()
 
 
 class WriteCheckRow(Table, table=True):
@@ -407,41 +361,3 @@ class WriteCheckRow(Table, table=True):
 
     id: int | None = Field(default=None, primary_key=True)
     content: bytes = Field(sa_type=LargeBinary)
-
-
-def _table(row: Any) -> Table_:  # Any: a class, which mypy takes for its metaclass
-    table: Table_ = row.metadata.tables[row.__tablename__]
-    return table
-
-
-# Nothing maps rows to objects: a mapped object costs several times as much as its statement.
-OPERATIONS, PAYLOADS, RESULTS, FINISHED_SAMPLES, SAMPLE_COUNTS, PENDING_WORK = map(
-    _table, (OperationRow, PayloadRow, ResultRow, FinishedSampleRow, SampleCountRow, PendingWorkRow)
-)
-SESSIONS, RUNS, SAMPLING_SESSIONS, CHECKPOINTS, RECOVERY_POINTS = map(
-    _table, (SessionRow, RunRow, SamplingSessionRow, CheckpointRow, RecoveryPointRow)
-)
-ENGINES, LEASES, USAGE, ROUTED_EXPERTS, METRICS, SECRETS, RETENTION, WRITE_CHECKS = map(
-    _table, (EngineRow, LeaseRow, UsageRow, RoutedExpertsRow, MetricsRow, SecretRow, RetentionRow, WriteCheckRow)
-)
-
-
-def columns_of(record: type, table: Table_) -> tuple[Column[Any], ...]:
-    """Return the columns that a record has, in its order."""
-    return tuple(table.c[field.name] for field in fields(record))
-
-
-def to_record(row: object, record: type[R]) -> R:
-    """Make a record from a row that has its fields."""
-    return record(**{field.name: getattr(row, field.name) for field in fields(record)})  # type: ignore[arg-type]  # R is a dataclass
-
-
-def to_values(record: object) -> dict[str, Any]:  # Any: values of the columns
-    return {field.name: getattr(record, field.name) for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
-
-
-def put(connection: Connection, table: Table_, values: Mapping[str, Any]) -> None:  # Any: values of the columns
-    """Insert a row, or replace what the one with its key has in these columns."""
-    keys = [column == values[column.name] for column in table.primary_key]
-    if connection.execute(table.update().where(*keys).values(**values)).rowcount == 0:
-        connection.execute(table.insert(), values)

@@ -2,28 +2,20 @@
 
 Work is a synchronous function over a connection, and runs in the connection's own thread: a hop to another thread for
 each statement would cost more than the statement itself.
-
-Each SQL statement is compiled once in a process, not once for every connection. SQLAlchemy keeps compiled statements
-by their dialect, and makes a dialect for every engine. A store has an engine for each of its connections, and an HTTP
-server that has just started would compile the same statements many times over.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
-from sqlalchemy import Connection, Engine, create_engine
-from sqlalchemy.engine import URL
-from sqlalchemy.util import LRUCache
+from sqlalchemy import Connection, Engine
 
 from tinsmith.store.wakeups import WakeUps
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-_COMPILED: Final[Any] = LRUCache(1000)  # Any: SQLAlchemy's own types of keys and statements
 
 
 class Dialect(ABC):
@@ -137,21 +129,3 @@ class Channel(WakeUps, ABC):
 
         Messages that cannot be sent at once are dropped.
         """
-
-
-class SharedStatements:
-    """Mixed into a dialect, makes equal all its instances that compile alike."""
-
-    server_version_info: tuple[Any, ...] | None
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.server_version_info == self.server_version_info
-
-    def __hash__(self) -> int:
-        return hash(type(self))
-
-
-def make_engine(url: URL, **options: Any) -> Engine:  # Any: as `create_engine`
-    """Make an engine for a URL whose driver names a dialect with shared statements."""
-    execution_options = {**options.pop("execution_options", {}), "compiled_cache": _COMPILED}
-    return create_engine(url, execution_options=execution_options, **options)

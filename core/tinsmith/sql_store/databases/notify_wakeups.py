@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import psycopg
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection
 
 from tinsmith.errors import StoreError
 from tinsmith.sql_store.databases.database import Channel
@@ -18,7 +18,7 @@ _MAX_PAYLOAD_BYTES: Final = 7900  # PostgreSQL allows less than 8000
 _SEPARATOR: Final = "\n"
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 5.0
 _OPEN_S: Final = 30.0
-_NOTIFY = text(f"SELECT pg_notify('{_CHANNEL}', :payload)")
+_NOTIFY: Final = f"SELECT pg_notify('{_CHANNEL}', %(payload)s)"
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class NotifyWakeUps(Channel):
 
     def enlist(self, connection: Connection, topics: list[str]) -> None:
         for payload in _payloads(self._own, topics):
-            connection.execute(_NOTIFY, {"payload": payload})
+            connection.exec_driver_sql(_NOTIFY, {"payload": payload})
 
     def send(self, topics: Sequence[str]) -> None:
         del topics  # the commit has sent them

@@ -10,15 +10,13 @@ from typing import Any, Final, TypeVar
 import psycopg
 from psycopg.pq import Format
 from sqlalchemy import Connection, Engine, create_engine, event, text
-from sqlalchemy.dialects import registry
-from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.pool import QueuePool
 
 from tinsmith.errors import ConfigError, StoreError
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.databases.database import Channel, Database, Dialect, SharedStatements, make_engine
+from tinsmith.sql_store.databases.database import Channel, Database, Dialect
 from tinsmith.sql_store.databases.notify_wakeups import NotifyWakeUps
 from tinsmith.sql_store.databases.postgres_scrubbing import Scrubber
 
@@ -51,17 +49,10 @@ _GONE: Final = ("08", "57P")  # connection exceptions; a server that shuts down 
 _FULL: Final = "53300"  # too many connections
 _OLDEST: Final = (13,)
 
-_TRANSACTION = text("SELECT pg_current_xact_id_if_assigned()::text")
-_STATUS = text("SELECT pg_xact_status(CAST(:transaction AS xid8))")
+_TRANSACTION: Final = "SELECT pg_current_xact_id_if_assigned()::text"
+_STATUS: Final = "SELECT pg_xact_status(CAST(%(transaction)s AS xid8))"
 
 _log = logging.getLogger(__name__)
-
-
-class PsycopgDialect(SharedStatements, PGDialect_psycopg):
-    supports_statement_cache = True
-
-
-registry.register("postgresql.tinsmith", __name__, PsycopgDialect.__name__)
 
 
 class PostgresDialect(Dialect):
@@ -164,8 +155,8 @@ class PostgresDatabase(Database):
         scrubber: Scrubber,
     ) -> None:
         """`prepare`: a statement for each new connection."""
-        engine = make_engine(
-            url.set(drivername="postgresql+tinsmith"),
+        engine = create_engine(
+            url,
             poolclass=QueuePool,
             pool_size=1,
             max_overflow=0,
@@ -194,7 +185,7 @@ class PostgresDatabase(Database):
                 with self._engine.connect() as connection:
                     result = work(connection)
                     if self._writes:
-                        transaction = connection.scalar(_TRANSACTION)
+                        transaction = connection.exec_driver_sql(_TRANSACTION).scalar()
                     commit(connection)
             except DBAPIError as error:
                 if _is_gone(error):
@@ -219,7 +210,7 @@ class PostgresDatabase(Database):
             self._wait(error)
             try:
                 with self._engine.connect() as connection:
-                    status = connection.scalar(_STATUS, {"transaction": transaction})
+                    status = connection.exec_driver_sql(_STATUS, {"transaction": transaction}).scalar()
             except DBAPIError as again:
                 if not _is_gone(again):
                     raise

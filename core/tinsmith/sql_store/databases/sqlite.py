@@ -11,8 +11,6 @@ from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
-from sqlalchemy.dialects import registry
-from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.pool import StaticPool
 
@@ -20,7 +18,7 @@ from tinsmith.errors import ConfigError, StoreError
 from tinsmith.fair_lock import FairLock
 from tinsmith.file_systems import NETWORK, file_system_of
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.databases.database import Channel, Database, Dialect, SharedStatements, make_engine
+from tinsmith.sql_store.databases.database import Channel, Database, Dialect
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps
 
 _STRENGTH: Final = ("off", "normal", "full")
@@ -36,13 +34,6 @@ _PAGES_AT_A_TIME: Final = 8192  # other processes can write in between
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class PysqliteDialect(SharedStatements, SQLiteDialect_pysqlite):
-    supports_statement_cache = True
-
-
-registry.register("sqlite.tinsmith", __name__, PysqliteDialect.__name__)
 
 
 class SqliteDialect(Dialect):
@@ -175,8 +166,8 @@ class SqliteDatabase(Database):
 
 
 def _engine(path: Path, pragmas: tuple[str, ...]) -> Engine:
-    url = URL.create("sqlite+tinsmith", database=str(path))
-    engine = make_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
+    url = URL.create("sqlite", database=str(path))
+    engine = create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
     event.listen(engine, "connect", partial(_prepare, pragmas))
     return engine
 

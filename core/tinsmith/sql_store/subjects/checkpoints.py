@@ -3,74 +3,73 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import datetime
-from typing import Final, TypeVar, get_args
+from typing import Final, NamedTuple, TypeVar, get_args
 
-import sqlalchemy
-from sqlalchemy import ColumnElement, Connection, bindparam, func
+from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store.statements import chunks
+from tinsmith.sql_store.statements import Change, Query, chunks, fields_of, put_into, query, total, values_of, wanted
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import CHECKPOINTS, KEPT, RUNS, columns_of, put, to_record, to_values
 from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints
 from tinsmith.store.checkpoints import is_version
 from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_large_metadata, version_gone
 
 T = TypeVar("T")
 
-_NO_LIMIT: Final = 2**62
-_THERE = CHECKPOINTS.c.deleted_at.is_(None)
-_RECORDS = sqlalchemy.select(*columns_of(CheckpointRecord, CHECKPOINTS))
-_GET = _RECORDS.where(CHECKPOINTS.c.path == bindparam("wanted"), _THERE)
-_ANY = _RECORDS.add_columns(CHECKPOINTS.c.deleted_at).where(CHECKPOINTS.c.path == bindparam("wanted"))
-_DIRECTORIES = sqlalchemy.select(CHECKPOINTS.c.directory).where(
-    CHECKPOINTS.c.path.in_(bindparam("paths", expanding=True)), _THERE
-)
-_KEPT = sqlalchemy.select(func.count(), func.coalesce(func.sum(CHECKPOINTS.c.size_bytes), 0)).where(
-    CHECKPOINTS.c.tenant == bindparam("tenant"), KEPT
-)
-_CHANGE = CHECKPOINTS.update().where(CHECKPOINTS.c.path == bindparam("wanted"))
 
-_each = CHECKPOINTS.alias("each")
-_NEWEST = (
-    sqlalchemy.select(_each.c.path)
-    .where(
-        _each.c.model_id == RUNS.c.model_id,
-        _each.c.kind == bindparam("kind"),
-        _each.c.tenant == RUNS.c.tenant,
-        _each.c.deleted_at.is_(None),
-    )
-    .order_by(_each.c.created_at.desc(), _each.c.path.desc())
-    .limit(1)
-    .correlate(RUNS)
-    .scalar_subquery()
+class _Before(NamedTuple):
+    """What is known of a checkpoint that may be replaced."""
+
+    public: bool
+    expires_at: datetime | None
+    deleted_at: datetime | None
+
+
+_NO_LIMIT: Final = 2**62
+_BEFORE = Query("SELECT FIELDS FROM checkpoints WHERE path = :wanted FOR UPDATE", _Before)
+_THERE = "checkpoints.deleted_at IS NULL"
+_GET = Query(f"SELECT FIELDS FROM checkpoints WHERE path = :wanted AND {_THERE}", CheckpointRecord)
+_LOCK = Query(f"{_GET.text} FOR UPDATE", CheckpointRecord)
+_DELETED = Query("SELECT FIELDS FROM checkpoints WHERE path = :wanted AND deleted_at IS NOT NULL", CheckpointRecord)
+_DIRECTORIES = Query(f"SELECT directory FROM checkpoints WHERE path IN :paths AND {_THERE}", str)
+_KEPT = Query(
+    f"SELECT count(*) AS number, {total('size_bytes')} AS num_bytes FROM checkpoints "
+    f"WHERE tenant = :tenant AND {_THERE}",
+    KeptCheckpoints,
 )
-_NEWEST_OF = _RECORDS.where(
-    CHECKPOINTS.c.path.in_(
-        sqlalchemy.select(_NEWEST).where(RUNS.c.model_id.in_(bindparam("model_ids", expanding=True)))
-    )
+_NEWEST_OF = Query(
+    "SELECT FIELDS FROM checkpoints WHERE path IN (SELECT (SELECT each.path FROM checkpoints AS each "
+    "WHERE each.model_id = runs.model_id AND each.kind = :kind AND each.tenant = runs.tenant "
+    "AND each.deleted_at IS NULL ORDER BY each.created_at DESC, each.path DESC LIMIT 1) "
+    "FROM runs WHERE runs.model_id IN :model_ids)",
+    CheckpointRecord,
 )
+_EXPIRED = Query(
+    f"SELECT FIELDS FROM checkpoints WHERE {_THERE} AND expires_at <= :now ORDER BY expires_at", CheckpointRecord
+)
+_PUT = Change(put_into("checkpoints", *fields_of(CheckpointRecord), "deleted_at", key="path"))
+_UPDATE = Change("UPDATE checkpoints SET public = :public, expires_at = :expires_at WHERE path = :wanted")
+_DELETE = Change("UPDATE checkpoints SET deleted_at = :now WHERE path = :wanted")
 
 
 def get(connection: Connection, path: str, *, lock: bool = False) -> CheckpointRecord:
-    found = connection.execute(_GET.with_for_update() if lock else _GET, {"wanted": path}).first()
+    found = (_LOCK if lock else _GET).first(connection, wanted=path)
     if found is None:
         raise no_checkpoint(path)
-    return to_record(found, CheckpointRecord)
+    return found
 
 
 def newest(connection: Connection, model_ids: Collection[str]) -> list[CheckpointRecord]:
     return [
-        to_record(row, CheckpointRecord)
+        record
         for chunk in chunks(sorted(model_ids))
         for kind in get_args(CheckpointKind)
-        for row in connection.execute(_NEWEST_OF, {"kind": kind, "model_ids": chunk})
+        for record in _NEWEST_OF.all(connection, kind=kind, model_ids=chunk)
     ]
 
 
 def directories(connection: Connection, paths: Collection[str]) -> set[str]:
-    found = (connection.execute(_DIRECTORIES, {"paths": chunk}).scalars() for chunk in chunks(sorted(paths)))
-    return {directory for chunk in found for directory in chunk}
+    return {each for chunk in chunks(sorted(paths)) for each in _DIRECTORIES.all(connection, paths=chunk)}
 
 
 def list_all(
@@ -81,23 +80,16 @@ def list_all(
     limit: int | None = None,
     offset: int = 0,
 ) -> tuple[list[CheckpointRecord], int]:
-    conditions: list[ColumnElement[bool]] = [_THERE]
-    if tenant is not None:
-        conditions.append(CHECKPOINTS.c.tenant == tenant)
-    if model_id is not None:
-        conditions.append(CHECKPOINTS.c.model_id == model_id)
-    newest = CHECKPOINTS.c.created_at.desc(), CHECKPOINTS.c.path.desc()
-    query = _RECORDS.where(*conditions).order_by(*newest).offset(offset)
-    if limit is not None or offset:
-        query = query.limit(_NO_LIMIT if limit is None else limit)  # SQLite allows no offset without a limit
-    rows = connection.execute(query)
-    total = connection.execute(sqlalchemy.select(func.count()).select_from(CHECKPOINTS).where(*conditions)).scalar_one()
-    return [to_record(row, CheckpointRecord) for row in rows], total
+    conditions, values = wanted(tenant=tenant, model_id=model_id)
+    where = f"FROM checkpoints WHERE {_THERE}{conditions}"
+    page = f"SELECT FIELDS {where} ORDER BY created_at DESC, path DESC LIMIT :at_most OFFSET :offset"
+    at_most = _NO_LIMIT if limit is None else limit
+    found = query(page, CheckpointRecord).all(connection, **values, at_most=at_most, offset=offset)
+    return found, query(f"SELECT count(*) {where}", int).one(connection, **values)
 
 
 def kept(connection: Connection, tenant: str) -> KeptCheckpoints:
-    number, num_bytes = connection.execute(_KEPT, {"tenant": tenant}).one()
-    return KeptCheckpoints(number=number, num_bytes=int(num_bytes))
+    return _KEPT.one(connection, tenant=tenant)
 
 
 async def add_checkpoint(connections: Connections, record: CheckpointRecord) -> None:
@@ -106,7 +98,7 @@ async def add_checkpoint(connections: Connections, record: CheckpointRecord) -> 
 
 
 def add(tx: Transaction, record: CheckpointRecord) -> None:
-    row = tx.connection.execute(_ANY, {"wanted": record.path}).first()
+    row = _BEFORE.first(tx.connection, wanted=record.path)
     if row is not None and row.deleted_at is None:
         raise checkpoint_exists(record.path)
     _put(tx, record)
@@ -114,14 +106,14 @@ def add(tx: Transaction, record: CheckpointRecord) -> None:
 
 def write(tx: Transaction, record: CheckpointRecord) -> None:
     """Record what an operation saved. A checkpoint that replaces a published one is published too."""
-    row = tx.connection.execute(_ANY.with_for_update(), {"wanted": record.path}).first()
+    row = _BEFORE.first(tx.connection, wanted=record.path)
     if row is not None and row.public and row.deleted_at is None and not _expired(row.expires_at, tx.now):
         record = replace(record, public=True)
     _put(tx, record)
 
 
 def _put(tx: Transaction, record: CheckpointRecord) -> None:
-    put(tx.connection, CHECKPOINTS, to_values(record) | {"deleted_at": None})
+    _PUT.run(tx.connection, **values_of(record), deleted_at=None)
 
 
 def _expired(expires_at: datetime | None, now: datetime) -> bool:
@@ -131,8 +123,7 @@ def _expired(expires_at: datetime | None, now: datetime) -> bool:
 def update(tx: Transaction, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]) -> CheckpointRecord:
     found = get(tx.connection, path, lock=True)
     changed = change(found)
-    values = {"public": changed.public, "expires_at": changed.expires_at}
-    tx.connection.execute(_CHANGE.values(**values), {"wanted": path})
+    _UPDATE.run(tx.connection, wanted=path, public=changed.public, expires_at=changed.expires_at)
     return replace(found, public=changed.public, expires_at=changed.expires_at)
 
 
@@ -153,7 +144,7 @@ async def _deleted(
 
 def delete(tx: Transaction, path: str) -> CheckpointRecord:
     found = get(tx.connection, path, lock=True)
-    tx.connection.execute(_CHANGE.values(deleted_at=tx.now), {"wanted": path})
+    _DELETE.run(tx.connection, wanted=path, now=tx.now)
     return found
 
 
@@ -164,12 +155,11 @@ def delete_version(tx: Transaction, read: CheckpointRecord) -> CheckpointRecord:
 
 
 def deleted(connection: Connection, path: str) -> CheckpointRecord:
-    row = connection.execute(_ANY, {"wanted": path}).first()
-    if row is None or row.deleted_at is None:
+    found = _DELETED.first(connection, wanted=path)
+    if found is None:
         raise no_checkpoint(path)
-    return to_record(row, CheckpointRecord)
+    return found
 
 
 def expired(connection: Connection, now: datetime) -> list[CheckpointRecord]:
-    query = _RECORDS.where(_THERE, CHECKPOINTS.c.expires_at <= now).order_by(CHECKPOINTS.c.expires_at)
-    return [to_record(row, CheckpointRecord) for row in connection.execute(query)]
+    return _EXPIRED.all(connection, now=now)

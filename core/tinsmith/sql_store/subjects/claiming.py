@@ -49,7 +49,7 @@ class Head(NamedTuple):
 
 
 _READY = "base_model = :base_model AND early = FALSE AND operations.state = 'queued'"
-_HEAD = f"SELECT {', '.join(Head._fields)} FROM operations"
+_HEAD = "SELECT FIELDS FROM operations"
 
 
 def _tenants(*, ordered: bool) -> tuple[str, str]:

@@ -20,7 +20,6 @@ from tinsmith.sql_store.subjects import (
 )
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.sql_store.subjects.usage import Counting
-from tinsmith.sql_store.tables import RUNS
 from tinsmith.store import (
     CheckpointWritten,
     Completion,
@@ -64,9 +63,8 @@ _APPLY = Change(
     "WHERE model_id = :model"
 )
 _CHANGE_STATE = Change("UPDATE runs SET state = :state, state_reason = :reason WHERE model_id = :model")
-_SAMPLING_SESSION = Query(
-    "SELECT snapshot_id, base_model FROM sampling_sessions WHERE sampling_session_id = :wanted", _First
-)
+_RESOLVE_LORA = Change("UPDATE runs SET lora = :lora WHERE model_id = :model")
+_SAMPLING_SESSION = Query("SELECT FIELDS FROM sampling_sessions WHERE sampling_session_id = :wanted", _First)
 
 
 @durable_boundary("store.complete")
@@ -134,8 +132,7 @@ def _apply(tx: Transaction, effect: Effect) -> None:
         case RunStateChanged():
             _change_state(tx, effect)
         case LoraResolved():
-            resolved = RUNS.update().where(RUNS.c.model_id == effect.model_id).values(lora=effect.lora)
-            connection.execute(resolved)
+            _RESOLVE_LORA.run(connection, model=effect.model_id, lora=effect.lora)
         case CheckpointWritten():
             checkpoints.write(tx, effect.record)
         case SamplingSessionCreated():

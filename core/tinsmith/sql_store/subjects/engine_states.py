@@ -1,17 +1,22 @@
 """The reports of engines, and the failure of pending operations when an engine is given up."""
 
 from datetime import datetime
+from typing import NamedTuple
 
-import sqlalchemy
 from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store.statements import CHUNK, Change, Query
+from tinsmith.sql_store.statements import CHUNK, Change, Query, fields_of, put_into, values_of
 from tinsmith.sql_store.subjects import leases, log, submitting
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import ENGINES, OPERATIONS, RUNNING, columns_of, put, to_record, to_values
 from tinsmith.store import EngineRecord, EngineState, Lease
 from tinsmith.store.refusals import no_engine
+
+
+class _Running(NamedTuple):
+    base_model: str
+    since: datetime
+
 
 # Without those of models that are ready: the next engine rebuilds them and continues.
 _PENDING = (
@@ -22,17 +27,18 @@ _PENDING = (
 )
 _SOME = Query(_PENDING, log.Operation)
 _SOME_LOCKED = Query(f"{_PENDING} FOR UPDATE OF operations", log.Operation)
-_STATE = "SELECT state, detail FROM engines WHERE base_model = :base_model"
+_STATE = "SELECT FIELDS FROM engines WHERE base_model = :base_model"
 _LOCK, _SHARE = Query(f"{_STATE} FOR UPDATE", submitting.Engine), Query(f"{_STATE} FOR SHARE", submitting.Engine)
-_RUNNING_SINCE = (
-    sqlalchemy.select(OPERATIONS.c.base_model, sqlalchemy.func.min(OPERATIONS.c.started_at).label("since"))
-    .where(RUNNING)
-    .group_by(OPERATIONS.c.base_model)
+_RUNNING_SINCE = Query(
+    "SELECT base_model, min(started_at) AS since FROM operations WHERE operations.state = 'running' "
+    "GROUP BY base_model",
+    _Running,
 )
 _LOSE = Change(
     "UPDATE runs SET state = 'lost', state_reason = :reason WHERE model_id IN :models AND state = 'creating'"
 )
-_LIST = sqlalchemy.select(*columns_of(EngineRecord, ENGINES)).order_by(ENGINES.c.base_model)
+_LIST = Query("SELECT FIELDS FROM engines ORDER BY base_model", EngineRecord)
+_PUT = Change(put_into("engines", *fields_of(EngineRecord), key="base_model"))
 
 
 @durable_boundary("store.report_engine")
@@ -57,7 +63,7 @@ def report(tx: Transaction, record: EngineRecord, lease: Lease | None) -> bool:
         return False  # a supervisor reports its own engine, but another engine serves
     if record.state == EngineState.FAILED:
         _LOCK.first(tx.connection, base_model=record.base_model)  # blocks `submit`, which reads it
-    put(tx.connection, ENGINES, to_values(record))
+    _PUT.run(tx.connection, **values_of(record))
     return record.state == EngineState.FAILED
 
 
@@ -86,8 +92,8 @@ def fail_some(tx: Transaction, base_model: str, after: int) -> int | None:
 
 def running_since(connection: Connection) -> dict[str, datetime]:
     """Return when the oldest running operation of each base model was claimed."""
-    return {row.base_model: row.since for row in connection.execute(_RUNNING_SINCE)}
+    return {row.base_model: row.since for row in _RUNNING_SINCE.all(connection)}
 
 
 def list_all(connection: Connection) -> list[EngineRecord]:
-    return [to_record(row, EngineRecord) for row in connection.execute(_LIST)]
+    return _LIST.all(connection)

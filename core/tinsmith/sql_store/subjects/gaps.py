@@ -10,9 +10,8 @@ missing seq_id, and what is behind it fails in chunks. Once a model is lost or u
 """
 
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 
-import sqlalchemy
 from sqlalchemy import Connection
 
 from tinsmith.operations import Failed
@@ -20,11 +19,16 @@ from tinsmith.sql_store.statements import CHUNK, Query
 from tinsmith.sql_store.subjects import log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import SESSIONS
 from tinsmith.store import RunState
 from tinsmith.store.refusals import behind_a_gap, lost
 from tinsmith.store.sessions import SILENCE
 from tinsmith.store.wakeups import work_topic
+
+
+class _Heard(NamedTuple):
+    heard_since: datetime
+    last_seen_at: datetime
+
 
 _LARGEST: Final = (1 << 63) - 1
 _EARLY = "operations.state = 'queued' AND operations.early"
@@ -60,7 +64,7 @@ _BUSY = Query(
 _SOME_BEHIND = Query(
     f"{log.OPERATION} WHERE {_BEHIND} AND seq_id < :before ORDER BY seq_id LIMIT :at_most", log.Operation
 )
-_HEARD = sqlalchemy.select(SESSIONS.c.heard_since, SESSIONS.c.last_seen_at)
+_HEARD = Query("SELECT FIELDS FROM sessions WHERE session_id = :session", _Heard)
 
 
 async def fail_gaps(connections: Connections, base_model: str, *, older_than: datetime) -> int:
@@ -149,7 +153,7 @@ def _is_busy(connection: Connection, run: Run) -> bool:
 
 def _was_heard(tx: Transaction, run: Run, since: datetime) -> bool:
     """Return whether heartbeats of the client have arrived all the time, so that it could have sent what is missing."""
-    session = tx.connection.execute(_HEARD.where(SESSIONS.c.session_id == run.session_id)).first()
+    session = _HEARD.first(tx.connection, session=run.session_id)
     return session is None or (session.heard_since < since and session.last_seen_at >= tx.now - SILENCE)
 
 

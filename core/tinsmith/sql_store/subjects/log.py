@@ -10,14 +10,12 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Final, NamedTuple
 
-import sqlalchemy
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, or_
+from sqlalchemy import Connection
 
 from tinsmith.errors import NotFoundError, ResultExpiredError, StoreError
 from tinsmith.operations import Failed, Result
 from tinsmith.sql_store.statements import Change, Query, chunks, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Finished, Transaction
-from tinsmith.sql_store.tables import OPERATIONS, RESULTS, RETENTION
 from tinsmith.store import FailedPass, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result, encode_result
 from tinsmith.store.engine_log import CLEARING, PASS
@@ -61,13 +59,20 @@ class Ended(NamedTuple):
     result: bytes
 
 
+class _FailedPass(NamedTuple):
+    seq_id: int
+    request_id: str
+    result_kind: str
+    result: bytes
+
+
 _GET = Query(
     f"SELECT {RECORD}, results.result_kind, results.result FROM operations "
     "LEFT JOIN results ON results.operation_id = operations.id WHERE operations.request_id = :request_id",
     OperationRecord,
 )
 _GLANCE = Query(f"{_GET.text} AND coalesce(length(results.result), 0) <= {SMALL_BYTES}", OperationRecord)
-OPERATION: Final = f"SELECT {', '.join(Operation._fields)} FROM operations"
+OPERATION: Final = "SELECT FIELDS FROM operations"
 _FIND = Query(f"{OPERATION} WHERE request_id = :request_id", Operation)
 _LOCK = Query(f"{OPERATION} WHERE request_id = :request_id FOR UPDATE", Operation)
 _UNFINISHED = Query(
@@ -79,30 +84,28 @@ _PENDING_OF = Query(
 _END = "UPDATE operations SET state = :state, finished_at = :now WHERE id"
 _FINISH, _FINISH_MANY = Change(f"{_END} = :key"), Change(f"{_END} IN :ids")
 _INSERT_RESULT = Change(insert_into("results", "operation_id", "result_kind", "result"))
-_ADVISORY_LOCK = sqlalchemy.text("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
+_ADVISORY_LOCK = Change("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
+_REMOVED = Query("SELECT finished_before FROM retention", datetime)
 
-_of_model = OPERATIONS.c.subject_id == bindparam("model")
-_before = OPERATIONS.c.seq_id < bindparam("before")
-_FAILED_PASS = and_(
-    OPERATIONS.c.state == OperationState.FAILED,
-    or_(
-        OPERATIONS.c.kind == PASS, OPERATIONS.c.early
-    ),  # or an operation that was failed behind a gap, which may have been a pass
+# or an operation that was failed behind a gap, which may have been a pass
+_FAILED_PASS = f"operations.state = 'failed' AND (operations.kind = '{PASS}' OR operations.early)"
+_CLEARED = f"operations.kind IN ({', '.join(map(repr, CLEARING))}) AND operations.state = 'succeeded'"
+_LAST_CLEARING = Query(
+    f"SELECT seq_id FROM operations WHERE subject_id = :model AND seq_id < :before AND {_CLEARED} "
+    "ORDER BY seq_id DESC LIMIT 1",
+    int,
 )
-_LAST_CLEARING = (
-    sqlalchemy.select(OPERATIONS.c.seq_id)
-    .where(_of_model, _before, OPERATIONS.c.kind.in_(CLEARING), OPERATIONS.c.state == OperationState.SUCCEEDED)
-    .order_by(OPERATIONS.c.seq_id.desc())
-    .limit(1)
+_FIRST_FAILED = Query(
+    "SELECT FIELDS FROM operations JOIN results ON results.operation_id = operations.id "
+    f"WHERE subject_id = :model AND seq_id < :before AND seq_id > :after AND {_FAILED_PASS} ORDER BY seq_id LIMIT 1",
+    _FailedPass,
 )
-_FIRST_FAILED = (
-    sqlalchemy.select(OPERATIONS.c.seq_id, OPERATIONS.c.request_id, RESULTS.c.result_kind, RESULTS.c.result)
-    .join_from(OPERATIONS, RESULTS, RESULTS.c.operation_id == OPERATIONS.c.id)
-    .where(_of_model, _before, OPERATIONS.c.seq_id > bindparam("after"), _FAILED_PASS)
-    .order_by(OPERATIONS.c.seq_id)
-    .limit(1)
+IS_DONE_WITH: Final = (
+    f"(NOT ({_FAILED_PASS}) OR EXISTS (SELECT 1 FROM operations AS later "
+    "WHERE later.subject_id = operations.subject_id "
+    f"AND later.seq_id > operations.seq_id AND {_CLEARED.replace('operations.', 'later.')}))"
 )
-_later = OPERATIONS.alias("later")
+"""No step depends on an operation any more, for all that it is a pass that failed."""
 
 _log = logging.getLogger(__name__)
 
@@ -195,7 +198,7 @@ def finish_many(tx: Transaction, ended: Sequence[Ended]) -> None:
 def one_at_a_time(connection: Connection, what: str) -> None:
     """Exclude other processes that do the same, for the rest of the transaction."""
     if locks_rows(connection):
-        connection.execute(_ADVISORY_LOCK, {"what": f"tinsmith {what}"})
+        _ADVISORY_LOCK.run(connection, what=f"tinsmith {what}")
 
 
 def locks_rows(connection: Connection) -> bool:
@@ -204,28 +207,16 @@ def locks_rows(connection: Connection) -> bool:
 
 
 def _missing(connection: Connection, request_id: str) -> NotFoundError | ResultExpiredError:
-    removed: datetime | None = connection.execute(sqlalchemy.select(RETENTION.c.finished_before)).scalar()
-    return no_request(request_id, removed)
-
-
-def is_done_with() -> ColumnElement[bool]:
-    """Return the condition that no step depends on an operation any more, for all that it is a pass that failed."""
-    cleared = sqlalchemy.exists().where(
-        _later.c.subject_id == OPERATIONS.c.subject_id,
-        _later.c.seq_id > OPERATIONS.c.seq_id,
-        _later.c.kind.in_(CLEARING),
-        _later.c.state == OperationState.SUCCEEDED,
-    )
-    return or_(sqlalchemy.not_(_FAILED_PASS), cleared)
+    return no_request(request_id, _REMOVED.first(connection))
 
 
 def failed_pass(
     connection: Connection, model_id: str, *, after_seq_id: int | None, before_seq_id: int
 ) -> FailedPass | None:
-    values = {"model": model_id, "before": before_seq_id}
-    after = after_seq_id if after_seq_id is not None else connection.execute(_LAST_CLEARING, values).scalar()
-    after = -1 if after is None else after
-    row = connection.execute(_FIRST_FAILED, {**values, "after": after}).first()
+    after = after_seq_id
+    if after is None:
+        after = _LAST_CLEARING.first(connection, model=model_id, before=before_seq_id)
+    row = _FIRST_FAILED.first(connection, model=model_id, before=before_seq_id, after=-1 if after is None else after)
     if row is None:
         return None
     failure = decode_result(row.result_kind, row.result)

@@ -1,91 +1,49 @@
 """A model's log, for people: what is there, what it cost, and its results. Nothing here is on a hot path."""
 
-from datetime import datetime
+from sqlalchemy import Connection
 
-import sqlalchemy
-from sqlalchemy import BigInteger, ColumnElement, Connection, func, type_coerce
+from tinsmith.sql_store.statements import Query, query, total
+from tinsmith.sql_store.subjects import models, runs
+from tinsmith.store import LoggedOperation, LogTotals, RunLog
 
-from tinsmith.sql_store.subjects import models
-from tinsmith.sql_store.tables import OPERATIONS, PAYLOADS, RESULTS, RUNS, columns_of, to_record
-from tinsmith.store import LoggedOperation, LogTotals, RunLog, RunRecord
-from tinsmith.store.refusals import missing
-
-_PAYLOAD_BYTES = func.coalesce(func.length(PAYLOADS.c.payload), 0)
-_RESULT_BYTES = func.coalesce(func.length(RESULTS.c.result), 0)
-_WITH_CONTENT = OPERATIONS.join(PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id, isouter=True).join(
-    RESULTS, RESULTS.c.operation_id == OPERATIONS.c.id, isouter=True
+_PAYLOAD_BYTES = "coalesce(length(payloads.payload), 0)"
+_RESULT_BYTES = "coalesce(length(results.result), 0)"
+_WITH_CONTENT = (
+    "FROM operations LEFT JOIN payloads ON payloads.operation_id = operations.id "
+    "LEFT JOIN results ON results.operation_id = operations.id WHERE subject_id = :model"
 )
-_MICROSECONDS = 1e6
-_RUN = sqlalchemy.select(*columns_of(RunRecord, RUNS), RUNS.c.pruned_seq_id)
-_RETRIED = sqlalchemy.or_(OPERATIONS.c.attempts > 1, OPERATIONS.c.interruptions > 0)
+_LIST = (
+    "SELECT seq_id, request_id, kind, state, num_tokens, created_at, started_at, finished_at, attempts, interruptions, "
+    f"{_PAYLOAD_BYTES} AS payload_bytes, {_RESULT_BYTES} AS result_bytes, result_kind, result {_WITH_CONTENT}"
+)
+
+
+def _seconds(start: str, end: str) -> str:
+    return f"CAST({total(f'{end} - {start}')} AS DOUBLE PRECISION) / 1000000"
+
+
+_TOTALS = Query(
+    f"SELECT kind, state, count(*) AS number, {total('num_tokens')} AS num_tokens, "
+    f"{total(_PAYLOAD_BYTES)} AS payload_bytes, {total(_RESULT_BYTES)} AS result_bytes, "
+    f"{_seconds('created_at', 'started_at')} AS queued_s, {_seconds('started_at', 'finished_at')} AS run_s, "
+    f"{total('CASE WHEN attempts > 1 OR interruptions > 0 THEN 1 ELSE 0 END')} AS retried "
+    f"{_WITH_CONTENT} GROUP BY kind, state ORDER BY kind, state",
+    LogTotals,
+)
 
 
 def run_log(connection: Connection, model_id: str) -> RunLog:
-    run = connection.execute(_RUN.where(RUNS.c.model_id == model_id)).first()
-    if run is None:
-        raise missing("model", model_id)
-    return RunLog(
-        run=to_record(run, RunRecord),
-        pruned_seq_id=run.pruned_seq_id,
-        recovery_points=tuple(models.recovery_points_of(connection, model_id)),
-    )
+    run, points = runs.get(connection, model_id), models.recovery_points_of(connection, model_id)
+    pruned_seq_id = runs.PRUNED.one(connection, model=model_id)
+    return RunLog(run=run, pruned_seq_id=pruned_seq_id, recovery_points=tuple(points))
 
 
 def list_log(connection: Connection, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
-    wanted = ("seq_id", "request_id", "kind", "state", "num_tokens", "created_at", "started_at", "finished_at")
-    query = (
-        sqlalchemy.select(
-            *(OPERATIONS.c[name] for name in (*wanted, "attempts", "interruptions")),
-            _PAYLOAD_BYTES.label("payload_bytes"),
-            _RESULT_BYTES.label("result_bytes"),
-            RESULTS.c.result_kind,
-            RESULTS.c.result,
-        )
-        .select_from(_WITH_CONTENT)
-        .where(OPERATIONS.c.subject_id == model_id)
-        .limit(limit)
-    )
-    if from_seq_id is None:
-        query = query.order_by(OPERATIONS.c.seq_id.desc())
-    else:
-        query = query.where(OPERATIONS.c.seq_id >= from_seq_id).order_by(OPERATIONS.c.seq_id)
-    found = [LoggedOperation(**row) for row in connection.execute(query).mappings()]
-    return sorted(found, key=lambda each: each.seq_id)
+    values = {} if from_seq_id is None else {"first": from_seq_id}
+    which = "ORDER BY seq_id DESC" if from_seq_id is None else "AND seq_id >= :first ORDER BY seq_id"
+    found = query(f"{_LIST} {which} LIMIT :at_most", LoggedOperation)
+    return sorted(found.all(connection, model=model_id, at_most=limit, **values), key=lambda each: each.seq_id)
 
 
 def totals(connection: Connection, model_id: str) -> list[LogTotals]:
-    query = (
-        sqlalchemy.select(
-            OPERATIONS.c.kind,
-            OPERATIONS.c.state,
-            func.count().label("number"),
-            func.sum(OPERATIONS.c.num_tokens),
-            func.sum(_PAYLOAD_BYTES),
-            func.sum(_RESULT_BYTES),
-            func.coalesce(func.sum(_since(OPERATIONS.c.created_at, OPERATIONS.c.started_at)), 0),
-            func.coalesce(func.sum(_since(OPERATIONS.c.started_at, OPERATIONS.c.finished_at)), 0),
-            func.sum(sqlalchemy.case((_RETRIED, 1), else_=0)),
-        )
-        .select_from(_WITH_CONTENT)
-        .where(OPERATIONS.c.subject_id == model_id)
-        .group_by(OPERATIONS.c.kind, OPERATIONS.c.state)
-        .order_by(OPERATIONS.c.kind, OPERATIONS.c.state)
-    )
-    return [
-        LogTotals(
-            kind=kind,
-            state=state,
-            number=number,
-            num_tokens=int(tokens),
-            payload_bytes=int(payload),
-            result_bytes=int(result),
-            queued_s=int(queued) / _MICROSECONDS,
-            run_s=int(run) / _MICROSECONDS,
-            retried=int(retried),
-        )
-        for kind, state, number, tokens, payload, result, queued, run, retried in connection.execute(query)
-    ]
-
-
-def _since(start: ColumnElement[datetime], end: ColumnElement[datetime]) -> ColumnElement[int]:
-    return type_coerce(end, BigInteger) - type_coerce(start, BigInteger)
+    return _TOTALS.all(connection, model=model_id)

@@ -5,12 +5,10 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import sqlalchemy
-from sqlalchemy import Connection, bindparam
+from sqlalchemy import Connection
 
 from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import METRICS, RUNS
 from tinsmith.store import Measured, MetricsRow
 from tinsmith.store.metrics import OF_CLIENT, decode_values, encode_values, merged, row_bytes
 from tinsmith.store.refusals import missing
@@ -26,16 +24,16 @@ class _Row(NamedTuple):
     numbers: bytes
 
 
-_INSERT = Change(insert_into("metrics", "model_id", "step", "seq_id", "time", "numbers"))
+_INSERT = Change(insert_into("metrics", "model_id", *_Row._fields))
 _PUT = Change(_INSERT.text + " ON CONFLICT (model_id, step, seq_id) DO UPDATE SET time = :time, numbers = :numbers")
-_ROWS = "SELECT step, seq_id, time, numbers FROM metrics WHERE model_id = :model AND"
+_ROWS = "SELECT FIELDS FROM metrics WHERE model_id = :model AND"
 _READ = Query(f"{_ROWS} (step, seq_id) > (:step, :after) ORDER BY step, seq_id LIMIT :at_most", _Row)
 _OF_CLIENT = Query(f"{_ROWS} step = :step AND seq_id = {OF_CLIENT}", _Row)
 _WRITTEN = Query("SELECT metric_bytes FROM runs WHERE model_id = :model", int)
 _WRITE_MORE = Change("UPDATE runs SET metric_bytes = metric_bytes + :more WHERE model_id = :model")
-_DELETE = METRICS.delete().where(
-    METRICS.c.model_id.in_(bindparam("keys", expanding=True)),
-    ~sqlalchemy.exists().where(RUNS.c.model_id == METRICS.c.model_id),
+_DELETE = Change(
+    "DELETE FROM metrics WHERE model_id IN :keys "
+    "AND NOT EXISTS (SELECT 1 FROM runs WHERE runs.model_id = metrics.model_id)"
 )
 
 
@@ -110,4 +108,4 @@ async def wait_for_metrics(connections: Connections, model_id: str, *, known: in
 
 def delete_of_deleted(connection: Connection, model_ids: Sequence[str]) -> None:
     """Of these runs, delete the metrics of those that are gone."""
-    connection.execute(_DELETE, {"keys": model_ids})
+    _DELETE.run(connection, keys=model_ids)

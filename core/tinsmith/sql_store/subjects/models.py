@@ -3,16 +3,14 @@
 A recovery can start from these training states on disk.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
-import sqlalchemy
-from sqlalchemy import Connection, bindparam
+from sqlalchemy import Connection
 
-from tinsmith.sql_store.statements import Change, Query
+from tinsmith.sql_store.statements import Change, Query, fields_of, put_into, values_of
 from tinsmith.sql_store.subjects import leases
 from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.sql_store.tables import RECOVERY_POINTS, columns_of, put, to_record, to_values
 from tinsmith.store import WAITS_FOR_PLACE, Lease, RecoveryPointRecord, RunState
 from tinsmith.store.refusals import ahead_of_results, model_not_live
 
@@ -45,8 +43,7 @@ class Run:
         return self.next_seq_id == WAITS_FOR_PLACE and self.state == RunState.CREATING
 
 
-_NAMES: Final = tuple(each.name for each in fields(Run))
-_SELECT: Final = f"SELECT {', '.join(_NAMES)} FROM runs WHERE model_id = :model_id"
+_SELECT: Final = "SELECT FIELDS FROM runs WHERE model_id = :model_id"
 _FIND = Query(_SELECT, Run)
 _LOCK = Query(f"{_SELECT} FOR UPDATE", Run)
 _WRITE = Change(
@@ -55,11 +52,12 @@ _WRITE = Change(
     "rebuilds = :rebuilds WHERE model_id = :model_id"
 )
 
-_POINTS_OF = (
-    sqlalchemy.select(*columns_of(RecoveryPointRecord, RECOVERY_POINTS))
-    .where(RECOVERY_POINTS.c.model_id == bindparam("model"))
-    .order_by(RECOVERY_POINTS.c.seq_id.desc())
+_POINTS_OF = Query(
+    "SELECT FIELDS FROM recovery_points WHERE model_id = :model ORDER BY seq_id DESC", RecoveryPointRecord
 )
+_PUT_POINT = Change(put_into("recovery_points", *fields_of(RecoveryPointRecord), key="model_id, seq_id"))
+_DELETE_POINTS = Change("DELETE FROM recovery_points WHERE model_id = :model")
+_DELETE_POINT = Change(f"{_DELETE_POINTS.text} AND seq_id = :seq_id")
 
 
 def find(connection: Connection, model_id: str) -> Run | None:
@@ -72,7 +70,7 @@ def locked(connection: Connection, model_id: str) -> Run | None:
 
 
 def write(connection: Connection, run: Run) -> None:
-    _WRITE.run(connection, **{name: getattr(run, name) for name in _NAMES})
+    _WRITE.run(connection, **values_of(run))
 
 
 def add_recovery_point(tx: Transaction, lease: Lease, record: RecoveryPointRecord, *, keep: int) -> None:
@@ -86,24 +84,19 @@ def add_recovery_point(tx: Transaction, lease: Lease, record: RecoveryPointRecor
 
 
 def keep_newest_points(connection: Connection, record: RecoveryPointRecord, keep: int) -> None:
-    put(connection, RECOVERY_POINTS, to_values(record))
+    _PUT_POINT.run(connection, **values_of(record))
     for each in recovery_points_of(connection, record.model_id)[keep:]:
-        _delete_point(connection, each.model_id, each.seq_id)
+        _DELETE_POINT.run(connection, model=each.model_id, seq_id=each.seq_id)
 
 
 def recovery_points_of(connection: Connection, model_id: str) -> list[RecoveryPointRecord]:
-    return [to_record(row, RecoveryPointRecord) for row in connection.execute(_POINTS_OF, {"model": model_id})]
+    return _POINTS_OF.all(connection, model=model_id)
 
 
 def drop_recovery_point(tx: Transaction, lease: Lease, model_id: str, seq_id: int) -> None:
     leases.fence(tx, lease)
-    _delete_point(tx.connection, model_id, seq_id)
-
-
-def _delete_point(connection: Connection, model_id: str, seq_id: int) -> None:
-    one = RECOVERY_POINTS.c.model_id == model_id, RECOVERY_POINTS.c.seq_id == seq_id
-    connection.execute(RECOVERY_POINTS.delete().where(*one))
+    _DELETE_POINT.run(tx.connection, model=model_id, seq_id=seq_id)
 
 
 def drop_recovery_points(connection: Connection, model_id: str) -> None:
-    connection.execute(RECOVERY_POINTS.delete().where(RECOVERY_POINTS.c.model_id == model_id))
+    _DELETE_POINTS.run(connection, model=model_id)

@@ -2,16 +2,14 @@
 
 from collections.abc import Collection
 
-import sqlalchemy
-from sqlalchemy import Connection, bindparam
+from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
 from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import leases, log, models, runs
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import RUNS, SAMPLING_SESSIONS, columns_of, to_record
-from tinsmith.store import Lease, LiveModel, OperationRecord, RunRecord, RunState
+from tinsmith.store import Lease, LiveModel, OperationRecord, RunRecord
 from tinsmith.store.refusals import ended_too_often
 from tinsmith.store.wakeups import work_topic
 
@@ -25,15 +23,14 @@ _PUT_BACK = Change(
     "UPDATE operations SET state = 'queued', started_at = NULL, engine_id = NULL, "
     "alone = CASE WHEN :crashed THEN :alone ELSE alone END WHERE id = :key"
 )
-_READY = (
-    sqlalchemy.select(*columns_of(RunRecord, RUNS), RUNS.c.pruned_seq_id)
-    .where(RUNS.c.base_model == bindparam("base_model"), RUNS.c.state == RunState.READY)
-    .order_by(RUNS.c.created_at, RUNS.c.model_id)
+_READY = Query(
+    "SELECT FIELDS FROM runs WHERE base_model = :base_model AND state = 'ready' ORDER BY created_at, model_id",
+    RunRecord,
 )
-_EPHEMERAL = sqlalchemy.select(SAMPLING_SESSIONS.c.sampling_session_id).where(
-    SAMPLING_SESSIONS.c.session_id == bindparam("session"),
-    SAMPLING_SESSIONS.c.model_id == bindparam("model"),
-    SAMPLING_SESSIONS.c.snapshot_id == SAMPLING_SESSIONS.c.sampling_session_id,
+_EPHEMERAL = Query(
+    "SELECT sampling_session_id FROM sampling_sessions WHERE session_id = :session AND model_id = :model "
+    "AND snapshot_id = sampling_session_id",
+    str,
 )
 _REPLAYABLE = Query(
     f"SELECT {log.RECORD}, payloads.payload, results.result_kind, results.result FROM operations "
@@ -120,17 +117,13 @@ def _give_up(tx: Transaction, operation: log.Operation, failure: Failed) -> bool
 def live_models(connection: Connection, base_model: str) -> list[LiveModel]:
     return [
         LiveModel(
-            run=to_record(row, RunRecord),
-            pruned_seq_id=row.pruned_seq_id,
-            recovery_points=tuple(models.recovery_points_of(connection, row.model_id)),
-            ephemeral=_ephemeral(connection, row.session_id, row.model_id),
+            run=run,
+            pruned_seq_id=runs.PRUNED.one(connection, model=run.model_id),
+            recovery_points=tuple(models.recovery_points_of(connection, run.model_id)),
+            ephemeral=tuple(_EPHEMERAL.all(connection, session=run.session_id, model=run.model_id)),
         )
-        for row in connection.execute(_READY, {"base_model": base_model}).all()
+        for run in _READY.all(connection, base_model=base_model)
     ]
-
-
-def _ephemeral(connection: Connection, session_id: str, model_id: str) -> tuple[str, ...]:
-    return tuple(connection.execute(_EPHEMERAL, {"session": session_id, "model": model_id}).scalars())
 
 
 def replayable(connection: Connection, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:

@@ -5,14 +5,12 @@ What it costs to say why one is pending does not depend on how much else waits.
 
 from functools import partial
 
-import sqlalchemy
-from sqlalchemy import Connection, bindparam
+from sqlalchemy import Connection
 
 from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import leases, log, models, runs, transaction
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import ENGINES, columns_of, to_record
 from tinsmith.store import (
     MANY_AHEAD,
     EngineRecord,
@@ -49,7 +47,7 @@ _BEHIND = Query(
 _UNTOLD = f"{log.OPERATION} WHERE base_model = :base_model AND NOT operations.cancel_told ORDER BY id"
 _ALL_UNTOLD, _ANY_UNTOLD = Query(f"{_UNTOLD} FOR UPDATE", log.Operation), Query(f"{_UNTOLD} LIMIT 1", log.Operation)
 _TELL = Change("UPDATE operations SET cancel_told = :told WHERE id = :key")
-_ENGINE = sqlalchemy.select(*columns_of(EngineRecord, ENGINES)).where(ENGINES.c.base_model == bindparam("base_model"))
+_ENGINE = Query("SELECT FIELDS FROM engines WHERE base_model = :base_model", EngineRecord)
 
 
 async def get_operation(connections: Connections, request_id: str) -> OperationRecord:
@@ -80,14 +78,13 @@ async def finished_samples(
 
 def waiting(connection: Connection, request_id: str) -> Waiting:
     operation = log.find(connection, request_id)
-    engine = connection.execute(_ENGINE, {"base_model": operation.base_model}).first()
     run = models.find(connection, operation.subject_id) if operation.ordered else None
     placeless = run is not None and run.waits_for_place
     return Waiting(
         missing_seq_id=None if run is None or placeless else _first_missing(run, operation.seq_id),
         num_ahead=_num_ahead(connection, operation),
         place=runs.wait_of(connection, run) if run is not None and placeless else None,
-        engine=None if engine is None else to_record(engine, EngineRecord),
+        engine=_ENGINE.first(connection, base_model=operation.base_model),
     )
 
 

@@ -6,53 +6,73 @@ was deleted while its session lives.
 """
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
-from typing import Any, Final, NamedTuple
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple
 
-import sqlalchemy
-from sqlalchemy import Column, Connection, Select, and_, bindparam, func, or_
+from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.sql_store.columns import Microseconds
-from tinsmith.sql_store.subjects import log, metrics, models, routed_experts
+from tinsmith.sql_store.statements import CHUNK, Change, Query, insert_into, query, total
+from tinsmith.sql_store.subjects import log, metrics, routed_experts
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import (
-    CHECKPOINTS,
-    FINISHED_SAMPLES,
-    OPERATIONS,
-    PAYLOADS,
-    RECOVERY_POINTS,
-    RESULTS,
-    RETENTION,
-    RUNS,
-    SAMPLE_COUNTS,
-    SAMPLING_SESSIONS,
-    SESSIONS,
-)
 
-_CHUNK: Final = 500  # rows that one transaction deletes; also the values of one IN list
+
+class _Unneeded(NamedTuple):
+    """An operation that can be deleted."""
+
+    id: int
+    subject_id: str
+    seq_id: int
+    ordered: bool
+
+
+class _Size(NamedTuple):
+    tenant: str
+    kind: str
+    num_bytes: int
+
+
 _SAMPLES_KEPT_LONGER: Final = timedelta(hours=3)
 """The SDK asks for the samples of a client for up to two hours."""
-_SIZES = (
-    sqlalchemy.select(
-        OPERATIONS.c.tenant,
-        OPERATIONS.c.kind,
-        func.sum(func.coalesce(func.length(PAYLOADS.c.payload), 0) + func.coalesce(func.length(RESULTS.c.result), 0)),
-    )
-    .join_from(OPERATIONS, PAYLOADS, PAYLOADS.c.operation_id == OPERATIONS.c.id, isouter=True)
-    .join(RESULTS, RESULTS.c.operation_id == OPERATIONS.c.id, isouter=True)
-    .where(OPERATIONS.c.id.in_(bindparam("ids", expanding=True)))
-    .group_by(OPERATIONS.c.tenant, OPERATIONS.c.kind)
+_ALWAYS: Final = datetime.max.replace(tzinfo=UTC)
+_ENDED = "runs.state NOT IN ('creating', 'ready')"
+# A refused operation that nothing has claimed yet stays: without its row there would be a gap.
+_REPLAYED_FROM_LATER = (
+    "operations.seq_id < runs.next_seq_id AND operations.seq_id <= (SELECT min(recovery_points.seq_id) "
+    f"FROM recovery_points WHERE recovery_points.model_id = runs.model_id) AND {log.IS_DONE_WITH}"
 )
+_UNNEEDED = Query(
+    "SELECT operations.FIELDS FROM operations LEFT JOIN runs ON runs.model_id = operations.subject_id "
+    "WHERE operations.finished_at < :before AND (runs.model_id IS NULL "
+    f"OR ({_ENDED} OR {_REPLAYED_FROM_LATER}) AND runs.last_request_at < :idle_since) "
+    f"ORDER BY operations.finished_at LIMIT {CHUNK}",
+    _Unneeded,
+)
+_SIZES = Query(
+    f"SELECT tenant, kind, {total('coalesce(length(payload), 0) + coalesce(length(result), 0)')} AS num_bytes "
+    "FROM operations LEFT JOIN payloads ON payloads.operation_id = operations.id "
+    "LEFT JOIN results ON results.operation_id = operations.id WHERE operations.id IN :ids GROUP BY tenant, kind",
+    _Size,
+)
+_PRUNED = Change("UPDATE runs SET pruned_seq_id = :last WHERE model_id = :model AND pruned_seq_id < :last")
+_DELETE = (
+    Change("DELETE FROM payloads WHERE operation_id IN :ids"),
+    Change("DELETE FROM results WHERE operation_id IN :ids"),
+    Change("DELETE FROM operations WHERE id IN :ids"),
+)
+_REMEMBER = Change(
+    f"{insert_into('retention', 'id', 'finished_before')} ON CONFLICT (id) DO UPDATE "
+    "SET finished_before = excluded.finished_before WHERE retention.finished_before < excluded.finished_before"
+)
+_DELETE_SAMPLES = Change("DELETE FROM finished_samples WHERE finished_at < :before")
+_DELETE_CHECKPOINTS = Change("DELETE FROM checkpoints WHERE deleted_at < :before")
 
 
 @durable_boundary("store.prune")
 async def prune(connections: Connections, finished_before: datetime, *, idle_since: datetime | None = None) -> int:
     durable, idle_since = connections.durable, idle_since or finished_before
     pruned = 0
-    while chunk := await durable.write_locking(
-        models_of, operations, finished_before, idle_since=idle_since, limit=_CHUNK
-    ):
+    while chunk := await durable.write_locking(models_of, operations, finished_before, idle_since=idle_since):
         pruned += chunk
     await durable.write(finished_samples, finished_before)
     forgotten = await durable.write(deleted_checkpoints, finished_before)
@@ -61,125 +81,79 @@ async def prune(connections: Connections, finished_before: datetime, *, idle_sin
     return pruned
 
 
-def models_of(connection: Connection, finished_before: datetime, *, idle_since: datetime, limit: int) -> set[str]:
+def models_of(connection: Connection, finished_before: datetime, *, idle_since: datetime) -> set[str]:
     """Return the models with something that `operations` would delete."""
-    rows = connection.execute(_unneeded(finished_before, idle_since, limit))
-    return {row.subject_id for row in rows if row.ordered}
+    return {each.subject_id for each in _unneeded(connection, finished_before, idle_since) if each.ordered}
 
 
-def operations(tx: Transaction, finished_before: datetime, *, idle_since: datetime, limit: int) -> int:
-    """Delete at most `limit` operations. Remember up to when, so that later requests for them get the right error."""
-    log.one_at_a_time(tx.connection, "prune")
-    rows = tx.connection.execute(_unneeded(finished_before, idle_since, limit)).all()
+def operations(tx: Transaction, finished_before: datetime, *, idle_since: datetime) -> int:
+    """Delete some operations. Remember up to when, so that later requests for them get the right error."""
+    connection = tx.connection
+    log.one_at_a_time(connection, "prune")
+    rows = _unneeded(connection, finished_before, idle_since)
+    ids = [each.id for each in rows]
     last: dict[str, int] = {}
-    for row in rows:
-        if row.ordered:
-            last[row.subject_id] = max(last.get(row.subject_id, -1), row.seq_id)
-    for model_id, seq_id in sorted(last.items()):
-        behind = RUNS.c.model_id == model_id, RUNS.c.pruned_seq_id < seq_id
-        tx.connection.execute(RUNS.update().where(*behind).values(pruned_seq_id=seq_id))
-    _delete(tx, [row.id for row in rows])
-    _remember(tx, finished_before)
+    for each in rows:
+        if each.ordered:
+            last[each.subject_id] = max(last.get(each.subject_id, -1), each.seq_id)
+    _PRUNED.run_each(connection, [{"model": model_id, "last": seq_id} for model_id, seq_id in sorted(last.items())])
+    for size in _SIZES.all(connection, ids=ids):
+        tx.pending.removed(size.tenant, size.kind, size.num_bytes)
+    for delete in _DELETE:
+        delete.run(connection, ids=ids)
+    _REMEMBER.run(connection, id=1, finished_before=finished_before)
     return len(rows)
 
 
-def _delete(tx: Transaction, ids: list[int]) -> None:
-    """Delete operations with their payloads and results, without reading these."""
-    connection = tx.connection
-    for tenant, kind, num_bytes in connection.execute(_SIZES, {"ids": ids}).all():
-        tx.pending.removed(tenant, kind, int(num_bytes))
-    for table in (PAYLOADS, RESULTS):
-        connection.execute(table.delete().where(table.c.operation_id.in_(ids)))
-    connection.execute(OPERATIONS.delete().where(OPERATIONS.c.id.in_(ids)))
-
-
-def _unneeded(finished_before: datetime, idle_since: datetime, limit: int) -> Select[Any]:  # Any: its columns
-    oldest = (
-        sqlalchemy.select(func.min(RECOVERY_POINTS.c.seq_id))
-        .where(RECOVERY_POINTS.c.model_id == RUNS.c.model_id)
-        .scalar_subquery()
-    )
-    replayed_from_later = and_(
-        # a refused operation that nothing has claimed yet: without its row there would be a gap
-        OPERATIONS.c.seq_id < RUNS.c.next_seq_id,
-        OPERATIONS.c.seq_id <= oldest,
-        log.is_done_with(),
-    )
-    of_model = and_(
-        or_(RUNS.c.state.not_in(models.LIVE), replayed_from_later),
-        sqlalchemy.true() if idle_since >= finished_before else RUNS.c.last_request_at < idle_since,
-    )
-    return (
-        sqlalchemy.select(OPERATIONS.c.id, OPERATIONS.c.subject_id, OPERATIONS.c.seq_id, OPERATIONS.c.ordered)
-        .join_from(OPERATIONS, RUNS, RUNS.c.model_id == OPERATIONS.c.subject_id, isouter=True)
-        .where(OPERATIONS.c.finished_at < finished_before, or_(RUNS.c.model_id.is_(None), of_model))
-        .order_by(OPERATIONS.c.finished_at)
-        .limit(limit)
-    )
-
-
-def _remember(tx: Transaction, finished_before: datetime) -> None:
-    earlier = RETENTION.c.finished_before < finished_before
-    if tx.connection.execute(sqlalchemy.select(RETENTION.c.id)).first() is None:
-        tx.connection.execute(RETENTION.insert().values(id=1, finished_before=finished_before))
-    else:
-        tx.connection.execute(RETENTION.update().where(earlier).values(finished_before=finished_before))
+def _unneeded(connection: Connection, finished_before: datetime, idle_since: datetime) -> list[_Unneeded]:
+    idle_since = _ALWAYS if idle_since >= finished_before else idle_since
+    return _UNNEEDED.all(connection, before=finished_before, idle_since=idle_since)
 
 
 def finished_samples(tx: Transaction, finished_before: datetime) -> None:
-    old = FINISHED_SAMPLES.c.finished_at < finished_before - _SAMPLES_KEPT_LONGER
-    tx.connection.execute(FINISHED_SAMPLES.delete().where(old))
+    _DELETE_SAMPLES.run(tx.connection, before=finished_before - _SAMPLES_KEPT_LONGER)
 
 
 def deleted_checkpoints(tx: Transaction, deleted_before: datetime) -> int:
-    old = CHECKPOINTS.delete().where(CHECKPOINTS.c.deleted_at < deleted_before)
-    return tx.connection.execute(old).rowcount
+    return _DELETE_CHECKPOINTS.run(tx.connection, before=deleted_before)
 
 
 # sessions
 
 
-def _none(column: Column[Any], of: Column[Any]) -> sqlalchemy.ColumnElement[bool]:
-    return ~sqlalchemy.exists().where(column == of)
-
-
-_MODEL = RUNS.c.model_id
-_SAMPLER = SAMPLING_SESSIONS.c.sampling_session_id
-_SESSION = SESSIONS.c.session_id
-_OLD = SESSIONS.c.ended.is_not(None), SESSIONS.c.last_seen_at < bindparam("before", type_=Microseconds())
-
-
 class Rows(NamedTuple):
-    """Rows of one table: their key, their session, and the condition under which they are deleted."""
+    """Rows of one table: their key, and the tables and columns with what must be gone before them."""
 
-    key: Column[Any]
-    session: Column[Any]
-    unneeded: tuple[sqlalchemy.ColumnElement[bool], ...]
-    chunk: int = _CHUNK  # how many one transaction deletes
+    table: str
+    key: str
+    owned: tuple[tuple[str, str], ...]
+    condition: str = "TRUE"
+    chunk: int = CHUNK  # how many one transaction deletes
+
+    @property
+    def unneeded(self) -> str:
+        gone = (
+            f" AND NOT EXISTS (SELECT 1 FROM {table} WHERE {table}.{column} = {self.table}.{self.key})"
+            for table, column in self.owned
+        )
+        return self.condition + "".join(gone)
 
 
 _SAMPLERS = Rows(
-    _SAMPLER,
-    SAMPLING_SESSIONS.c.session_id,
-    (_none(OPERATIONS.c.subject_id, _SAMPLER), _none(FINISHED_SAMPLES.c.subject_id, _SAMPLER)),
+    "sampling_sessions", "sampling_session_id", (("operations", "subject_id"), ("finished_samples", "subject_id"))
 )
 _MODELS = Rows(
-    _MODEL,
-    RUNS.c.session_id,
-    (
-        RUNS.c.state.not_in(models.LIVE),
-        _none(OPERATIONS.c.subject_id, _MODEL),
-        _none(CHECKPOINTS.c.model_id, _MODEL),
-    ),
+    "runs",
+    "model_id",
+    (("operations", "subject_id"), ("checkpoints", "model_id")),
+    _ENDED,
     chunk=4,  # each with all of its metrics
 )
-_SESSIONS = Rows(
-    _SESSION, _SESSION, (_none(RUNS.c.session_id, _SESSION), _none(SAMPLING_SESSIONS.c.session_id, _SESSION))
-)
+_SESSIONS = Rows("sessions", "session_id", (("runs", "session_id"), ("sampling_sessions", "session_id")))
 ALL: Final = (_SAMPLERS, _MODELS, _SESSIONS)
 """What is deleted, in this order."""
 
-_COUNTS = SAMPLE_COUNTS.delete().where(SAMPLE_COUNTS.c.subject_id.in_(bindparam("keys", expanding=True)))
+_DELETE_COUNTS = Change("DELETE FROM sample_counts WHERE subject_id IN :keys")
 
 
 async def forget_sessions(connections: Connections, last_seen_before: datetime) -> int:
@@ -192,18 +166,21 @@ async def forget_sessions(connections: Connections, last_seen_before: datetime) 
 
 def unneeded(connection: Connection, rows: Rows, last_seen_before: datetime) -> list[str]:
     """Return some that can be deleted. Reads only, so a round without any costs no transaction."""
-    query = sqlalchemy.select(rows.key).where(*_OLD, rows.session == _SESSION, *rows.unneeded).limit(rows.chunk)
-    return list(connection.execute(query, {"before": last_seen_before}).scalars())
+    tables = "sessions" if rows is _SESSIONS else f"sessions, {rows.table}"
+    text = (
+        f"SELECT {rows.table}.{rows.key} FROM {tables} WHERE sessions.ended IS NOT NULL "
+        f"AND sessions.last_seen_at < :before AND {rows.table}.session_id = sessions.session_id AND {rows.unneeded} "
+        f"LIMIT {rows.chunk}"
+    )
+    return query(text, str).all(connection, before=last_seen_before)
 
 
 def delete_unneeded(tx: Transaction, rows: Rows, keys: Sequence[str]) -> int:
     """Delete those that are still not needed. Return how many."""
-    connection = tx.connection
-    deleted: int = connection.execute(
-        rows.key.table.delete().where(rows.key.in_(bindparam("keys", expanding=True)), *rows.unneeded), {"keys": keys}
-    ).rowcount
+    text = f"DELETE FROM {rows.table} WHERE {rows.key} IN :keys AND {rows.unneeded}"
+    deleted = Change(text).run(tx.connection, keys=keys)
     if rows is _SAMPLERS:
-        connection.execute(_COUNTS, {"keys": keys})
+        _DELETE_COUNTS.run(tx.connection, keys=keys)
     if rows is _MODELS:
-        metrics.delete_of_deleted(connection, keys)
+        metrics.delete_of_deleted(tx.connection, keys)
     return deleted

@@ -2,31 +2,41 @@
 
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
+from typing import NamedTuple
 
-import sqlalchemy
-from sqlalchemy import Connection, bindparam, func
+from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.operations import Failed
+from tinsmith.operations import Failed, LoraConfig
+from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, values_of, wanted
 from tinsmith.sql_store.subjects import leases, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import LIVE, RUNS, columns_of, to_record, to_values
 from tinsmith.store import WAITS_FOR_PLACE, Lease, NewOperation, PlaceLimits, PlaceWait, RunRecord, RunState
 from tinsmith.store.model_places import Applicant, Taken, next_ones, place_wait
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata
 from tinsmith.store.wakeups import places_topic, work_topic
 
-_RECORDS = sqlalchemy.select(*columns_of(RunRecord, RUNS))
-_GET = _RECORDS.where(RUNS.c.model_id == bindparam("model"))
-_NUM_LIVE = sqlalchemy.select(func.count()).select_from(RUNS).where(RUNS.c.tenant == bindparam("tenant"), LIVE)
-_PLACES = (
-    sqlalchemy.select(RUNS.c.model_id, RUNS.c.tenant, RUNS.c.next_seq_id, RUNS.c.created_at, RUNS.c.lora)
-    .where(RUNS.c.base_model == bindparam("base_model"), LIVE)
-    .order_by(RUNS.c.created_at, RUNS.c.model_id)
+
+class _Placed(NamedTuple):
+    model_id: str
+    tenant: str
+    next_seq_id: int
+    created_at: datetime
+    lora: LoraConfig
+
+
+_LIVE = "runs.state IN ('creating', 'ready')"
+_GET = Query("SELECT FIELDS FROM runs WHERE model_id = :model", RunRecord)
+PRUNED = Query("SELECT pruned_seq_id FROM runs WHERE model_id = :model", int)
+_INSERT = Change(insert_into("runs", *fields_of(RunRecord), "arrived_seq_id", "pruned_seq_id", "rebuilds"))
+_NUM_LIVE = Query(f"SELECT count(*) FROM runs WHERE tenant = :tenant AND {_LIVE}", int)
+_PLACES = Query(
+    f"SELECT FIELDS FROM runs WHERE base_model = :base_model AND {_LIVE} ORDER BY created_at, model_id", _Placed
 )
-_WAITING = sqlalchemy.select(RUNS.c.model_id).where(
-    RUNS.c.base_model == bindparam("base_model"), LIVE, RUNS.c.next_seq_id == WAITS_FOR_PLACE
+_WAITING = Query(
+    f"SELECT model_id FROM runs WHERE base_model = :base_model AND {_LIVE} AND next_seq_id = {WAITS_FOR_PLACE}", str
 )
 
 
@@ -44,34 +54,31 @@ def _model_to_create(connection: Connection, run: RunRecord, *_: object) -> list
 def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
     if models.find(tx.connection, run.model_id) is None:
         submitting.refuse_ended_session(tx.connection, run.session_id, lock=True)
-        tx.connection.execute(
-            RUNS.insert(), to_values(run) | {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0}
-        )
+        more = {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0}
+        _INSERT.run(tx.connection, **values_of(run), **more)
         tx.wake.append(places_topic(run.base_model))
     return submitting.submit(tx, operation)
 
 
 def get(connection: Connection, model_id: str) -> RunRecord:
-    row = connection.execute(_GET, {"model": model_id}).first()
-    if row is None:
+    found = _GET.first(connection, model=model_id)
+    if found is None:
         raise missing("model", model_id)
-    return to_record(row, RunRecord)
+    return found
 
 
 def list_all(
     connection: Connection, tenant: str | None, *, session_id: str | None = None, limit: int, offset: int
 ) -> tuple[list[RunRecord], int]:
-    conditions = [] if tenant is None else [RUNS.c.tenant == tenant]
-    if session_id is not None:
-        conditions.append(RUNS.c.session_id == session_id)
-    newest = RUNS.c.created_at.desc(), RUNS.c.model_id.desc()
-    rows = connection.execute(_RECORDS.where(*conditions).order_by(*newest).limit(limit).offset(offset))
-    total = connection.execute(sqlalchemy.select(func.count()).select_from(RUNS).where(*conditions)).scalar_one()
-    return [to_record(row, RunRecord) for row in rows], total
+    conditions, values = wanted(tenant=tenant, session_id=session_id)
+    where = f"FROM runs WHERE TRUE{conditions}"
+    page = f"SELECT FIELDS {where} ORDER BY created_at DESC, model_id DESC LIMIT :at_most OFFSET :offset"
+    found = query(page, RunRecord).all(connection, **values, at_most=limit, offset=offset)
+    return found, query(f"SELECT count(*) {where}", int).one(connection, **values)
 
 
 def count_live(connection: Connection, tenant: str) -> int:
-    return int(connection.execute(_NUM_LIVE, {"tenant": tenant}).scalar_one())
+    return _NUM_LIVE.one(connection, tenant=tenant)
 
 
 def lose(tx: Transaction, lease: Lease, model_id: str, reason: str) -> None:
@@ -118,7 +125,7 @@ async def wait_for_places(connections: Connections, base_model: str, timeout_s: 
 
 
 def waiting_models(connection: Connection, base_model: str) -> list[str]:
-    return list(connection.execute(_WAITING, {"base_model": base_model}).scalars())
+    return _WAITING.all(connection, base_model=base_model)
 
 
 def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> list[str]:
@@ -152,7 +159,7 @@ def _places(connection: Connection, base_model: str) -> tuple[Taken, list[Applic
     by_tenant: Counter[str] = Counter()
     full = 0
     waiting = []
-    for row in connection.execute(_PLACES, {"base_model": base_model}):
+    for row in _PLACES.all(connection, base_model=base_model):
         if row.next_seq_id == WAITS_FOR_PLACE:
             waiting.append(Applicant(row.model_id, row.tenant, row.created_at, full=row.lora.rank == 0))
         else:

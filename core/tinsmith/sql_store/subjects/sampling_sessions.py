@@ -1,29 +1,23 @@
 """Sampling sessions."""
 
-from dataclasses import fields
+from sqlalchemy import Connection
 
-import sqlalchemy
-from sqlalchemy import Connection, bindparam, func
-
-from tinsmith.sql_store.statements import Change, Query, insert_into
+from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, values_of
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import OPEN, SAMPLING_SESSIONS, SESSIONS, to_values
 from tinsmith.store import SamplingSessionRecord
 from tinsmith.store.refusals import missing
 
-_FIELDS = [each.name for each in fields(SamplingSessionRecord)]
-_GET = Query(
-    f"SELECT {', '.join(_FIELDS)} FROM sampling_sessions WHERE sampling_session_id = :wanted", SamplingSessionRecord
+_GET = Query("SELECT FIELDS FROM sampling_sessions WHERE sampling_session_id = :wanted", SamplingSessionRecord)
+_INSERT = Change(insert_into("sampling_sessions", *fields_of(SamplingSessionRecord)))
+_IDS = Query(
+    "SELECT sampling_session_id FROM sampling_sessions WHERE session_id = :session "
+    "ORDER BY created_at, sampling_session_id",
+    str,
 )
-_INSERT = Change(insert_into("sampling_sessions", *_FIELDS))
-_OF = SAMPLING_SESSIONS.c.session_id == bindparam("session")
-_OLDEST = SAMPLING_SESSIONS.c.created_at, SAMPLING_SESSIONS.c.sampling_session_id
-_IDS = sqlalchemy.select(SAMPLING_SESSIONS.c.sampling_session_id).where(_OF).order_by(*_OLDEST)
-_NUM_OPEN = (
-    sqlalchemy.select(func.count())
-    .select_from(SESSIONS)
-    .join(SAMPLING_SESSIONS, SAMPLING_SESSIONS.c.session_id == SESSIONS.c.session_id)
-    .where(SESSIONS.c.tenant == bindparam("tenant"), OPEN)
+_NUM_OPEN = Query(
+    "SELECT count(*) FROM sessions JOIN sampling_sessions ON sampling_sessions.session_id = sessions.session_id "
+    "WHERE sessions.tenant = :tenant AND sessions.ended IS NULL",
+    int,
 )
 
 
@@ -35,7 +29,7 @@ def create(tx: Transaction, sampler: SamplingSessionRecord) -> SamplingSessionRe
 
 
 def insert(connection: Connection, sampler: SamplingSessionRecord) -> None:
-    _INSERT.run(connection, **to_values(sampler))
+    _INSERT.run(connection, **values_of(sampler))
 
 
 async def get_sampling_session(connections: Connections, sampling_session_id: str) -> SamplingSessionRecord:
@@ -51,8 +45,8 @@ def get(connection: Connection, sampling_session_id: str) -> SamplingSessionReco
 
 
 def ids_of(connection: Connection, session_id: str) -> list[str]:
-    return list(connection.execute(_IDS, {"session": session_id}).scalars())
+    return _IDS.all(connection, session=session_id)
 
 
 def count_open(connection: Connection, tenant: str) -> int:
-    return int(connection.execute(_NUM_OPEN, {"tenant": tenant}).scalar_one())
+    return _NUM_OPEN.one(connection, tenant=tenant)

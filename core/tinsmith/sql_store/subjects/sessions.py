@@ -1,56 +1,46 @@
 """Clients' sessions: their beginning, their heartbeats, and their end, which unloads their models."""
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
-import sqlalchemy
-from sqlalchemy import Connection, bindparam, func
+from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import UnloadModel
-from tinsmith.sql_store.columns import Microseconds
-from tinsmith.sql_store.group_commit import Writer
-from tinsmith.sql_store.statements import Change
+from tinsmith.sql_store.group_commit import Call, Failure, Grouping, Writer
+from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, values_of, wanted
 from tinsmith.sql_store.subjects import gaps, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import OPEN, RUNS, SESSIONS, columns_of, to_record, to_values
 from tinsmith.store import NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.codec import encode_operation, kind_of
 from tinsmith.store.refusals import missing, refuse_large_metadata
 from tinsmith.store.sessions import SILENCE
 from tinsmith.store.wakeups import work_topic
 
-_PAUSE_S: Final = 0.02
-"""After a transaction, heartbeats gather for this long. One that comes alone does not wait."""
+_PAUSE_S: Final = 0.02  # for which heartbeats gather after a transaction
 _MOST: Final = 256  # heartbeats in one transaction
 
-_SESSION = SESSIONS.c.session_id == bindparam("wanted")
-_GET = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).where(_SESSION)
-_FIND = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).where(
-    SESSIONS.c.session_id.in_(bindparam("ids", expanding=True))
-)
-_SILENT = (
-    sqlalchemy.select(SESSIONS.c.session_id)
-    .where(OPEN, SESSIONS.c.last_seen_at < bindparam("before", type_=Microseconds()))
-    .order_by(SESSIONS.c.last_seen_at, SESSIONS.c.session_id)
-)
-_SILENT_OF = _SILENT.where(SESSIONS.c.heard_by == bindparam("server"))
+_OPEN = "sessions.ended IS NULL"
+_GET = Query("SELECT FIELDS FROM sessions WHERE session_id = :wanted", SessionRecord)
+_LOCK = Query(f"{_GET.text} FOR UPDATE", SessionRecord)
+_FIND = Query("SELECT FIELDS FROM sessions WHERE session_id IN :ids", SessionRecord)
+_SAME = Query("SELECT FIELDS FROM sessions WHERE tenant = :tenant AND idempotency_key = :key", SessionRecord)
+_INSERT = Change(insert_into("sessions", *fields_of(SessionRecord), "idempotency_key", "heard_since"))
 _TOUCH = Change(
     "UPDATE sessions SET heard_since = CASE WHEN last_seen_at < :silent_since THEN :at ELSE heard_since END, "
     "heard_by = CASE WHEN last_seen_at < :at THEN :server ELSE heard_by END, "
     "last_seen_at = CASE WHEN last_seen_at < :at THEN :at ELSE last_seen_at END "
     "WHERE session_id = :wanted AND sessions.ended IS NULL"
 )
-_NUM_LIVE = sqlalchemy.select(func.count()).select_from(SESSIONS).where(SESSIONS.c.tenant == bindparam("tenant"), OPEN)
-_LIVE_MODELS = (
-    sqlalchemy.select(RUNS.c.model_id)
-    .where(RUNS.c.session_id == bindparam("session"), RUNS.c.state.in_(models.LIVE))
-    .order_by(RUNS.c.model_id)
+_NUM_LIVE = Query(f"SELECT count(*) FROM sessions WHERE tenant = :tenant AND {_OPEN}", int)
+_LIVE_MODELS = Query(
+    "SELECT model_id FROM runs WHERE session_id = :session AND state IN ('creating', 'ready') ORDER BY model_id", str
 )
+_MOVE = Change("UPDATE sessions SET project_id = :project WHERE session_id = :wanted")
+_END = Change("UPDATE sessions SET ended = :reason, end_detail = :detail WHERE session_id = :wanted")
 
 
 @durable_boundary("store.create_session")
@@ -63,37 +53,34 @@ async def create_session(
 
 def create(tx: Transaction, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
     if idempotency_key is not None:
-        same = SESSIONS.c.tenant == session.tenant, SESSIONS.c.idempotency_key == idempotency_key
-        query = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).where(*same)
-        if (first := tx.connection.execute(query).first()) is not None:
-            return to_record(first, SessionRecord)
+        first = _SAME.first(tx.connection, tenant=session.tenant, key=idempotency_key)
+        if first is not None:
+            return first
     more = {"idempotency_key": idempotency_key, "heard_since": session.created_at}
-    tx.connection.execute(SESSIONS.insert(), to_values(session) | more)
+    _INSERT.run(tx.connection, **values_of(session), **more)
     return session
 
 
 def get(connection: Connection, session_id: str, *, lock: bool = False) -> SessionRecord:
-    row = connection.execute(_GET.with_for_update() if lock else _GET, {"wanted": session_id}).first()
-    if row is None:
+    found = (_LOCK if lock else _GET).first(connection, wanted=session_id)
+    if found is None:
         raise missing("session", session_id)
-    return to_record(row, SessionRecord)
+    return found
 
 
 def find(connection: Connection, session_ids: Collection[str]) -> dict[str, SessionRecord]:
-    rows = connection.execute(_FIND, {"ids": list(session_ids)})
-    return {row.session_id: to_record(row, SessionRecord) for row in rows}
+    return {each.session_id: each for each in _FIND.all(connection, ids=list(session_ids))}
 
 
 def list_all(connection: Connection, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
-    newest = SESSIONS.c.created_at.desc(), SESSIONS.c.session_id.desc()
-    query = sqlalchemy.select(*columns_of(SessionRecord, SESSIONS)).order_by(*newest)
-    if tenant is not None:
-        query = query.where(SESSIONS.c.tenant == tenant)
-    return [to_record(row, SessionRecord) for row in connection.execute(query.limit(limit).offset(offset))]
+    conditions, values = wanted(tenant=tenant)
+    where = f"FROM sessions WHERE TRUE{conditions}"
+    page = f"SELECT FIELDS {where} ORDER BY created_at DESC, session_id DESC LIMIT :at_most OFFSET :offset"
+    return query(page, SessionRecord).all(connection, **values, at_most=limit, offset=offset)
 
 
 def count_live(connection: Connection, tenant: str) -> int:
-    return int(connection.execute(_NUM_LIVE, {"tenant": tenant}).scalar_one())
+    return _NUM_LIVE.one(connection, tenant=tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,63 +101,32 @@ def touch_all(tx: Transaction, heartbeats: Sequence[Heartbeat]) -> list[SessionR
         for each in sorted(heartbeats, key=lambda each: each.session_id)
     ]
     _TOUCH.run_each(tx.connection, changes)
-    rows = (tx.connection.execute(_GET, {"wanted": each.session_id}).first() for each in heartbeats)
-    return [None if row is None else to_record(row, SessionRecord) for row in rows]
+    return [_GET.first(tx.connection, wanted=each.session_id) for each in heartbeats]
 
 
-class Heartbeats:
+class Heartbeats(Grouping[Writer[Transaction]]):
     """Records heartbeats some at a time: a transaction takes longer than the heartbeats in it.
 
-    Belongs to one event loop. A transaction that fails fails all heartbeats in it.
+    A transaction that fails fails all heartbeats in it.
     """
 
-    def __init__(self, writer: Writer[Transaction]) -> None:
-        self._writer = writer
-        self._waiting: list[tuple[Heartbeat, asyncio.Future[SessionRecord]]] = []
-        self._recorder: asyncio.Task[None] | None = None
+    def __init__(self, writer: Writer[Transaction], *, pause_s: float = _PAUSE_S) -> None:
+        super().__init__([writer], max_group=_MOST, pause_s=pause_s)
 
     async def record(self, heartbeat: Heartbeat) -> SessionRecord:
         """Return the session once the heartbeat is committed. Raises NotFoundError if there is none."""
-        recorded: asyncio.Future[SessionRecord] = asyncio.get_running_loop().create_future()
-        self._waiting.append((heartbeat, recorded))
-        if self._recorder is None:
-            self._recorder = asyncio.create_task(self._record_waiting(), name="sql-heartbeats")
-        return await recorded
+        session: SessionRecord = await self.ask(Call(touch_all, (heartbeat,), {}))
+        return session
 
-    async def close(self) -> None:
-        """Record those that wait."""
-        while self._recorder is not None:
-            await asyncio.wait([self._recorder])
-
-    async def _record_waiting(self) -> None:
-        try:
-            while self._waiting:
-                chunk, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
-                await self._record(chunk)
-                await asyncio.sleep(_PAUSE_S)
-        finally:
-            self._recorder = None
-
-    async def _record(self, chunk: list[tuple[Heartbeat, asyncio.Future[SessionRecord]]]) -> None:
-        try:
-            found = await self._writer.write(touch_all, [heartbeat for heartbeat, _ in chunk])
-        except Exception as error:  # noqa: BLE001 - every caller gets it
-            for _, recorded in chunk:
-                if not recorded.done():
-                    recorded.set_exception(error)
-            return
-        for (heartbeat, recorded), session in zip(chunk, found, strict=True):
-            if recorded.done():  # its client has left
-                continue
-            if session is None:
-                recorded.set_exception(missing("session", heartbeat.session_id))
-            else:
-                recorded.set_result(session)
+    async def _run(self, connection: Writer[Transaction], calls: list[Call]) -> list[SessionRecord | Failure]:
+        heartbeats = [heartbeat for call in calls for heartbeat in call.args]
+        found = zip(heartbeats, await connection.write(touch_all, heartbeats), strict=True)
+        return [session or Failure(missing("session", heartbeat.session_id)) for heartbeat, session in found]
 
 
 def update(tx: Transaction, session_id: str, *, project_id: str | None) -> SessionRecord:
     session = get(tx.connection, session_id, lock=True)
-    tx.connection.execute(SESSIONS.update().where(_SESSION).values(project_id=project_id), {"wanted": session_id})
+    _MOVE.run(tx.connection, wanted=session_id, project=project_id)
     return replace(session, project_id=project_id)
 
 
@@ -184,7 +140,7 @@ async def end_session(
 
 
 def _models_to_end(connection: Connection, session_id: str, *_: object) -> list[str]:
-    return list(connection.execute(_LIVE_MODELS, {"session": session_id}).scalars())
+    return _LIVE_MODELS.all(connection, session=session_id)
 
 
 async def _fail_what_is_left(connections: Connections, session_id: str) -> None:
@@ -197,8 +153,7 @@ def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None
     session = get(tx.connection, session_id, lock=True)
     if session.ended is not None:
         return session
-    ended = SESSIONS.update().where(_SESSION).values(ended=reason, end_detail=detail)
-    tx.connection.execute(ended, {"wanted": session_id})
+    _END.run(tx.connection, wanted=session_id, reason=reason, detail=detail)
     for model_id in _models_to_end(tx.connection, session_id):
         _unload(tx, model_id)
     return replace(session, ended=reason, end_detail=detail)
@@ -249,10 +204,10 @@ async def expire_sessions(
 
 def silent(connection: Connection, last_seen_before: datetime, server_id: str | None) -> list[str]:
     """Return the open sessions without a heartbeat since then: all, or those that one of several servers heard last."""
-    if server_id is None or not log.locks_rows(connection):
-        return list(connection.execute(_SILENT, {"before": last_seen_before}).scalars())
-    values = {"before": last_seen_before, "server": server_id}
-    return list(connection.execute(_SILENT_OF, values).scalars())
+    conditions, values = wanted(heard_by=server_id if log.locks_rows(connection) else None)
+    silent = f"SELECT session_id FROM sessions WHERE {_OPEN} AND last_seen_at < :before{conditions}"
+    in_order = query(f"{silent} ORDER BY last_seen_at, session_id", str)
+    return in_order.all(connection, before=last_seen_before, **values)
 
 
 def expire(tx: Transaction, session_id: str, last_seen_before: datetime) -> bool:

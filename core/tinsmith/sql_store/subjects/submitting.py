@@ -46,13 +46,12 @@ Neighbours = Mapping[int, Neighbour]  # by seq_id
 
 _LARGEST: Final = (1 << 63) - 1
 _NEAR = Query(
-    "SELECT seq_id, request_id, digest, arrival FROM operations "
-    "WHERE subject_id = :subject_id AND seq_id >= :first AND seq_id <= :last",
+    "SELECT FIELDS FROM operations WHERE subject_id = :subject_id AND seq_id >= :first AND seq_id <= :last",
     Neighbour,
 )
 # The lock only waits for `engine_states.report` giving the engine up, which fails everything submitted before it.
-_ENGINE = Query("SELECT state, detail FROM engines WHERE base_model = :base_model FOR KEY SHARE", Engine)
-_FIND_END = "SELECT ended, end_detail FROM sessions WHERE session_id = :session_id"
+_ENGINE = Query("SELECT FIELDS FROM engines WHERE base_model = :base_model FOR KEY SHARE", Engine)
+_FIND_END = "SELECT FIELDS FROM sessions WHERE session_id = :session_id"
 _END, _END_LOCKED = Query(_FIND_END, _End), Query(f"{_FIND_END} FOR SHARE", _End)
 _NEWEST = "(SELECT coalesce(max(id), 0) + 1 FROM operations)"
 _INSERT = Change(

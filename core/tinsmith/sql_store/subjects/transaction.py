@@ -19,13 +19,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-import sqlalchemy
-from sqlalchemy import Connection, bindparam
+from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
 from tinsmith.sql_store import connections
 from tinsmith.sql_store.statements import Change, Query, insert_into
-from tinsmith.sql_store.tables import RUNS
 from tinsmith.store import SEQ_IDS_PER_CLONE, FinishedSample, FinishedSamples, PendingCounts
 from tinsmith.store.refusals import cursor_ahead
 from tinsmith.store.wakeups import samples_topic
@@ -56,25 +54,14 @@ class _Counted(NamedTuple):
     num_bytes: int
 
 
-_LOCK = (
-    sqlalchemy.select(RUNS.c.model_id)
-    .where(RUNS.c.model_id.in_(bindparam("models", expanding=True)))
-    .order_by(RUNS.c.model_id)
-    .with_for_update()
-)
+_LOCK = Query("SELECT model_id FROM runs WHERE model_id IN :models ORDER BY model_id FOR UPDATE", str)
 _OURS = "subject_id = :subject_id AND clone = :clone"
 _COUNT_UP = Change(f"UPDATE sample_counts SET last = last + :more WHERE {_OURS}")
 _LAST = Query(f"SELECT last FROM sample_counts WHERE {_OURS}", int)
 _START = Change(insert_into("sample_counts", "subject_id", "clone", "last"))
-_INSERT = Change(
-    insert_into(
-        "finished_samples", "subject_id", "clone", "number", "request_id", "succeeded", "size_bytes", "finished_at"
-    )
-)
+_INSERT = Change(insert_into("finished_samples", "subject_id", "clone", *_Entry._fields, "finished_at"))
 _AFTER = Query(
-    f"SELECT {', '.join(_Entry._fields)} FROM finished_samples WHERE {_OURS} AND number > :cursor "
-    "ORDER BY number LIMIT :at_most",
-    _Entry,
+    f"SELECT FIELDS FROM finished_samples WHERE {_OURS} AND number > :cursor ORDER BY number LIMIT :at_most", _Entry
 )
 _ADD = Change(
     insert_into("pending_work", "tenant", "kind", "finished", "number", "num_bytes", "stored_bytes")
@@ -82,7 +69,7 @@ _ADD = Change(
     "number = pending_work.number + excluded.number, num_bytes = pending_work.num_bytes + excluded.num_bytes, "
     "stored_bytes = pending_work.stored_bytes + excluded.stored_bytes"
 )
-_PENDING = Query(f"SELECT {', '.join(_Counted._fields)} FROM pending_work WHERE tenant = :tenant", _Counted)
+_PENDING = Query("SELECT FIELDS FROM pending_work WHERE tenant = :tenant", _Counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +133,7 @@ class Transaction:
 
     def lock(self, models: Iterable[str]) -> None:
         """Lock the models whose logs the writes change."""
-        self.connection.execute(_LOCK, {"models": sorted(models)})
+        _LOCK.all(self.connection, models=sorted(models))
 
     def add(self, other: "Transaction") -> None:
         self.wake.extend(other.wake)

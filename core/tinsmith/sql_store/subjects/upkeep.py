@@ -3,15 +3,18 @@
 import secrets
 from typing import Final
 
-import sqlalchemy
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
+from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.tables import SECRETS, WRITE_CHECKS
 
 _SECRET_BYTES: Final = 32
 _CHECK_BYTES: Final = 1 << 14  # several pages, as most requests write: on a full disk there may be room for one
+
+_SECRET = Query("SELECT value FROM secrets WHERE name = :name", bytes)
+_INSERT_SECRET = Change(insert_into("secrets", "name", "value"))
+_DELETE_CHECKS, _CHECK = Change("DELETE FROM write_checks"), Change(insert_into("write_checks", "content"))
 
 
 async def secret(connections: Connections, name: str) -> bytes:
@@ -21,8 +24,7 @@ async def secret(connections: Connections, name: str) -> bytes:
 
 
 def find(connection: Connection, name: str) -> bytes | None:
-    found: bytes | None = connection.execute(sqlalchemy.select(SECRETS.c.value).where(SECRETS.c.name == name)).scalar()
-    return found
+    return _SECRET.first(connection, name=name)
 
 
 def find_or_make(tx: Transaction, name: str) -> bytes:
@@ -31,7 +33,7 @@ def find_or_make(tx: Transaction, name: str) -> bytes:
     value = secrets.token_bytes(_SECRET_BYTES)
     try:
         with tx.connection.begin_nested():
-            tx.connection.execute(SECRETS.insert().values(name=name, value=value))
+            _INSERT_SECRET.run(tx.connection, name=name, value=value)
     except IntegrityError:  # another process was faster
         theirs = find(tx.connection, name)
         assert theirs is not None
@@ -46,5 +48,5 @@ async def expect_writes(connections: Connections) -> None:
 
 
 def check_writing(tx: Transaction) -> None:
-    tx.connection.execute(WRITE_CHECKS.delete())
-    tx.connection.execute(WRITE_CHECKS.insert().values(content=secrets.token_bytes(_CHECK_BYTES)))
+    _DELETE_CHECKS.run(tx.connection)
+    _CHECK.run(tx.connection, content=secrets.token_bytes(_CHECK_BYTES))

@@ -6,67 +6,57 @@ kept reads an index, or rows that are counted as they change.
 
 from collections import defaultdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import NamedTuple
 
-import sqlalchemy
-from sqlalchemy import Column, Connection, Select, bindparam, func
+from sqlalchemy import Connection
 
-from tinsmith.sql_store.statements import Change, insert_into
+from tinsmith.sql_store.statements import Change, insert_into, query, total, wanted
 from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.sql_store.tables import (
-    CHECKPOINTS,
-    KEPT,
-    OPEN,
-    PENDING_WORK,
-    RECOVERY_POINTS,
-    ROUTED_EXPERTS,
-    RUNS,
-    SAMPLING_SESSIONS,
-    SESSIONS,
-    SIZED,
-    USAGE,
-)
 from tinsmith.store import CheckpointWritten, Completion, KeptBytes, StoredCheckpoints, UsageRecord
 
-_COUNTS = ("trained_tokens", "prefilled_tokens", "sampled_tokens", "checkpoints", "stored_bytes", "engine_us")
+
+class _Used(NamedTuple):
+    """Of one hour, or without an hour in all."""
+
+    hour: str
+    tenant: str
+    base_model: str
+    trained_tokens: int
+    prefilled_tokens: int
+    sampled_tokens: int
+    checkpoints: int
+    stored_bytes: int
+    engine_us: int
+
+
+class _Size(NamedTuple):
+    tenant: str
+    num_bytes: int
+
+
+_COUNTS = _Used._fields[3:]
 _HOUR = "%Y-%m-%dT%H"
 _ADD = Change(
-    insert_into("usage", "hour", "tenant", "base_model", *_COUNTS)
+    insert_into("usage", *_Used._fields)
     + " ON CONFLICT (hour, tenant, base_model) DO UPDATE SET "
     + ", ".join(f"{name} = usage.{name} + excluded.{name}" for name in _COUNTS)
 )
-_HOURLY = (
-    sqlalchemy.select(USAGE)
-    .where(USAGE.c.hour.between(bindparam("first"), bindparam("last")))
-    .order_by(USAGE.c.hour, USAGE.c.tenant, USAGE.c.base_model)
-)
-_TOTAL = (
-    sqlalchemy.select(USAGE.c.tenant, USAGE.c.base_model, *(func.sum(USAGE.c[name]).label(name) for name in _COUNTS))
-    .group_by(USAGE.c.tenant, USAGE.c.base_model)
-    .order_by(USAGE.c.tenant, USAGE.c.base_model)
-)
-
-
-_select, _sum = sqlalchemy.select, func.sum
-_LOG = _select(PENDING_WORK.c.tenant, _sum(PENDING_WORK.c.stored_bytes))
-_CHECKPOINTS = _select(CHECKPOINTS.c.tenant, _sum(CHECKPOINTS.c.size_bytes)).where(KEPT)
-_SNAPSHOTS = (
-    _select(SESSIONS.c.tenant, _sum(SAMPLING_SESSIONS.c.num_bytes))
-    .join_from(SESSIONS, SAMPLING_SESSIONS, SAMPLING_SESSIONS.c.session_id == SESSIONS.c.session_id)
-    .where(OPEN, SIZED)
-)
-_POINTS = _select(RUNS.c.tenant, _sum(RECOVERY_POINTS.c.size_bytes)).join_from(
-    RECOVERY_POINTS, RUNS, RUNS.c.model_id == RECOVERY_POINTS.c.model_id
-)
-_EXPERTS = _select(ROUTED_EXPERTS.c.tenant, _sum(ROUTED_EXPERTS.c.num_bytes))
-_METRICS = _select(RUNS.c.tenant, _sum(RUNS.c.metric_bytes)).where(RUNS.c.metric_bytes > 0)
-_SUMS: dict[str, tuple[Select[Any], Column[Any]]] = {
-    "log": (_LOG, PENDING_WORK.c.tenant),
-    "checkpoints": (_CHECKPOINTS, CHECKPOINTS.c.tenant),
-    "snapshots": (_SNAPSHOTS, SESSIONS.c.tenant),
-    "recovery_points": (_POINTS, RUNS.c.tenant),
-    "routed_experts": (_EXPERTS, ROUTED_EXPERTS.c.tenant),
-    "metrics": (_METRICS, RUNS.c.tenant),
+_SIZES = {  # by what is kept: the tenant, the bytes of a row, and the rows
+    "log": ("tenant", "stored_bytes", "pending_work WHERE TRUE"),
+    "checkpoints": ("tenant", "size_bytes", "checkpoints WHERE checkpoints.deleted_at IS NULL"),
+    "snapshots": (
+        "sessions.tenant",
+        "sampling_sessions.num_bytes",
+        "sessions JOIN sampling_sessions ON sampling_sessions.session_id = sessions.session_id "
+        "WHERE sessions.ended IS NULL AND sampling_sessions.num_bytes > 0",
+    ),
+    "recovery_points": (
+        "runs.tenant",
+        "recovery_points.size_bytes",
+        "recovery_points JOIN runs ON runs.model_id = recovery_points.model_id WHERE TRUE",
+    ),
+    "routed_experts": ("tenant", "num_bytes", "routed_experts WHERE TRUE"),
+    "metrics": ("tenant", "metric_bytes", "runs WHERE metric_bytes > 0"),
 }
 
 
@@ -99,50 +89,45 @@ class Counting:
 
 
 def hourly(connection: Connection, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
-    query = _HOURLY if tenant is None else _HOURLY.where(USAGE.c.tenant == tenant)
-    hours = {"first": first.strftime(_HOUR), "last": last.strftime(_HOUR)}
-    return [
-        _record(row, datetime.strptime(row.hour, _HOUR).replace(tzinfo=UTC)) for row in connection.execute(query, hours)
-    ]
+    of, values = wanted(tenant=tenant)
+    text = f"SELECT FIELDS FROM usage WHERE hour BETWEEN :first AND :last{of} ORDER BY hour, tenant, base_model"
+    rows = query(text, _Used).all(connection, first=first.strftime(_HOUR), last=last.strftime(_HOUR), **values)
+    return [_record(row, datetime.strptime(row.hour, _HOUR).replace(tzinfo=UTC)) for row in rows]
 
 
-def total(connection: Connection, tenant: str | None) -> list[UsageRecord]:
-    query = _TOTAL if tenant is None else _TOTAL.where(USAGE.c.tenant == tenant)
-    return [_record(row, None) for row in connection.execute(query)]
+def in_all(connection: Connection, tenant: str | None) -> list[UsageRecord]:
+    of, values = wanted(tenant=tenant)
+    sums = ", ".join(f"{total(name)} AS {name}" for name in _COUNTS)
+    text = f"SELECT '' AS hour, tenant, base_model, {sums} FROM usage WHERE TRUE{of} GROUP BY tenant, base_model"
+    return [_record(row, None) for row in query(f"{text} ORDER BY tenant, base_model", _Used).all(connection, **values)]
+
+
+def _record(row: _Used, hour: datetime | None) -> UsageRecord:
+    counts = {name: getattr(row, name) for name in _COUNTS if name != "engine_us"}
+    engine_s = row.engine_us / 1e6
+    return UsageRecord(tenant=row.tenant, base_model=row.base_model, hour=hour, engine_s=engine_s, **counts)
 
 
 def stored(connection: Connection, tenant: str | None, *, project_id: str | None = None) -> list[StoredCheckpoints]:
     """A checkpoint belongs to the project of the session that trained it; an imported one to none."""
-    query = (
-        sqlalchemy.select(CHECKPOINTS.c.tenant, SESSIONS.c.project_id, func.count(), func.sum(CHECKPOINTS.c.size_bytes))
-        .join_from(CHECKPOINTS, RUNS, RUNS.c.model_id == CHECKPOINTS.c.model_id, isouter=True)
-        .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id, isouter=True)
-        .where(KEPT)
-        .group_by(CHECKPOINTS.c.tenant, SESSIONS.c.project_id)
-        .order_by(CHECKPOINTS.c.tenant, SESSIONS.c.project_id)
+    conditions, values = wanted(tenant=tenant, project_id=project_id)
+    text = (
+        f"SELECT tenant, project_id, count(*) AS number, {total('size_bytes')} AS num_bytes FROM "
+        "(SELECT checkpoints.tenant, sessions.project_id, size_bytes FROM checkpoints "
+        "LEFT JOIN runs ON runs.model_id = checkpoints.model_id "
+        "LEFT JOIN sessions ON sessions.session_id = runs.session_id WHERE checkpoints.deleted_at IS NULL) AS kept "
+        f"WHERE TRUE{conditions} GROUP BY tenant, project_id ORDER BY tenant, project_id"
     )
-    if tenant is not None:
-        query = query.where(CHECKPOINTS.c.tenant == tenant)
-    if project_id is not None:
-        query = query.where(SESSIONS.c.project_id == project_id)
-    return [
-        StoredCheckpoints(tenant=of, project_id=project, number=number, num_bytes=int(num_bytes))
-        for of, project, number, num_bytes in connection.execute(query)
-    ]
-
-
-def _record(row: sqlalchemy.Row[tuple[object, ...]], hour: datetime | None) -> UsageRecord:
-    values = dict(row._mapping)  # noqa: SLF001 - the public name of a row's mapping
-    counts = {name: int(values[name]) for name in _COUNTS}
-    engine_s = counts.pop("engine_us") / 1e6
-    return UsageRecord(tenant=values["tenant"], base_model=values["base_model"], hour=hour, engine_s=engine_s, **counts)
+    return query(text, StoredCheckpoints).all(connection, **values)
 
 
 def kept(connection: Connection, tenant: str | None) -> list[KeptBytes]:
     """Return the bytes that each tenant stores, by name; or those of one tenant."""
     found: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for what, (query, column) in _SUMS.items():
-        of = query.group_by(column) if tenant is None else query.group_by(column).where(column == tenant)
-        for row in connection.execute(of):
-            found[row[0]][what] = int(row[1])
+    values = {} if tenant is None else {"tenant": tenant}
+    for what, (of, size, rows) in _SIZES.items():
+        condition = "" if tenant is None else f" AND {of} = :tenant"
+        text = f"SELECT {of} AS tenant, {total(size)} AS num_bytes FROM {rows}{condition} GROUP BY {of}"
+        for row in query(text, _Size).all(connection, **values):
+            found[row.tenant][what] = row.num_bytes
     return [KeptBytes(tenant=name, **sizes) for name, sizes in sorted(found.items())]
