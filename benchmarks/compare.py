@@ -26,7 +26,7 @@ from comparison.scenarios import SCENARIOS, TENANTS
 from comparison.servers import Server, Setup
 from comparison.shapes import SHAPES
 
-from tinsmith.huggingface.tiny_model import write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 _ROOT: Final = Path(__file__).parents[1]
 _RANK: Final = 8

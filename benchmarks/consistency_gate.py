@@ -23,10 +23,10 @@ import numpy as np
 
 from tinsmith.backend import BackendContext, SamplingBackend, TrainingBackend
 from tinsmith.engine.probes import Probes
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import AdamParams, CreateModel, Datum, ForwardBackward, LoraConfig, OptimStep
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ConsistencySettings
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 LENGTH = 512
 MODEL = "m"

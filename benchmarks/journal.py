@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.store import OperationState
 from tinsmith.store.codec import encode_operation, encode_result
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 MODEL = "s1:train:0"
 LENGTH, BATCH = 256, 8

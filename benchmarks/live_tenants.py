@@ -20,8 +20,8 @@ import httpx
 import numpy as np
 import psutil
 
-from tinsmith.json_values import Json
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith_checkpoints.values import Json
 from tinsmith_workbench.simulation.workload import TenantClass, Wanted, life
 
 BASE_MODEL = "toy"

@@ -30,7 +30,7 @@ from comparison.servers import Server, Setup
 from comparison.shapes import SHAPES
 from comparison.workbench import Workbench, num_tokens, published, sample, step
 
-from tinsmith.huggingface.tiny_model import write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 _COMPILED_S = 600.0
 _SEQUENCES, _TOKENS, _PROMPT, _DRAWN = 8, 128, 32, 64

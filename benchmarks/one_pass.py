@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith import BUILTIN_LOSSES, Array, BackendContext, CreateModel, Datum, Forward, ForwardBackward, LoraConfig
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 

@@ -17,8 +17,8 @@ import numpy as np
 from served_sampler import draw, made_sampler, random_adapter, shape_of
 
 from tinsmith.backend import HostSnapshot, SamplingBackend
-from tinsmith.huggingface.tiny_model import TinyShape
 from tinsmith.operations import Sample, SampleOutput, SamplingParams
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape
 
 AT_A_TIME = 4
 REQUESTS = 40  # of a round

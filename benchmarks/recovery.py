@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.settings import ModelSettings, PluginSection, RecoverySettings, Settings
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.engine_thread import engine_thread
 from tinsmith.testing.loop_thread import LoopThread
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 MODEL = "s1:train:0"
 LENGTH, BATCH = 64, 4

@@ -28,7 +28,7 @@ from comparison.servers import Server, Setup
 from comparison.shapes import SHAPES
 from comparison.workbench import done
 
-from tinsmith.huggingface.tiny_model import write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 _TRIPS: Final = ("optim-step", "weight-sync")
 _WORK: Final = ("optim-step", "sft")

@@ -24,7 +24,6 @@ from safetensors.numpy import load_file, save_file
 from served_sampler import draw
 
 from tinsmith.backend import BackendContext, Placement, SamplingBackend, TrainingBackend
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import (
     Array,
     CreateModel,
@@ -37,6 +36,7 @@ from tinsmith.operations import (
     SamplingParams,
 )
 from tinsmith.plugins.loading import Plugins
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 CONTEXT, PROMPT = 128, 16
 ALIKE = 4  # experts; a token gets two of them

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith.backend import BackendContext, HostSnapshot, SamplingBackend
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import Array, LoraConfig, Sample, SampleOutput
 from tinsmith.plugins.loading import Plugins
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 RANK = 8
 OPTIONS = {"vllm": {"max_model_len": 256, "kv_cache_bytes": 1 << 28, "max_num_seqs": 64, "max_lora_rank": RANK}}

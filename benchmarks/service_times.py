@@ -29,12 +29,12 @@ from live_tenants import CONTEXT_TOKENS, LiveTenant, Seen, let_live, served
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, SamplingBackend, TrainingBackend
 from tinsmith.engine.claims import Holdings
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Completion, Lease, StoreContext
 from tinsmith.testing.engine_driver import EngineDriver, take_over
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_workbench.simulation.service_times import (
     Backend,
     Sampling,

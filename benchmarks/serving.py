@@ -19,9 +19,9 @@ from tinker import types
 
 from tinsmith.backend import BackendContext
 from tinsmith.commands.demo import served_tiny_model
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import CreateModel, Datum, Forward, LoraConfig
 from tinsmith.plugins.loading import Plugins
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 NUM_ROUND_TRIPS = 30
 NUM_STEPS = 10

@@ -38,9 +38,9 @@ import httpx
 import numpy as np
 import psutil
 
-from tinsmith.json_values import Json
 from tinsmith.processes.serve import allow_many_files
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith_checkpoints.values import Json
 
 BASE_MODEL = "toy"
 RETENTION_S = 120

@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, BackendContext, CreateModel, LoraConfig, ModelState, OptimStep
-from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.checkpoints.saved import read_checkpoint, write_checkpoint
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_workers import TrainingProgram

@@ -35,10 +35,10 @@ from comparison.shapes import SHAPES
 from comparison.workbench import Workbench, adam, done, published, sample
 from tinker import types
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.processes.engine_child import with_pages_that_stay
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 _RANK: Final = 8
 _BATCH, _LENGTH = 8, 128

@@ -23,7 +23,12 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKED: Final = ROOT / ".card"
-SOURCES: Final = (ROOT / "core", ROOT / "libraries/workers", *sorted(ROOT.glob("plugins/*")), ROOT / "tools/workbench")
+SOURCES: Final = (
+    ROOT / "core",
+    *sorted(ROOT.glob("libraries/*")),
+    *sorted(ROOT.glob("plugins/*")),
+    ROOT / "tools/workbench",
+)
 DISTRIBUTIONS: Final = (ROOT, *SOURCES[1:])
 REQUIREMENTS: Final = Path(__file__).with_name("card-requirements.txt")
 PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")

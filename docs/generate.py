@@ -45,14 +45,14 @@ from tinsmith_workers.plugin import tinsmith_register_commands as add_worker
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 CORE = DOCS.parent / "core" / "tinsmith"
-WORKERS = DOCS.parent / "libraries" / "workers" / "tinsmith_workers"
+LIBRARIES = tuple(sorted(DOCS.parent.glob("libraries/*/tinsmith_*")))
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PUBLIC_PACKAGES = (
     "tinsmith",
     "tinsmith.stores",
     "tinsmith.testing",
     "tinsmith.machine",
-    "tinsmith.huggingface",
+    "tinsmith_checkpoints.huggingface",
     "tinsmith_workers",
     "tinsmith_workers.torch",
     "tinsmith_workers.testing",
@@ -259,7 +259,7 @@ def failpoint_table() -> str:
 def package_table() -> str:
     """Return every package of the core and of its libraries, with the first paragraph of its docstring."""
     rows = ["| Package | Subject |", "|---|---|"]
-    found = ((root.parent, file) for root in (CORE, WORKERS) for file in sorted(root.rglob("__init__.py")))
+    found = ((root.parent, file) for root in (CORE, *LIBRARIES) for file in sorted(root.rglob("__init__.py")))
     for root, file in found:
         name = ".".join(file.parent.relative_to(root).parts)
         if "migrations" not in name:  # Alembic's folders
@@ -331,7 +331,7 @@ def _alias(value: ast.expr | None) -> str:
 @cache
 def _source(module: str) -> ast.Module:
     """Return the parsed source, for which nothing is imported: neither torch nor anybody's plugins."""
-    root = WORKERS if module.startswith(WORKERS.name) else CORE
+    root = next((each for each in LIBRARIES if module.startswith(each.name)), CORE)
     path = root.parent.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return syntax_trees.tree_of(file)

@@ -15,6 +15,7 @@ OUTSIDE = {
     "CHANGELOG.md": "reference/changes.md",
     "CONTRIBUTING.md": "explanation/contributing.md",
     "SECURITY.md": "explanation/security.md",
+    "libraries/checkpoints/README.md": "reference/checkpoint-files.md",
     "libraries/workers/README.md": "reference/workers.md",
     "plugins/fsdp_backend/README.md": "reference/plugins/fsdp.md",
     "plugins/jax_backend/README.md": "reference/plugins/jax.md",

@@ -5,7 +5,7 @@ They are of bfloat16, as published checkpoints are.
 
 from typing import Final
 
-from tinsmith.huggingface.tiny_model import TinyShape
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape
 
 SHAPES: Final = {
     # 4.2 million parameters

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tinsmith.huggingface import HEAD, DecoderShape, decoder_shape, known_config
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import Array, Datum, ForwardBackward
+from tinsmith_checkpoints.huggingface import HEAD, DecoderShape, decoder_shape, known_config
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 if TYPE_CHECKING:  # parts that use JAX run where torch is not installed, and where it must not take memory of the card
     import torch

@@ -16,10 +16,10 @@ import torch
 from gpu_parts.common import Options, Report, matmul_limit, measured_again, needs, operations, seconds
 from gpu_parts.training import LOSSES, TENANTS
 from tinsmith.backend import BackendContext, TrainingBackend
-from tinsmith.huggingface import DecoderShape, decoder_shape, known_config
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import AdamParams, CreateModel, Failed, LoraConfig, OptimStep
 from tinsmith.plugins.loading import Plugins
+from tinsmith_checkpoints.huggingface import DecoderShape, decoder_shape, known_config
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 MODEL, LAYERS = "Qwen3-30B-A3B", 12
 TINY = TinyShape(family="qwen3_moe", vocab_size=512, num_layers=2)

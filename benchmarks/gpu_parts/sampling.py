@@ -12,9 +12,9 @@ import numpy as np
 
 from gpu_parts.common import Options, Report, bandwidth_limit, linear_parameters, needs
 from tinsmith.backend import BackendContext, HostSnapshot, SamplingBackend
-from tinsmith.huggingface import HEAD, DecoderShape, weight_name
 from tinsmith.operations import Array, LoraConfig, Sample, SampleOutput, SamplingParams
 from tinsmith.plugins.loading import Plugins
+from tinsmith_checkpoints.huggingface import HEAD, DecoderShape, weight_name
 
 PROMPT = 128
 HAND_OVERS = 5

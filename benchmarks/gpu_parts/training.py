@@ -25,9 +25,9 @@ from gpu_parts.common import (
     seconds,
 )
 from gpu_parts.kernels import by_kind
-from tinsmith.huggingface import DecoderShape, adapter_weights
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, LoraConfig
+from tinsmith_checkpoints.huggingface import DecoderShape, adapter_weights
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.admission import Budget, budget_of

@@ -26,6 +26,8 @@ from tinsmith.operations import (
     Sample,
     SampleOutput,
 )
+from tinsmith_checkpoints.values import ModelState as ModelState
+from tinsmith_checkpoints.values import host_bytes
 
 Isolation = Literal["bitwise", "close", "none"]
 
@@ -97,44 +99,6 @@ class SamplerCapabilities(Capabilities):
     max_snapshots: int | None = None  # loaded at a time, besides one that is being loaded; None: as many as core likes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelState:
-    """A model's complete training state under canonical names, as checkpoints store it (docs/reference/checkpoints.md).
-
-    Adapters: names are PEFT's, `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight`
-    [out, rank], with the Hugging Face module paths of the base model. Full fine-tuning (`lora.rank` 0): names and
-    shapes are those of the base model's safetensors, `<module path>.weight` [out, in]; a tied head is omitted.
-    Optimizer and gradient mappings have the same keys. All float32.
-
-    Mappings may be lazy: each tensor is accessed once and not kept, so it may be read or gathered on access. Several
-    threads may do so at a time. If they are `tinsmith.huggingface.StoredTensors`, a checkpoint takes over the files. A
-    lazy mapping that holds memory has an attribute `nbytes`.
-    """
-
-    lora: LoraConfig
-    weights: Mapping[str, Array]
-    adam_m: Mapping[str, Array] = field(default_factory=dict)  # empty: no optimizer step yet
-    adam_v: Mapping[str, Array] = field(default_factory=dict)
-    gradients: Mapping[str, Array] = field(default_factory=dict)  # pending; empty if there are none
-    step: int = 0  # number of optimizer steps
-
-    @property
-    def memory_bytes(self) -> int:
-        """What the state takes of the host's memory: its arrays, and what lazy mappings say in `nbytes`."""
-        return sum(map(_memory_bytes, (self.weights, self.adam_m, self.adam_v, self.gradients)))
-
-    @property
-    def weights_bytes(self) -> int:
-        """What the weights take of it."""
-        return _memory_bytes(self.weights)
-
-
-def _memory_bytes(tensors: Mapping[str, Array]) -> int:
-    if isinstance(tensors, dict):
-        return sum(array.nbytes for array in tensors.values())
-    return int(getattr(tensors, "nbytes", 0))
-
-
 class Snapshot(ABC):
     """Weights frozen for sampling. Later training does not change them.
 
@@ -171,7 +135,7 @@ class HostSnapshot(Snapshot):
 
     @property
     def num_bytes(self) -> int:
-        return _memory_bytes(self._weights)
+        return host_bytes(self._weights)
 
     def keep_in(self, weights: Mapping[str, Array]) -> None:
         self._weights = weights

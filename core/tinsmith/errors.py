@@ -25,31 +25,13 @@ Messages are lower case, without a full stop, and name the thing, the value, wha
 
 from typing import ClassVar, Literal
 
-Category = Literal["user", "server", "unknown"]
-
-
-class TinsmithError(Exception):
-    """Base of all; carries what an HTTP answer or a failed future needs."""
-
-    http_status: ClassVar[int] = 500
-    category: ClassVar[Category] = "unknown"
-    public: ClassVar[bool] = False
-    """Whether tenants may read the message. It then names neither a path of this machine nor another tenant's work, and
-    quotes no exception. Instead of any other message they get a reference to the log."""
-
-
-class UserError(TinsmithError, ValueError):
-    """The request cannot be carried out as asked."""
-
-    http_status: ClassVar[int] = 400
-    category: ClassVar[Category] = "user"
-    public: ClassVar[bool] = True
-
-
-class NotFoundError(UserError):
-    """No such session, model, sampler, checkpoint or request, or it belongs to another tenant."""
-
-    http_status: ClassVar[int] = 404
+from tinsmith_checkpoints.errors import Category as Category
+from tinsmith_checkpoints.errors import ConfigError as ConfigError
+from tinsmith_checkpoints.errors import NotFoundError as NotFoundError
+from tinsmith_checkpoints.errors import ServerError as ServerError
+from tinsmith_checkpoints.errors import TinsmithError as TinsmithError
+from tinsmith_checkpoints.errors import UnsupportedError as UnsupportedError
+from tinsmith_checkpoints.errors import UserError as UserError
 
 
 class RevokedError(NotFoundError):
@@ -92,17 +74,6 @@ class OutOfMemoryError(UserError):
     """A request needs more memory than the device has left. A backend that raises it has changed nothing."""
 
 
-class UnsupportedError(UserError):
-    """A field or value is understood, and refused rather than ignored."""
-
-
-class ServerError(TinsmithError):
-    """Something on our side failed; the request may be fine."""
-
-    category: ClassVar[Category] = "server"
-    public: ClassVar[bool] = True
-
-
 class StoreError(ServerError):
     """The request store could not be read or written; once it can be, the same call may succeed."""
 
@@ -136,10 +107,6 @@ class ResultExpiredError(ServerError):
     """The result existed, and is past its retention."""
 
     http_status: ClassVar[int] = 410
-
-
-class ConfigError(TinsmithError, ValueError):
-    """A setting is wrong; the message names source, key, value and remedy."""
 
 
 class PluginError(TinsmithError):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from tinsmith.json_values import Json
 from tinsmith.operations import Consistency, Failed, Sample, SampleOutput
 from tinsmith.store import RequestStore, SamplingSessionRecord
+from tinsmith_checkpoints.values import Json
 
 if TYPE_CHECKING:
     from pathlib import Path

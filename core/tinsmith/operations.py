@@ -9,42 +9,24 @@ L = layers with experts, C = experts of a token.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import Category
+from tinsmith_checkpoints.values import LORA_ALPHA as LORA_ALPHA
+from tinsmith_checkpoints.values import Array as Array
+from tinsmith_checkpoints.values import FloatArray as FloatArray
+from tinsmith_checkpoints.values import LoraConfig as LoraConfig
+from tinsmith_checkpoints.values import StopReason as StopReason
 
 IntArray = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
 ExpertArray = npt.NDArray[np.uint16]
-Array = npt.NDArray[Any]  # any dtype: weights may be bfloat16 in checkpoints of full fine-tuning
-
-StopReason = Literal["stop", "length"]
 
 ADDED: Mapping[str, bool] = {"sent": False}
 """Metadata of a field that the server adds to what a client has sent. It is no part of what a repeat must match."""
-
-LORA_ALPHA = 32.0
-"""The constant alpha of the Tinker API: W' = W + (alpha / rank) * B @ A, for every rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
-    """Which adapter a model trains. `seed` is always set: if the client sends none, the server draws one."""
-
-    rank: int  # 0: no adapter, all weights are trained; the flags are then all set
-    seed: int
-    alpha: float = LORA_ALPHA
-    train_attn: bool = True  # q, k, v and o projections
-    train_mlp: bool = True  # gate, up and down projections
-    train_unembed: bool = True  # the output head, even if it is tied to the embedding
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank if self.rank else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Final
 
 from tinsmith.backend import Capabilities, SamplerCapabilities, TrainerCapabilities
 from tinsmith.errors import UserError
+from tinsmith_checkpoints.values import MAX_ALPHA
 
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1
@@ -22,7 +23,6 @@ FLOAT32_LEAST: Final = 1.2e-38
 
 _MAX_RATE = 1e18  # the product of two is finite in float32, and so is one divided by 1 - beta
 _MAX_BETA = 0.9999999  # in float32, little more is 1, and backends divide by 1 - beta
-_MAX_ALPHA = 1e6
 _MAX_SAMPLES = 1024
 _HOUR_S = 3600
 
@@ -65,7 +65,7 @@ class Range:
 
 TTL_SECONDS: Final = Range(low=_HOUR_S, high=10 * 365 * 24 * _HOUR_S, integer=True)
 NUM_SAMPLES: Final = Range(low=1, high=_MAX_SAMPLES, integer=True)
-LORA_ALPHA: Final = Range(low=1 / _MAX_ALPHA, high=_MAX_ALPHA)
+LORA_ALPHA: Final = Range(low=1 / MAX_ALPHA, high=MAX_ALPHA)
 """Clients cannot choose alpha; it comes with imported adapters."""
 
 

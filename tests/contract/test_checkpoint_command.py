@@ -14,12 +14,8 @@ import transformers
 from typer.testing import CliRunner, Result
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
-from tinsmith.checkpoints.tools import rewriting
+from tinsmith.checkpoints.saved import read_checkpoint, write_checkpoint
 from tinsmith.commands.cli import build_group
-from tinsmith.huggingface.model_files import read_model_config
-from tinsmith.huggingface.safetensors_files import StoredTensors
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.plugins.loading import Plugins
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -27,6 +23,10 @@ from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import CheckpointRecord, StoreContext
 from tinsmith.testing.int8_model import write_int8_model
 from tinsmith.testing.saved_files import read_saved
+from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.tools import rewriting
 
 RANK = 4
 LORA = LoraConfig(rank=RANK, seed=0)

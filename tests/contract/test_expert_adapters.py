@@ -11,14 +11,14 @@ import transformers
 from typer.testing import CliRunner
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import write_checkpoint
-from tinsmith.checkpoints.tools.adapters import complete
+from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.commands.cli import build_group
 from tinsmith.errors import UnsupportedError
-from tinsmith.huggingface.safetensors_files import StoredTensors
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.plugins.loading import Plugins
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.tools.adapters import complete
 
 RANK = 4
 SHAPE = TinyShape(

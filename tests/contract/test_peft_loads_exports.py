@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import write_checkpoint
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.operations import Array, LoraConfig
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 RANK = 4
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

@@ -21,11 +21,11 @@ from processes import Launcher, Served
 from scenario import WAIT_S, state_at
 
 from tinsmith import failpoints
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import TOY
 from tinsmith.testing.postgres import Postgres
 from tinsmith.testing.sdk_data import logprobs, ragged, step
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))
 KILLS = int(os.environ.get("CRASH_KILLS", "1000"))

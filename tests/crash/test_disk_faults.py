@@ -17,7 +17,7 @@ from processes import Launcher, Served
 from scenario import WAIT_S, state_at
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint, write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import NotFoundError, ServerError
 from tinsmith.operations import AdamParams, LoraConfig, OptimStep

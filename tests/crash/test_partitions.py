@@ -20,9 +20,9 @@ from interludes import Interlude, Interludes
 from networks import Machine, Network, a_database, a_network, on_database
 from processes import WAIT_S, Launcher, Served
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import TOY
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_workers.keys import KEY
 
 KEYS = {"host": "0.0.0.0", "api_keys": [{"key": "tml-test", "tenant": "anybody"}]}

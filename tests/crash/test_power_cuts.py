@@ -15,7 +15,7 @@ from disk_shim import Disk
 from processes import Launcher, Served, launching
 from test_disk_faults import OFTEN, a_state, same, save_at_once, succeeded, train, write
 
-from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore

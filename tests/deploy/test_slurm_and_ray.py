@@ -17,12 +17,12 @@ import yaml
 from small_scale import API_KEYS, ENVIRONMENT, LINES, answers, kill, on_cpu, own_address, tutorial, write_model
 
 from tinsmith.commands.load_settings import load_settings
-from tinsmith.huggingface import known_config
 from tinsmith.placement.machine import Machine
 from tinsmith.placement.plan import make_plan
 from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
+from tinsmith_checkpoints.huggingface import known_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRIPT = DEPLOY / "slurm" / "tinsmith.sbatch"

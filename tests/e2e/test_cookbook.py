@@ -19,15 +19,15 @@ import pytest
 from megatron_harness import forking
 
 from tinsmith import Array, LoraConfig, ModelState
-from tinsmith.checkpoints.format import write_adapter
-from tinsmith.checkpoints.tools import rewriting
-from tinsmith.checkpoints.tools.contents import open_contents
-from tinsmith.huggingface.adapter_shapes import adapted_modules
-from tinsmith.huggingface.safetensors_files import StoredTensors
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith_checkpoints.format import write_adapter
+from tinsmith_checkpoints.huggingface.adapter_shapes import adapted_modules
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.tools import rewriting
+from tinsmith_checkpoints.tools.contents import open_contents
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-the-cookbook.md"
 PYTHON = os.environ.get("TINSMITH_COOKBOOK_PYTHON", sys.executable)

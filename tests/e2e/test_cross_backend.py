@@ -17,11 +17,11 @@ from few_programs import FEW_PROGRAMS, SHAPE
 from fsdp_harness import forking as forking_fsdp
 from megatron_harness import forking as forking_megatron
 
-from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import ragged
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 WAIT_S = 600
 ADAM = tinker.AdamParams(learning_rate=1e-3)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 600

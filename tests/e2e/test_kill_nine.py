@@ -11,10 +11,10 @@ import tinker
 from killed_runs import WAIT_S, Killer, check, serving, undisturbed
 from processes import Launcher
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import TOY, running_server
 from tinsmith.testing.sdk_data import TOKENS, wait_until_at_rest
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -22,9 +22,9 @@ from killed_runs import WAIT_S, Killer, Served, check, serving, undisturbed
 from processes import Launcher
 
 from tinsmith import failpoints
-from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.ports import hold_port
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 from tinsmith_workers.keys import KEY
 from tinsmith_workers.launching import COORDINATOR, INDEX, NUM_WORKERS
 from tinsmith_workers.launching import WAIT_S as WORKER_WAIT_S

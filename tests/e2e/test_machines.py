@@ -16,7 +16,6 @@ import tinker
 from tinsmith import BackendConfig, BackendContext, Placement
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.commands.load_settings import load_settings
-from tinsmith.huggingface import known_config
 from tinsmith.placement.machine import Machine
 from tinsmith.placement.plan import make_plan
 from tinsmith.plugins.loading import Plugins
@@ -24,6 +23,7 @@ from tinsmith.processes import serve
 from tinsmith.settings.sources import Flag
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import TOKENS, datum, step
+from tinsmith_checkpoints.huggingface import known_config
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30

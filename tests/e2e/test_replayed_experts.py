@@ -22,10 +22,10 @@ from scenario import state_at
 from tinker import types
 
 from tinsmith import expert_metrics
-from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import logprobs, rl_datum
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 pytestmark = [
     pytest.mark.slow,

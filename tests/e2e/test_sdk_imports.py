@@ -11,11 +11,11 @@ from few_programs import FEW_PROGRAMS, SHAPE
 from typer.testing import CliRunner
 
 from tinsmith.commands.cli import build_group
-from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import datum, logprobs, step
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 KEY = "tml-import"
 TOKENS = list(range(3, 43))

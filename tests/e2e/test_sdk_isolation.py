@@ -16,10 +16,10 @@ import pytest
 import tinker
 from jax_harness import as_shipped
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import logprobs
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # short: what parts of a pass compute, in test_jax_isolation.py
 

@@ -12,10 +12,10 @@ import pytest
 import tinker
 from few_programs import FEW_PROGRAMS, SHAPE
 
-from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum, logprobs, step
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from forked import Forked
 from processes import Launcher
 from stand_in_hub import StandInHub
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.testing.sdk_data import datum, step
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint
 from tinsmith.commands.replay import _Replay, run_replay
 from tinsmith.engine.models import Models
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, TinsmithError, UserError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_harness import MODE, ON_CPU, VOCAB
 
-from tinsmith.huggingface.tiny_model import Family, TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import Family, TinyShape, write_tiny_model
 
 
 def pytest_sessionstart() -> None:

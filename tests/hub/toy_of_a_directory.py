@@ -8,7 +8,7 @@ from dataclasses import replace
 import tinsmith
 from tinsmith.backend import BackendContext, BackendSpec
 from tinsmith.builtin import toy_backend
-from tinsmith.huggingface.safetensors_files import StoredTensors
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
 
 ENTRY_POINTS = "[tinsmith]\nof-a-directory = toy_of_a_directory\n"
 

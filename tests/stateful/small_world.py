@@ -24,7 +24,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplerCapabilities, SamplingBackend, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.checkpoints import atomic_directory
-from tinsmith.checkpoints import format as checkpoints
+from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.checkpoint_files import CheckpointReader, Checkpoints
 from tinsmith.engine.context import EngineContext
@@ -53,6 +53,7 @@ from tinsmith.store import (
 )
 from tinsmith.testing.engine_driver import EngineDriver, make_context, take_over
 from tinsmith.testing.store_records import claim_records
+from tinsmith_checkpoints.format import MANIFEST
 
 Work = Callable[[], Awaitable[None]]
 
@@ -391,7 +392,7 @@ class World:
             record, _ = await refuse_revoked(context, self.path.removeprefix("tinker://"), grant)
             files = await asyncio.to_thread(checkpoints.open_checkpoint_files, self.root, record.directory)
             try:
-                (manifest,) = (json.load(file) for file in files if file.name.endswith(checkpoints.MANIFEST))
+                (manifest,) = (json.load(file) for file in files if file.name.endswith(MANIFEST))
                 return self.number_of[datetime.fromisoformat(manifest["created_at"])]
             finally:
                 for file in files:
@@ -452,8 +453,7 @@ class World:
         await remove_orphans(self.store, self.root, older_than_s=0)
         atomic_directory.sweep(self.root / self.model_id, older_than_s=0)
         found = {
-            file.parent.relative_to(self.root).as_posix()
-            for file in self.root.glob(f"{self.model_id}/**/{checkpoints.MANIFEST}")
+            file.parent.relative_to(self.root).as_posix() for file in self.root.glob(f"{self.model_id}/**/{MANIFEST}")
         }
         if found != ({record.directory} if record is not None else set()):
             self.wrong.append(f"records and files differ: {record and record.directory}, {sorted(found)}")

@@ -19,7 +19,7 @@ from small_world import CLEARING, READING, Scenario, World, Worlds, pausing_file
 
 from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
-from tinsmith.checkpoints import format as checkpoints
+from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine import checkpoint_files, context
 from tinsmith.sql_store.store import SqlStore

@@ -13,12 +13,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tinsmith.checkpoints.format import describe, read_checkpoint, read_snapshot
-from tinsmith.checkpoints.tools.adapters import adapter_of
-from tinsmith.checkpoints.tools.contents import described, open_contents
-from tinsmith.checkpoints.tools.rewriting import convert
-from tinsmith.checkpoints.tools.verifying import faults
+from tinsmith.checkpoints.saved import read_checkpoint, read_snapshot
 from tinsmith.errors import TinsmithError
+from tinsmith_checkpoints.format import describe
+from tinsmith_checkpoints.tools.adapters import adapter_of
+from tinsmith_checkpoints.tools.contents import described, open_contents
+from tinsmith_checkpoints.tools.rewriting import convert
+from tinsmith_checkpoints.tools.verifying import faults
 
 _MORE_MEMORY = 1 << 29  # bytes, than the process has once everything is imported
 _LIMIT_S = 60  # for one checkpoint, which takes milliseconds

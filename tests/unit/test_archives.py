@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.checkpoints import atomic_directory
-from tinsmith.checkpoints.format import open_checkpoint_files
+from tinsmith.checkpoints.saved import open_checkpoint_files
 from tinsmith.errors import NotFoundError
 from tinsmith.server.archives import COMPLETE, archive, archive_bytes
 

@@ -13,7 +13,7 @@ import pytest
 import safetensors
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import (
+from tinsmith.checkpoints.saved import (
     checkpoint_files,
     delete_checkpoint,
     read_checkpoint,

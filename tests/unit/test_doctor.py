@@ -16,10 +16,10 @@ from stand_in_hub import StandInHub
 from tinsmith.backend import Device
 from tinsmith.commands.doctor import data_directory, models
 from tinsmith.commands.doctor.data_directory import check_data_directory
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.placement.machine import Machine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DataDir, ModelSettings, PluginSection
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 TOY = ("toy", "--backend", "toy")
 

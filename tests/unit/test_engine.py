@@ -16,7 +16,7 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, HostSnapshot, SamplerCapabilities, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.saved import delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.engine import context
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.context import Keeping

@@ -13,15 +13,15 @@ import safetensors.numpy
 
 from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints import format as checkpoints
-from tinsmith.checkpoints.format import read_checkpoint, read_snapshot, write_checkpoint
+from tinsmith.checkpoints.saved import delete_checkpoint, read_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.errors import ServerError, UnsupportedError
-from tinsmith.huggingface.safetensors_files import DTYPES, ShardWriter, StoredTensors
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, Array, CreateModel, LoraConfig, OptimStep
 from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.model_driver import ModelDriver, logprobs_of, ragged_data
+from tinsmith_checkpoints.format import FORMAT_VERSION
+from tinsmith_checkpoints.huggingface.safetensors_files import DTYPES, ShardWriter, StoredTensors
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 LORA = LoraConfig(rank=0, seed=1)
 SHARD = 3000  # bytes
@@ -94,7 +94,7 @@ def test_what_is_written_comes_back_tensor_by_tensor(tmp_path: Path, monkeypatch
     for shard in shards:  # the format's own reader agrees
         for name, array in safetensors.numpy.load_file(directory / shard).items():
             np.testing.assert_array_equal(array, state().weights[name])
-    assert json.loads((directory / "tinsmith.json").read_text())["format_version"] == checkpoints.FORMAT_VERSION
+    assert json.loads((directory / "tinsmith.json").read_text())["format_version"] == FORMAT_VERSION
 
 
 def save_again(root: Path, shard_bytes: int) -> Path:
@@ -119,7 +119,7 @@ def test_what_was_loaded_is_saved_under_a_second_name(tmp_path: Path, monkeypatc
     shards = [file.name for file in first.glob("*.safetensors")]
     assert len(shards) == 8
     assert all((first / name).samefile(again / name) for name in shards)
-    checkpoints.delete_checkpoint(tmp_path, "m/weights/x")
+    delete_checkpoint(tmp_path, "m/weights/x")
     read = read_checkpoint(tmp_path, "m/weights/again").state
     for what in ("weights", "adam_m", "adam_v", "gradients"):
         assert_same_arrays(getattr(read, what), getattr(state(), what), what)
@@ -184,7 +184,7 @@ def test_sampler_and_external_checkpoints_hold_the_weights_alone(tmp_path: Path)
 
 def test_a_newer_reader_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, state())
-    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 1)
+    monkeypatch.setattr("tinsmith_checkpoints.format.FORMAT_VERSION", 1)
     with pytest.raises(UnsupportedError, match="format version 2 is newer than 1"):
         read_checkpoint(tmp_path, "m/weights/x")
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import read_manifest, write_checkpoint, write_peft_adapter
+from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.errors import ServerError
-from tinsmith.huggingface.outside_files import open_regular, parse_json, read_json
-from tinsmith.huggingface.safetensors_files import StoredTensors, read_header
 from tinsmith.operations import LoraConfig
 from tinsmith.processes.logs import escape, escape_lines, printable
+from tinsmith_checkpoints.format import read_manifest, write_peft_adapter
+from tinsmith_checkpoints.huggingface.outside_files import open_regular, parse_json, read_json
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors, read_header
 
 DEEP = b'{"a":' * 200_000 + b"1" + b"}" * 200_000
 

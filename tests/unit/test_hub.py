@@ -13,9 +13,9 @@ from forked import Forked, run
 from processes import Launcher
 from stand_in_hub import TOKEN, StandInHub
 
-from tinsmith.huggingface.hub_cache import HubReference, cache_directory, is_offline
-from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensors
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.hub_cache import HubReference, cache_directory, is_offline
+from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, StoredTensors
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 pytestmark = pytest.mark.slow  # each download is a process of its own
 
@@ -59,8 +59,8 @@ def environment(hub: StandInHub, tmp_path: Path) -> dict[str, str]:
 DOWNLOAD = """
 import json, logging, sys
 from tinsmith.errors import TinsmithError
-from tinsmith.huggingface.hub_cache import HubReference, cached_model
-from tinsmith.huggingface.hub_download import download_model
+from tinsmith_checkpoints.huggingface.hub_cache import HubReference, cached_model
+from tinsmith_checkpoints.huggingface.hub_download import download_model
 logging.basicConfig(level="INFO")
 reference, stages = HubReference.parse(sys.argv[1]), []
 try:

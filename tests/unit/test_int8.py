@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tinsmith.errors import ConfigError, ServerError
-from tinsmith.huggingface import StoredTensors, WeightFiles, weight_counts
-from tinsmith.huggingface.decoder import decoder_shape
-from tinsmith.huggingface.int8 import Int8, read_int8
-from tinsmith.huggingface.model_files import read_model_config
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.operations import Array
 from tinsmith.testing.int8_model import int8_config, write_int8_model
+from tinsmith_checkpoints.huggingface import StoredTensors, WeightFiles, weight_counts
+from tinsmith_checkpoints.huggingface.decoder import decoder_shape
+from tinsmith_checkpoints.huggingface.int8 import Int8, read_int8
+from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 ODD = TinyShape(

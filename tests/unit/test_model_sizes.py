@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.huggingface import adapter_weights, decoder_shape, known_config, weight_counts
-from tinsmith.huggingface.adapter_shapes import adapted_modules
-from tinsmith.huggingface.known_shapes import KNOWN_SHAPES
-from tinsmith.huggingface.model_files import read_model_config
-from tinsmith.huggingface.safetensors_files import read_header, shard_files
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface import adapter_weights, decoder_shape, known_config, weight_counts
+from tinsmith_checkpoints.huggingface.adapter_shapes import adapted_modules
+from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
+from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.safetensors_files import read_header, shard_files
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 CLASSES = (
     "LlamaForCausalLM",

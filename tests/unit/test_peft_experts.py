@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tinsmith import LoraConfig, UserError
-from tinsmith.huggingface.decoder import EXPERTS
-from tinsmith.huggingface.peft_experts import to_peft
-from tinsmith.huggingface.peft_layout import weight_name
+from tinsmith_checkpoints.huggingface.decoder import EXPERTS
+from tinsmith_checkpoints.huggingface.peft_experts import to_peft
+from tinsmith_checkpoints.huggingface.peft_layout import weight_name
 
 NUMBER, INNER, HIDDEN, RANK = 2, 3, 4, 1
 

@@ -18,7 +18,6 @@ from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
 from tinsmith.host_memory import host_memory
-from tinsmith.huggingface import known_config
 from tinsmith.placement.machine import Machine, this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.placement.report import lines_of
@@ -28,6 +27,7 @@ from tinsmith.processes.assembly import make_trainer
 from tinsmith.processes.engine import run_engine
 from tinsmith.processes.engine_child import SUPERVISED
 from tinsmith.settings import ModelSettings, PluginSection, Settings
+from tinsmith_checkpoints.huggingface import known_config
 
 GIB = 1 << 30
 CARD = 100 * GIB  # of which 92 are to be had

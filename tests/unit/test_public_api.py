@@ -26,9 +26,8 @@ CORE = ROOT / "core" / "tinsmith"
 WORKERS = ROOT / "libraries" / "workers"
 SKELETONS = CORE / "authoring" / "skeletons"
 PUBLIC = {
-    **dict.fromkeys(
-        ("tinsmith", "tinsmith.stores", "tinsmith.machine", "tinsmith.testing", "tinsmith.huggingface"), ROOT / "core"
-    ),
+    **dict.fromkeys(("tinsmith", "tinsmith.stores", "tinsmith.machine", "tinsmith.testing"), ROOT / "core"),
+    "tinsmith_checkpoints.huggingface": ROOT / "libraries/checkpoints",
     **dict.fromkeys(
         ("tinsmith_workers", "tinsmith_workers.torch", "tinsmith_workers.testing"), ROOT / "libraries/workers"
     ),

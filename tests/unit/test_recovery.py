@@ -16,7 +16,7 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints.format import delete_checkpoint, read_checkpoint
+from tinsmith.checkpoints.saved import delete_checkpoint, read_checkpoint
 from tinsmith.engine import context, recovery_points
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError

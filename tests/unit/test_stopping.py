@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tinsmith.errors import ConfigError, UnsupportedError
-from tinsmith.huggingface.stopping import DecodedTail, StopRules
 from tinsmith.operations import SamplingParams
+from tinsmith_checkpoints.huggingface.stopping import DecodedTail, StopRules
 
 CORPUS = [
     "the cat sat on the mat",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.errors import UserError
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 SMALL = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, head_dim=16, num_heads=2, num_kv_heads=1)
 TEXT = "English: quantum physics\nPig Latin: uantum-qay ysics-phay, naive cafe 42 \u00e9\u4f60"
@@ -54,7 +54,7 @@ def test_transformers_reads_it(tmp_path: Path, family: str, tied: bool) -> None:
 def test_the_same_seed_gives_the_same_files_in_any_process(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "here", SMALL)
     code = (
-        "import sys, pathlib; from tinsmith.huggingface.tiny_model import *;"
+        "import sys, pathlib; from tinsmith_checkpoints.huggingface.tiny_model import *;"
         "write_tiny_model(pathlib.Path(sys.argv[1]), TinyShape(hidden_size=32, intermediate_size=48, num_layers=2,"
         " head_dim=16, num_heads=2, num_kv_heads=1)); assert 'torch' not in sys.modules"
     )

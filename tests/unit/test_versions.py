@@ -17,7 +17,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints import atomic_directory
-from tinsmith.checkpoints import format as checkpoints
+from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.checkpoints.atomic_directory import sweep
 from tinsmith.checkpoints.tinker_path import versions_on_disk
 from tinsmith.engine.checkpoint_files import CheckpointReader

@@ -8,8 +8,8 @@ import pytest
 
 from tinsmith.backend import ModelState
 from tinsmith.engine.budgets import WaitingStates
-from tinsmith.huggingface import StoredTensors
 from tinsmith.operations import LoraConfig
+from tinsmith_checkpoints.huggingface import StoredTensors
 
 SMALL, LARGE = LoraConfig(rank=1, seed=1), LoraConfig(rank=2, seed=2)
 WEIGHTS = 40  # bytes

@@ -14,7 +14,7 @@ import pytest
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, ModelState
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.engine.recovery_points import RecoveryPoints
 from tinsmith.errors import NotFoundError, OutOfMemoryError

@@ -6,7 +6,7 @@ This downloads nothing. If no plugin finds a model, its engine downloads it from
 from pathlib import Path
 
 from tinsmith.hookspecs import hookimpl
-from tinsmith.huggingface.hub_cache import HubReference, cached_model
+from tinsmith_checkpoints.huggingface.hub_cache import HubReference, cached_model
 
 
 @hookimpl

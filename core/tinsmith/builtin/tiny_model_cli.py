@@ -6,7 +6,7 @@ from typing import Annotated, Final, cast, get_args
 import typer
 
 from tinsmith.errors import UserError
-from tinsmith.huggingface.tiny_model import Family, TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import Family, TinyShape, write_tiny_model
 
 _TINY: Final = TinyShape()
 

@@ -1,1 +1,1 @@
-"""The portable checkpoint format and its tools."""
+"""The checkpoints that a server keeps: their `tinker://` paths, atomic directories, and imports from elsewhere."""

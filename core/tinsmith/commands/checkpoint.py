@@ -15,23 +15,23 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn
 from rich.table import Table
 
-from tinsmith.checkpoints import atomic_directory
-from tinsmith.checkpoints.format import SHARD_BYTES
+from tinsmith.checkpoints import atomic_directory, importing
 from tinsmith.checkpoints.tinker_path import TinkerPath, newest_on_disk
-from tinsmith.checkpoints.tools import importing, rewriting, verifying
-from tinsmith.checkpoints.tools.contents import Contents, described, open_contents
 from tinsmith.commands.flags import base_model_name_of
 from tinsmith.commands.open_store import opened_store
 from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.huggingface.safetensors_files import DTYPES
-from tinsmith.json_values import Json
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_shared_store
 from tinsmith.processes.logs import console as new_console
 from tinsmith.processes.logs import escape, printable
 from tinsmith.settings import Settings
 from tinsmith.store import CheckpointRecord, RequestStore
+from tinsmith_checkpoints.format import SHARD_BYTES
+from tinsmith_checkpoints.huggingface.safetensors_files import DTYPES
+from tinsmith_checkpoints.tools import rewriting, verifying
+from tinsmith_checkpoints.tools.contents import Contents, described, open_contents
+from tinsmith_checkpoints.values import Json
 
 _FAULTY: Final = 1
 _SHARD_MB: Final = SHARD_BYTES >> 20

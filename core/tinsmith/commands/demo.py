@@ -22,12 +22,12 @@ from rich.console import Console
 from tinsmith.commands.flags import base_model_name_of
 from tinsmith.commands.options import Backend
 from tinsmith.errors import ServerError, UserError
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.lifeline import Tethered
 from tinsmith.processes.data_dir_lock import read_server_url
 from tinsmith.processes.logs import console as new_console
 from tinsmith.settings import DataDir
 from tinsmith.settings.sources import ENV_PREFIX
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 _POLL_S: Final = 0.2
 _START_TIMEOUT_S: Final = 300.0

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ValidationError
 
 from tinsmith.backend import BackendSpec, SamplerSpec
 from tinsmith.errors import ConfigError, PluginError, UserError
-from tinsmith.huggingface.hub_cache import HubReference, is_offline, offline_message
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import suggestion
 from tinsmith.settings import DeviceSettings, KeySource, ModelSettings, PluginSection, Settings
@@ -36,6 +35,7 @@ from tinsmith.settings.sources import (
     read_flags,
     read_list,
 )
+from tinsmith_checkpoints.huggingface.hub_cache import HubReference, is_offline, offline_message
 
 _API_KEYS: Final[KeyPath] = ("server", "api_keys")
 _DIGEST: Final = re.compile("[0-9a-f]{64}")

@@ -18,13 +18,13 @@ from tinsmith.commands.options import (
     settings_of,
 )
 from tinsmith.errors import ConfigError
-from tinsmith.huggingface.known_shapes import KNOWN_SHAPES
 from tinsmith.placement.components import model_config
 from tinsmith.placement.machine import Machine, this_machine
 from tinsmith.placement.plan import make_plan, with_rank
 from tinsmith.placement.report import described
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
+from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
 
 
 def add_plan_command(group: typer.Typer) -> None:

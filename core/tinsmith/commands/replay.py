@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from tinsmith.backend import ModelState, TrainingBackend
 from tinsmith.backend import Progress as ReportProgress
-from tinsmith.checkpoints.format import write_checkpoint
+from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.commands.open_store import find_run, opened_store
 from tinsmith.engine.backend_calls import TrainingThread

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import Checkpoint, delete_checkpoint, read_checkpoint
-from tinsmith.checkpoints.sizes import size_of
+from tinsmith.checkpoints.saved import delete_checkpoint, read_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.context import EngineContext
@@ -23,6 +22,8 @@ from tinsmith.settings import WatchdogSettings
 from tinsmith.store import CheckpointKind, CheckpointRecord, OperationRecord, RequestStore
 from tinsmith.store.codec import decode_result
 from tinsmith.store.revocation import loadable_checkpoint, why_gone
+from tinsmith_checkpoints.format import Checkpoint
+from tinsmith_checkpoints.sizes import size_of
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import SHARD_BYTES, write_checkpoint
+from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.engine.budgets import DiskRoom, WaitingStates
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import in_a_thread
@@ -26,6 +26,7 @@ from tinsmith.settings import (
 )
 from tinsmith.store import CheckpointKind, Lease, RequestStore
 from tinsmith.store.disk_room import space_at
+from tinsmith_checkpoints.format import SHARD_BYTES
 
 _SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import delete_checkpoint
-from tinsmith.checkpoints.sizes import size_of
+from tinsmith.checkpoints.saved import delete_checkpoint
 from tinsmith.engine.budgets import Reservation
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.context import EngineContext
@@ -27,6 +26,7 @@ from tinsmith.engine.models import Models
 from tinsmith.errors import LeaseLostError, TinsmithError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.store import OperationRecord, RecoveryPointRecord, RecoveryPointTaken
+from tinsmith_checkpoints.sizes import size_of
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint
 from tinsmith.engine.checkpoint_files import CheckpointReader
 from tinsmith.engine.models import Models
 from tinsmith.errors import ModelLostError, ServerError, TinsmithError, UserError

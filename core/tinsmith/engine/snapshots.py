@@ -14,7 +14,7 @@ from typing import Final
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
-from tinsmith.checkpoints.format import delete_checkpoint, read_snapshot
+from tinsmith.checkpoints.saved import delete_checkpoint, read_snapshot
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
 from tinsmith.checks import why_not_sampled
 from tinsmith.engine.backend_calls import NoSampler

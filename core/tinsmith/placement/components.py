@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from tinsmith.backend import BackendConfig, Demand, Placement
 from tinsmith.errors import ConfigError
-from tinsmith.huggingface import known_config, read_model_config
-from tinsmith.json_values import Json
 from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
+from tinsmith_checkpoints.huggingface import known_config, read_model_config
+from tinsmith_checkpoints.values import Json
 
 Role = Literal["backend", "sampler"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from tinsmith.backend import Placement
-from tinsmith.json_values import Json
 from tinsmith.placement.components import ComponentError, components_of, roles_of
 from tinsmith.placement.machine import Machine
 from tinsmith.placement.placing import Placed, place
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
+from tinsmith_checkpoints.values import Json
 
 
 def make_plan(settings: Settings, plugins: Plugins, machine: Machine, models: Collection[str]) -> list[Placed]:

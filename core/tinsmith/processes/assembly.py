@@ -15,14 +15,14 @@ from tinsmith.backend import (
 )
 from tinsmith.engine.device_turns import DeviceTurns, sleepers
 from tinsmith.errors import ConfigError
-from tinsmith.huggingface.hub_cache import HubReference
-from tinsmith.huggingface.hub_download import download_model
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, PluginSection, Settings
 from tinsmith.store import DeviceTurn, EngineCapabilities, RequestStore, StoreContext
+from tinsmith_checkpoints.huggingface.hub_cache import HubReference
+from tinsmith_checkpoints.huggingface.hub_download import download_model
 
 NO_SAMPLER: Final = "none"
 """The sampler of a model that is only trained."""

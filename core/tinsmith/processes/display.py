@@ -9,12 +9,12 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
-from tinsmith.huggingface.hub_cache import hub_endpoint
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import NO_SAMPLER
 from tinsmith.processes.logs import escape
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.store import EngineRecord, EngineState
+from tinsmith_checkpoints.huggingface.hub_cache import hub_endpoint
 
 
 def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith.checkpoints.atomic_directory import sweep
-from tinsmith.checkpoints.format import delete_checkpoint
+from tinsmith.checkpoints.saved import delete_checkpoint
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.processes.orphans import remove_orphans
 from tinsmith.server.hearing import Hearing

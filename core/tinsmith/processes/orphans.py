@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from tinsmith.checkpoints.format import delete_checkpoint
+from tinsmith.checkpoints.saved import delete_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath, versions_on_disk
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import RequestStore, RunState

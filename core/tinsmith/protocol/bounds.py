@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from tinsmith.errors import UserError
-from tinsmith.json_values import Json
+from tinsmith_checkpoints.values import Json
 
 MAX_NAME_CHARS: Final = 1024
 """Of ids, names, paths, tags and the like."""

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from tinsmith.errors import UnsupportedError
-from tinsmith.json_values import Json
+from tinsmith_checkpoints.values import Json
 
 SDK_VERSIONS: Final = "0.22.3 to 0.38.0"
 """Of the SDKs whose every field is known here."""

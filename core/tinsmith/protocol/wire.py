@@ -22,8 +22,8 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from tinsmith.json_values import Json
 from tinsmith.protocol import bounds
+from tinsmith_checkpoints.values import Json
 
 JsonMetadata = Annotated[dict[str, Json], BeforeValidator(bounds.metadata)]
 TextMetadata = Annotated[dict[str, str], BeforeValidator(bounds.metadata)]

@@ -17,10 +17,10 @@ import jwt
 from tinsmith.errors import AuthenticationError, InvalidTokenError
 from tinsmith.hook_values import Principal
 from tinsmith.hookspecs import hookimpl
-from tinsmith.json_values import Json
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey
 from tinsmith.settings.schema import digest_of_key
+from tinsmith_checkpoints.values import Json
 
 AUDIENCE: Final = "tinsmith"
 _ALGORITHM: Final = "HS256"

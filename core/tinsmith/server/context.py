@@ -16,7 +16,6 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from tinsmith.hook_values import ErrorForm, Principal
-from tinsmith.huggingface.hub_cache import HubReference, cached_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol.stable_reinforce import StandIn
@@ -30,6 +29,7 @@ from tinsmith.server.storage_health import StorageHealth
 from tinsmith.server.unknown_field_counts import UnknownFieldCounts
 from tinsmith.settings import Settings
 from tinsmith.store import EngineCapabilities, EngineRecord, EngineState, RequestStore, SamplingSessionRecord
+from tinsmith_checkpoints.huggingface.hub_cache import HubReference, cached_model
 
 API_PREFIX = "/api/v1"
 _ALIVE: Final = frozenset(EngineState) - {EngineState.RESTARTING, EngineState.FAILED, EngineState.STOPPED}

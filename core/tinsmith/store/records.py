@@ -7,9 +7,10 @@ from enum import StrEnum
 from typing import Final, Literal, Self
 
 from tinsmith.backend import SamplerCapabilities, TrainerCapabilities
-from tinsmith.json_values import Json
 from tinsmith.operations import Failed, LoraConfig, Result
 from tinsmith.store.metrics import Measured
+from tinsmith_checkpoints.values import CheckpointKind as CheckpointKind
+from tinsmith_checkpoints.values import Json
 
 Metadata = dict[str, Json]
 
@@ -54,7 +55,6 @@ class EngineState(StrEnum):
 
 
 SessionEnd = Literal["success", "errored", "interrupted", "expired"]
-CheckpointKind = Literal["training", "sampler", "external"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

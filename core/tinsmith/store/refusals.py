@@ -16,7 +16,6 @@ from tinsmith.errors import (
     ServerError,
     UserError,
 )
-from tinsmith.json_values import Json
 from tinsmith.operations import Failed
 from tinsmith.store.records import (
     CheckpointRecord,
@@ -26,6 +25,7 @@ from tinsmith.store.records import (
     RunState,
 )
 from tinsmith.store.request_ids import created_at
+from tinsmith_checkpoints.values import Json
 
 MAX_METADATA_BYTES: Final = 64 << 10
 """The maximum size of metadata that clients attach to sessions, models and checkpoints: it is kept for long."""

@@ -33,7 +33,6 @@ pytest.register_assert_rewrite(  # before they are imported, or a failure would 
     "tinsmith.testing.loss_contract",
 )
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model  # noqa: E402 - see above
 from tinsmith.testing.abuse_full import FullAbuseContract  # noqa: E402
 from tinsmith.testing.abuse_sampling import SamplingAbuseContract  # noqa: E402
 from tinsmith.testing.abuse_training import TrainingAbuseContract  # noqa: E402
@@ -53,6 +52,7 @@ from tinsmith.testing.scheduler_contract import SchedulerContract  # noqa: E402
 from tinsmith.testing.store_contract import RequestStoreContract  # noqa: E402
 from tinsmith.testing.training_contract import TrainingBackendContract  # noqa: E402
 from tinsmith.testing.training_routing import RoutingReplayContract, random_experts  # noqa: E402
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model  # noqa: E402 - see above
 
 __all__ = [
     "CheckpointContract",

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinsmith.checkpoints.format import read_checkpoint, read_snapshot, write_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.operations import Datum, FloatArray
 from tinsmith.store import CheckpointKind
 from tinsmith.testing.contract import assert_same_arrays, assert_same_state, need

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backend import ModelState
-from tinsmith.checkpoints.format import read_checkpoint, read_snapshot, write_checkpoint
-from tinsmith.huggingface.safetensors_files import StoredTensors
+from tinsmith.checkpoints.saved import read_checkpoint, read_snapshot, write_checkpoint
 from tinsmith.operations import AdamParams, Array, ForwardBackward, OptimStep
 from tinsmith.store import CheckpointKind
 from tinsmith.testing.abuse_full import FullAbuseContract
@@ -24,6 +23,7 @@ from tinsmith.testing.training_numerics import NumericsContract
 from tinsmith.testing.training_optimizer import OptimizerContract
 from tinsmith.testing.training_routing import RoutingReplayContract
 from tinsmith.testing.training_state import StateContract
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
 
 _ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operation, after a pass through a model
 _SHARD_BYTES = 3000  # small enough that even a toy model needs several files

@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tinsmith.huggingface import ATTENTION, MLP
-from tinsmith.huggingface.int8 import PACKED, SCALE, SHAPE, W8A16
-from tinsmith.json_values import Json
 from tinsmith.operations import Array
+from tinsmith_checkpoints.huggingface import ATTENTION, MLP
+from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, SHAPE, W8A16
+from tinsmith_checkpoints.values import Json
 
 _MATRICES: Final = tuple(f".{path}.weight" for path in (*ATTENTION, *MLP))
 _OF_EXPERT: Final = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")

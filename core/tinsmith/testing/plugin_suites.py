@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, Capabilities, SamplingBackend, TrainingBackend
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import Offer
@@ -28,6 +27,7 @@ from tinsmith.testing.scheduler_contract import SchedulerContract
 from tinsmith.testing.store_contract import RequestStoreContract
 from tinsmith.testing.store_records import MakeStore
 from tinsmith.testing.training_contract import TrainingBackendContract
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 _SHAPE: Final = TinyShape(  # heads of 32: vLLM's attention on CPUs takes no smaller ones
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32

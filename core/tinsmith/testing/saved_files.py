@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from tinsmith.checkpoints.format import Checkpoint, read_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath, newest_on_disk
+from tinsmith_checkpoints.format import Checkpoint
 
 
 def read_saved(data_dir: Path, path: str) -> Checkpoint:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinsmith.huggingface import peft_layout
 from tinsmith.operations import Array, Datum
 from tinsmith.testing import reference
 from tinsmith.testing.contract import (
@@ -28,6 +27,7 @@ from tinsmith.testing.model_driver import (
     with_inputs,
 )
 from tinsmith.testing.training_suite import TrainingSuite
+from tinsmith_checkpoints.huggingface import peft_layout
 
 _ONE_OP, _A_MODEL = 1e-5, 1e-4  # allowed float32 difference: after one operation, after a pass through a model
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tinsmith.huggingface import Kind, Targets
-from tinsmith.huggingface.state_files import lay_out
 from tinsmith.operations import FloatArray
+from tinsmith_checkpoints.huggingface import Kind, Targets
+from tinsmith_checkpoints.huggingface.state_files import lay_out
 from tinsmith_workers import Slice, StateWriter, Written
 
 SHAPES = {"square": (8, 4), "vector": (16,)}

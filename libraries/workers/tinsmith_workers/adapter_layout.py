@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tinsmith.errors import UserError
-from tinsmith.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, DecoderShape
-from tinsmith.huggingface.peft_layout import draw_lora_A, weight_name
 from tinsmith.operations import Array, FloatArray, LoraConfig
+from tinsmith_checkpoints.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, DecoderShape
+from tinsmith_checkpoints.huggingface.peft_layout import draw_lora_A, weight_name
 
 _ALIGNMENT = 16  # elements: weights start at 64 bytes, for matrix kernels and so that bits do not depend on alignment
 _DOWN = EXPERTS[2]

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from tinsmith.backend import HostSnapshot, ModelState
-from tinsmith.huggingface.decoder import DecoderShape
 from tinsmith.operations import Array, FloatArray, LoraConfig
+from tinsmith_checkpoints.huggingface.decoder import DecoderShape
 from tinsmith_workers.adapter_layout import ModelPart, WholeLayout, holders
 from tinsmith_workers.group import WorkerGroup
 from tinsmith_workers.program import AdapterState, TrainingProgram

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
 from tinsmith.errors import ConfigError, OutOfMemoryError
-from tinsmith.huggingface.decoder import DecoderShape
+from tinsmith_checkpoints.huggingface.decoder import DecoderShape
 from tinsmith_workers.config import TrainingWorkersConfig
 
 _GIB: Final = 2**30

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from tinsmith.backend import HostSnapshot, ModelState
-from tinsmith.huggingface.safetensors_files import StoredTensors
-from tinsmith.huggingface.state_files import Kind
 from tinsmith.operations import Array, LoraConfig
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
+from tinsmith_checkpoints.huggingface.state_files import Kind
 from tinsmith_workers.group import WorkerGroup
 from tinsmith_workers.program import FullState, TrainingProgram
 from tinsmith_workers.state_files import Capture, StateFiles

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tinsmith.backend import Placement
-from tinsmith.huggingface.state_files import Targets
 from tinsmith.losses import LossSpec
 from tinsmith.operations import AdamParams, FloatArray
+from tinsmith_checkpoints.huggingface.state_files import Targets
 from tinsmith_workers.sequences import Answer, Segment
 from tinsmith_workers.state_writer import Written
 

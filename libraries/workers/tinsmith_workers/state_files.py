@@ -17,9 +17,9 @@ from typing import Final
 import numpy as np
 
 from tinsmith.errors import ServerError, UnsupportedError, UserError
-from tinsmith.huggingface.safetensors_files import ShardWriter, StoredTensors
-from tinsmith.huggingface.state_files import Kind, Targets, lay_out, lay_out_adapter
 from tinsmith.operations import Array
+from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, StoredTensors
+from tinsmith_checkpoints.huggingface.state_files import Kind, Targets, lay_out, lay_out_adapter
 from tinsmith_workers.group import WorkerGroup
 from tinsmith_workers.program import StateProgram
 

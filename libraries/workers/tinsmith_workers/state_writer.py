@@ -17,9 +17,9 @@ from typing import Final, TypeVar
 import numpy as np
 
 from tinsmith.failpoints import durable_boundary
-from tinsmith.huggingface.safetensors_files import StoredTensor
-from tinsmith.huggingface.state_files import Kind
 from tinsmith.operations import FloatArray
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensor
+from tinsmith_checkpoints.huggingface.state_files import Kind
 
 _ITEM: Final = 4  # bytes of a float32
 

@@ -7,8 +7,8 @@ import pytest
 from fsdp_harness import VOCAB, fork_backend, make_backend
 
 from tinsmith import ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
-from tinsmith.huggingface import adapter_weights, known_config, weight_counts
 from tinsmith.testing import ModelDriver, ragged_data
+from tinsmith_checkpoints.huggingface import adapter_weights, known_config, weight_counts
 from tinsmith_fsdp.admission import budget_of, least_bytes
 from tinsmith_fsdp.architecture import architecture_of, read_architecture
 from tinsmith_fsdp.backend import FsdpBackend

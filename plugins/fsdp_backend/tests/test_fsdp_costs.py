@@ -10,9 +10,9 @@ from fsdp_harness import VOCAB, limited_backend
 from limited_rank import LimitedRank
 
 from tinsmith import LoraConfig
-from tinsmith.huggingface import adapter_weights
 from tinsmith.testing import ModelDriver, ragged_data
 from tinsmith.testing.int8_model import int8_config
+from tinsmith_checkpoints.huggingface import adapter_weights
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES, STEP_BYTES, STRICT_SEQUENCES, Ranks, costs_of

@@ -11,9 +11,9 @@ from fsdp_harness import VOCAB, fork_backend, shape
 from safetensors.torch import load_file, save_file
 
 from tinsmith import Array, ConfigError
-from tinsmith.huggingface import StoredTensors, read_model_config, weight_counts
 from tinsmith.testing import ModelDriver, assert_close_arrays, logprobs_of, ragged_data, write_tiny_model
 from tinsmith.testing.int8_model import int8_config, write_int8_model
+from tinsmith_checkpoints.huggingface import StoredTensors, read_model_config, weight_counts
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.int8 import int8_linear

@@ -11,8 +11,8 @@ from fsdp_harness import VOCAB, limited_backend
 from limited_rank import LimitedRank
 
 from tinsmith import Demand, Placement
-from tinsmith.huggingface import adapter_weights, known_config
 from tinsmith.testing import ModelDriver, ragged_data
+from tinsmith_checkpoints.huggingface import adapter_weights, known_config
 from tinsmith_fsdp.admission import Budget, budget_of
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.backend import FsdpBackend

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
-from tinsmith.huggingface import Kind
-from tinsmith.huggingface.state_files import lay_out
 from tinsmith.testing import assert_close_arrays, ragged_data, write_tiny_model
+from tinsmith_checkpoints.huggingface import Kind
+from tinsmith_checkpoints.huggingface.state_files import lay_out
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import ARCHITECTURES, read_architecture

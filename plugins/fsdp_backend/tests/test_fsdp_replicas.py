@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from telling_rank import TellingRank
 
 from tinsmith import AdamParams, ConfigError, LoraConfig, Placement
-from tinsmith.huggingface import known_config
 from tinsmith.testing import FullDriver, assert_close_arrays, assert_same_arrays, assert_same_state, ragged_data
+from tinsmith_checkpoints.huggingface import known_config
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.demand import demand

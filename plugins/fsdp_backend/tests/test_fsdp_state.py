@@ -11,7 +11,7 @@ import pytest
 from fsdp_harness import VOCAB, fork_backend, shape
 
 from tinsmith import AdamParams, CreateModel, LoraConfig, ModelState, UnsupportedError
-from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint, write_checkpoint
 from tinsmith.testing import FullDriver, assert_same_arrays, assert_same_state, ragged_data, write_tiny_model
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.program import Program

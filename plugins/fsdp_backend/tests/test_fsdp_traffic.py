@@ -10,8 +10,8 @@ from fsdp_runs import in_memory
 from recording_rank import RecordingRank
 
 from tinsmith import LoraConfig, ModelState
-from tinsmith.huggingface import known_config
 from tinsmith.testing import ModelDriver, ragged_data
+from tinsmith_checkpoints.huggingface import known_config
 from tinsmith_fsdp.backend import FsdpBackend
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.demand import resolved_ranks

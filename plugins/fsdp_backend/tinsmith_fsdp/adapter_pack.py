@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from tinsmith.huggingface import HEAD
+from tinsmith_checkpoints.huggingface import HEAD
 from tinsmith_fsdp.lora import Factors
 from tinsmith_workers import AdapterLayout, Pair, Slot
 from tinsmith_workers.torch import to_device

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tinsmith.huggingface import DecoderShape, adapter_weights, weight_counts
+from tinsmith_checkpoints.huggingface import DecoderShape, adapter_weights, weight_counts
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import ADAPTER_BYTES, FULL_BYTES, PASS_BYTES, Costs, Ranks, costs_of
 from tinsmith_workers import Budget as WorkersBudget

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import HEAD, DecoderShape, Json, decoder_shape, read_model_config
+from tinsmith_checkpoints.huggingface import HEAD, DecoderShape, Json, decoder_shape, read_model_config
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """transformers classes that are a plain chain of embedding, layers, norm and head, and whose layers use the same names

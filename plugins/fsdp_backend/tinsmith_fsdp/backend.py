@@ -14,7 +14,7 @@ from tinsmith import (
     ServerError,
     log_privately,
 )
-from tinsmith.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.admission import Budget, budget_of
 from tinsmith_fsdp.architecture import read_architecture

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tinsmith.huggingface import ATTENTION, MLP, WeightFiles
+from tinsmith_checkpoints.huggingface import ATTENTION, MLP, WeightFiles
 from tinsmith_fsdp import attention
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh

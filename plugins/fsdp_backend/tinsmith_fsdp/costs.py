@@ -9,7 +9,7 @@ gaps take is an allowance, not measured.
 from dataclasses import dataclass
 from typing import Final
 
-from tinsmith.huggingface import ATTENTION, MLP, DecoderShape, WeightCounts, weight_counts
+from tinsmith_checkpoints.huggingface import ATTENTION, MLP, DecoderShape, WeightCounts, weight_counts
 from tinsmith_fsdp.config import FsdpConfig
 
 ADAPTER_BYTES: Final = 16  # per weight: itself, its gradient and two moments, in float32

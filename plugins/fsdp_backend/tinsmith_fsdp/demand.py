@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tinsmith import ConfigError, Demand, Placement
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_fsdp.admission import Budget, budget_of, least_bytes
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tinsmith.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_workers import TrainingSetup
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tinsmith import ConfigError, LoraConfig
-from tinsmith.huggingface import HEAD
+from tinsmith_checkpoints.huggingface import HEAD
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel

@@ -12,7 +12,7 @@ import pytest
 from few_programs import FEW_PROGRAMS, SHAPE, make_jax_cache
 from jax_harness import VOCAB, as_shipped, compile_quickly, make_backend
 
-from tinsmith.huggingface.tiny_model import write_tiny_model as write_shape
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model as write_shape
 from tinsmith_jax.backend import JaxBackend
 
 _SIZES = {

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax_harness import LOSSES
 
-from tinsmith.huggingface import DecoderShape, Json
+from tinsmith_checkpoints.huggingface import DecoderShape, Json
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.config import JaxConfig, MeshConfig

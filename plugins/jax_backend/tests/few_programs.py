@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.huggingface.tiny_model import TinyShape
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape
 
 SHAPE = TinyShape(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16

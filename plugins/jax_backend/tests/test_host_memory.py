@@ -15,8 +15,8 @@ from jax_harness import add_model, local, make_backend
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample
 
 from tinsmith import LoraConfig
-from tinsmith.huggingface import StopRules
-from tinsmith.huggingface.tiny_model import write_tiny_model
+from tinsmith_checkpoints.huggingface import StopRules
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.sampling_device import SamplingDevice

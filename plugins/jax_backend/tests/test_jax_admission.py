@@ -9,7 +9,7 @@ from few_programs import FEW_PROGRAMS
 from jax_harness import add_model, make_backend, make_op, train
 
 from tinsmith import AdamParams, ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
-from tinsmith.huggingface import known_config
+from tinsmith_checkpoints.huggingface import known_config
 from tinsmith_jax import native, runtime
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes, require_enough
 from tinsmith_jax.backend import JaxBackend

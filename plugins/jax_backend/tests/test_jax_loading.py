@@ -18,9 +18,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tinsmith import BackendContext, ConfigError, Forward, LoraConfig, Placement
-from tinsmith.huggingface import WeightFiles, read_rope
-from tinsmith.huggingface.int8 import Int8
 from tinsmith.testing.int8_model import write_int8_model
+from tinsmith_checkpoints.huggingface import WeightFiles, read_rope
+from tinsmith_checkpoints.huggingface.int8 import Int8
 from tinsmith_jax import plugin, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig

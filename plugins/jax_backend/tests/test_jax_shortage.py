@@ -11,7 +11,7 @@ from few_programs import SHAPE
 from jax_harness import add_model, assert_same_state, make_backend, make_op
 
 from tinsmith import LoraConfig
-from tinsmith.huggingface.tiny_model import write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.memory import give_back_free_memory
 

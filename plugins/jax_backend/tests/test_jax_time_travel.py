@@ -8,7 +8,7 @@ import pytest
 from few_programs import FEW_PROGRAMS
 
 from tinsmith import operations as ops
-from tinsmith.checkpoints.format import read_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint
 from tinsmith.commands.replay import run_replay
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection

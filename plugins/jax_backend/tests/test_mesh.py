@@ -38,10 +38,10 @@ from tinsmith import (
     SampleOutput,
     SamplingBackend,
 )
-from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
-from tinsmith.huggingface import StoredTensors
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith.checkpoints.saved import read_checkpoint, write_checkpoint
 from tinsmith.testing import SamplingAbuseContract, TrainingAbuseContract
+from tinsmith_checkpoints.huggingface import StoredTensors
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, MeshConfig
 from tinsmith_jax.families import read_config

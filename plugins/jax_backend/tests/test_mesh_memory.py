@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jax_harness import LOSSES
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Setup
 from tinsmith_jax.mesh_worker import SIMULATED, MeshWorker

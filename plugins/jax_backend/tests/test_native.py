@@ -23,8 +23,8 @@ from safetensors.numpy import load_file, save_file
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, trainer_logprobs
 
 from tinsmith import LoraConfig, ModelState, Sample, SampleOutput
-from tinsmith.huggingface.int8 import Int8
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.int8 import Int8
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax import head, native, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig

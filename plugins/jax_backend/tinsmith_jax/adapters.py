@@ -19,7 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith import Array, LoraConfig, Snapshot, UserError
-from tinsmith.huggingface import ATTENTION, DELTA, EXPERTS, HEAD, MLP, SHARED_EXPERT, draw_lora_A, weight_name
+from tinsmith_checkpoints.huggingface import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    HEAD,
+    MLP,
+    SHARED_EXPERT,
+    draw_lora_A,
+    weight_name,
+)
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.model_config import ModelConfig
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
-from tinsmith.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.costs import Computing, Costs
 from tinsmith_jax.rank_classes import class_of

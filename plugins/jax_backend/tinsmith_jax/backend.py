@@ -13,7 +13,7 @@ from tinsmith import (
     Snapshot,
     TrainerCapabilities,
 )
-from tinsmith.huggingface import StopRules
+from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.devices import Devices, Setup
 from tinsmith_jax.families import read_config

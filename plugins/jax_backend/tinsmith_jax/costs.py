@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from tinsmith.huggingface import ATTENTION, HEAD, DecoderShape, weight_counts
+from tinsmith_checkpoints.huggingface import ATTENTION, HEAD, DecoderShape, weight_counts
 from tinsmith_jax.rank_classes import class_of, rank_classes
 from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 

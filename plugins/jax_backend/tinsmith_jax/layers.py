@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tinsmith.huggingface import Rope
+from tinsmith_checkpoints.huggingface import Rope
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels

@@ -9,8 +9,8 @@ from typing import Any, Final
 import jax
 
 from tinsmith import LoraConfig, ModelState, OutOfMemoryError, TinsmithError
-from tinsmith.huggingface import Targets
 from tinsmith.machine import count_gpus
+from tinsmith_checkpoints.huggingface import Targets
 from tinsmith_jax import runtime, state_slices
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.devices import Devices, Facts, Setup

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import ATTENTION, DELTA, DecoderShape, Json, Rope, decoder_shape, read_rope
+from tinsmith_checkpoints.huggingface import ATTENTION, DELTA, DecoderShape, Json, Rope, decoder_shape, read_rope
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """What the gate of an MLP passes through, as transformers names it."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith import Demand, Placement
-from tinsmith.huggingface import Json
 from tinsmith.machine import find_compiler
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_jax import native
 from tinsmith_jax.admission import Budget, budget_of, computing_of, least_bytes
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig, as_trainer

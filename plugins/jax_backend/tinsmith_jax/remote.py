@@ -21,8 +21,8 @@ from tinsmith import (
     ModelState,
     Progress,
 )
-from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith.machine import FairLock
+from tinsmith_checkpoints.huggingface import Kind, StoredTensors
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter, DeviceSnapshot
 from tinsmith_jax.buckets import Bucket, Pass

@@ -20,7 +20,7 @@ from tinsmith import (
     StopReason,
     TopLogprobs,
 )
-from tinsmith.huggingface import StopRules, StopWatch
+from tinsmith_checkpoints.huggingface import StopRules, StopWatch
 from tinsmith_jax.adapters import Adapter
 from tinsmith_jax.sampling_values import Drawn
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tinsmith import Failed, diverged, log_privately, unless_diverged
-from tinsmith.huggingface import StopRules
+from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_jax.inbox import Inbox
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.prompt_reader import PromptReader

@@ -19,7 +19,7 @@ from tinsmith import (
     UnsupportedError,
     UserError,
 )
-from tinsmith.huggingface import StopRules
+from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_jax.adapters import Adapter, DeviceSnapshot, from_canonical
 from tinsmith_jax.inbox import Inbox
 from tinsmith_jax.model_config import ModelConfig

@@ -1,8 +1,8 @@
 """The sampling half of the jax backend on its own, for models that another backend trains."""
 
 from tinsmith import BackendContext, SamplerCapabilities
-from tinsmith.huggingface import StopRules
 from tinsmith.machine import FairLock
+from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_jax import native, runtime
 from tinsmith_jax.compilation import Programs
 from tinsmith_jax.config import JaxSamplerConfig, as_trainer

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from tinsmith import Array, FloatArray, LoraConfig
-from tinsmith.huggingface import Kind, StoredTensor
+from tinsmith_checkpoints.huggingface import Kind, StoredTensor
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter, Location
 from tinsmith_jax.jax_types import Jax

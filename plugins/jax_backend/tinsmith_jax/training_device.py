@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from tinsmith import AdamParams, Array, Failed, LoraConfig, ModelState, step_result
-from tinsmith.huggingface import Kind, StoredTensors
 from tinsmith.machine import FairLock
+from tinsmith_checkpoints.huggingface import Kind, StoredTensors
 from tinsmith_jax import adapters, memory, optimizer, state_slices
 from tinsmith_jax.adapters import Adapter, JaxSnapshot
 from tinsmith_jax.buckets import Bucket, Pass

@@ -30,7 +30,7 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
 from tinsmith import Array, Progress
-from tinsmith.huggingface import DELTA, SHARED_EXPERT, WeightFiles
+from tinsmith_checkpoints.huggingface import DELTA, SHARED_EXPERT, WeightFiles
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import empty
 from tinsmith_jax.mesh import VOCABULARY, Index, Layout, Spec, base_specs, put_parts

@@ -8,8 +8,8 @@ import pytest
 from megatron_harness import VOCAB, fork_backend
 
 from tinsmith import ConfigError, CreateModel, Demand, LoraConfig, OutOfMemoryError, Placement
-from tinsmith.huggingface import DecoderShape, known_config, weight_counts
 from tinsmith.testing import ModelDriver, ragged_data
+from tinsmith_checkpoints.huggingface import DecoderShape, known_config, weight_counts
 from tinsmith_megatron.admission import Budget, budget_of
 from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig

@@ -20,7 +20,7 @@ from tinsmith import (
     OptimStepOutput,
     UserError,
 )
-from tinsmith.checkpoints.format import read_checkpoint, write_checkpoint
+from tinsmith.checkpoints.saved import read_checkpoint, write_checkpoint
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing import FullAbuseContract, FullDriver, assert_same_state, logprobs_of, ragged_data
 from tinsmith_megatron.backend import MegatronBackend

@@ -8,8 +8,8 @@ import pytest
 from megatron_harness import make_backend, shape
 
 from tinsmith import ConfigError, LoraConfig, UserError
-from tinsmith.huggingface import DecoderShape, read_model_config
 from tinsmith.testing import write_tiny_model
+from tinsmith_checkpoints.huggingface import DecoderShape, read_model_config
 from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import Coordinates, check_model, check_ranks, part_of, smallest_group

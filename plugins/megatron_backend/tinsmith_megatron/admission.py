@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tinsmith.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import Memory, adapter_sizes, on_stage

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, Json, Rope, decoder_shape, read_model_config, read_rope
+from tinsmith_checkpoints.huggingface import DecoderShape, Json, Rope, decoder_shape, read_model_config, read_rope
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 

@@ -12,7 +12,7 @@ from tinsmith import (
     ReplayedExperts,
     TrainerCapabilities,
 )
-from tinsmith.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_megatron.admission import STRICT_SEQUENCES, Budget, budget_of
 from tinsmith_megatron.architecture import read_architecture
 from tinsmith_megatron.config import MegatronConfig

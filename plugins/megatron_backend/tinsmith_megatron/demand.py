@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tinsmith import Demand, Placement
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_megatron.admission import Budget, budget_of
 from tinsmith_megatron.architecture import architecture_of
 from tinsmith_megatron.config import MegatronConfig

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tinsmith.huggingface import WeightFiles
+from tinsmith_checkpoints.huggingface import WeightFiles
 from tinsmith_megatron.adapters import Stacks
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.optimizer import adamw_

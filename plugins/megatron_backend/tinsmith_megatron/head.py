@@ -12,7 +12,7 @@ from megatron.core.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 
-from tinsmith.huggingface import HEAD
+from tinsmith_checkpoints.huggingface import HEAD
 from tinsmith_megatron.low_rank import low_rank
 from tinsmith_megatron.streams import Stream
 from tinsmith_workers.torch import HeadAdapters, LossTable, Rows, Span, Vocabulary

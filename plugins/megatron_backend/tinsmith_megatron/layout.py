@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tinsmith.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import Coordinates, part_of
 from tinsmith_workers import ModelPart

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from tinsmith import LoraConfig
-from tinsmith.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_megatron.layout import Layout, Work
 from tinsmith_workers import AdapterLayout, ModelPart
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from tinsmith.huggingface import WeightFiles
+from tinsmith_checkpoints.huggingface import WeightFiles
 from tinsmith_megatron.messages import Loaded, Setup
 from tinsmith_megatron.parallel import Coordinates, part_of
 from tinsmith_workers import ModelPart, holders

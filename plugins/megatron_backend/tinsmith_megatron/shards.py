@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from tinsmith.huggingface import DecoderShape, WeightFiles
+from tinsmith_checkpoints.huggingface import DecoderShape, WeightFiles
 from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.stage import Stage

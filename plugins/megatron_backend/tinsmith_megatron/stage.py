@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
-from tinsmith.huggingface import ATTENTION, EXPERTS
-from tinsmith.huggingface import MLP as MLP_MODULES
+from tinsmith_checkpoints.huggingface import ATTENTION, EXPERTS
+from tinsmith_checkpoints.huggingface import MLP as MLP_MODULES
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.attention import PackedAttention
 from tinsmith_megatron.experts import AdaptedExperts

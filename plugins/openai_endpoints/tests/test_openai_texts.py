@@ -9,8 +9,8 @@ from openai_served import write_model
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tinsmith import UserError
-from tinsmith.huggingface.tiny_model import Family, TinyShape, write_tiny_model
-from tinsmith.huggingface.tiny_tokenizer import chat_template
+from tinsmith_checkpoints.huggingface.tiny_model import Family, TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_tokenizer import chat_template
 from tinsmith_openai.answers import finished_text
 from tinsmith_openai.bodies import ChatRequest
 from tinsmith_openai.chat_template import ChatTemplate

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from tinsmith import FloatArray, SampledSequence, SampleOutput, TokenArray, TopLogprobs
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai.texts import ModelText
 from tinsmith_openai.tool_calls import ToolCall
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 
 _MOST_PROMPTS = 1024
 MOST_STOPS = 256

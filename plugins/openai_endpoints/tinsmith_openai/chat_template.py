@@ -13,7 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith import ConfigError, UserError
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai.answers import Object
 from tinsmith_openai.bodies import ChatRequest, Message
 from tinsmith_openai.texts import ModelText

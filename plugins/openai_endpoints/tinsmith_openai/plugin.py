@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from fastapi import APIRouter
 
-    from tinsmith.huggingface import Json
+    from tinsmith_checkpoints.huggingface import Json
 
 PREFIXES: Final = ("/v1", "/oai/api/v1")
 ANTHROPIC_PREFIX: Final = "/anthropic/api/v1"

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 import tinsmith
-from tinsmith.huggingface import Json
 from tinsmith.stores import SamplingSessionRecord
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai import answers, models
 from tinsmith_openai.answers import Object
 from tinsmith_openai.bodies import ChatRequest, CompletionRequest, SamplingBody

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from fastapi.responses import StreamingResponse
 
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai.answers import Object
 from tinsmith_openai.live_answers import EventForm
 

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from tinsmith import TokenArray
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 
 _MOST_TENANTS: Final = 256
 _TENANT_TOKENS: Final = 1 << 20

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from vllm_harness import Pair, make_trainer, op, prompt, trained_by
 
 from tinsmith import Array, LoraConfig, SampleOutput, SamplingBackend, Snapshot, TrainingBackend
-from tinsmith.huggingface import adapter_config
 from tinsmith.testing import (
     ConsistencyContract,
     SamplingAbuseContract,
@@ -19,6 +18,7 @@ from tinsmith.testing import (
     assert_same_arrays,
     in_one_loop,
 )
+from tinsmith_checkpoints.huggingface import adapter_config
 from tinsmith_vllm import memory
 from tinsmith_vllm.adapters import arrays_of
 from tinsmith_vllm.memory import AdapterMemory

@@ -11,7 +11,7 @@ import pytest
 from vllm_harness import LOSSES, make_sampler, settings
 
 from tinsmith import BackendContext, ConfigError, Placement
-from tinsmith.huggingface import known_config
+from tinsmith_checkpoints.huggingface import known_config
 from tinsmith_vllm import compat
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import demand

@@ -14,8 +14,8 @@ import pytest
 from vllm_harness import CONTEXT, blank_adapter, draw, make_sampler, op, prompt, random_adapter
 
 from tinsmith import Failed, HostSnapshot, LoraConfig, Sample, SampleOutput, Snapshot, UnsupportedError, UserError
-from tinsmith.huggingface import StopRules
 from tinsmith.testing import in_one_loop
+from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.deaths import Death
 from tinsmith_vllm.sampler import VllmSampler

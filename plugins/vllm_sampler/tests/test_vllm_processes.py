@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from vllm_harness import SHAPES, blank_adapter, make_sampler, op, prompt, settings
 
 from tinsmith import Array, ConfigError, Device, Failed, Placement, SampleOutput, ServerError
-from tinsmith.huggingface import known_config
 from tinsmith.testing import write_tiny_model
+from tinsmith_checkpoints.huggingface import known_config
 from tinsmith_vllm import compat, seen
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig

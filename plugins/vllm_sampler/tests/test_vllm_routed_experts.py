@@ -22,8 +22,8 @@ from tinsmith import (
     TokenArray,
     TrainingBackend,
 )
-from tinsmith.huggingface import StopRules
 from tinsmith.testing import in_one_loop
+from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.drawing import Drawing
 from tinsmith_vllm.launching import launches

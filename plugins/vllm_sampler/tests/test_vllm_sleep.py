@@ -13,9 +13,9 @@ import pytest
 from vllm_harness import LOSSES, blank_adapter, op, prompt, settings
 
 from tinsmith import BackendContext, ConfigError, Placement, SampleOutput
-from tinsmith.huggingface import known_config
 from tinsmith.testing import in_one_loop
 from tinsmith.testing.sampling_sleep import SamplerSleepContract
+from tinsmith_checkpoints.huggingface import known_config
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import demand
 from tinsmith_vllm.plugin import create

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from vllm_harness import blank_adapter, random_adapter
 
 from tinsmith import Array, HostSnapshot, LoraConfig, ModelState, ServerError, UnsupportedError
-from tinsmith.checkpoints.format import write_checkpoint
+from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.commands.cli import build_group
-from tinsmith.huggingface import StoredTensors
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing import assert_same_arrays
+from tinsmith_checkpoints.huggingface import StoredTensors
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.memory import AdapterMemory
 from tinsmith_vllm.messages import CONFIG, Generate

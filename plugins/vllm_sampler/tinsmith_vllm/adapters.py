@@ -20,8 +20,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tinsmith import Array, ServerError, Snapshot, UnsupportedError, are_finite
-from tinsmith.huggingface import HEAD, Delta, ShardWriter, adapter_config, deltas
 from tinsmith.machine import Scratch
+from tinsmith_checkpoints.huggingface import HEAD, Delta, ShardWriter, adapter_config, deltas
 from tinsmith_vllm.messages import ADAPTER, CHANGES, CONFIG, Changes
 
 _SHARED_MEMORY: Final = Path("/dev/shm")

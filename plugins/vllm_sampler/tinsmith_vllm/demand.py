@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinsmith import ConfigError, Demand, Placement
-from tinsmith.huggingface import DecoderShape, Json, adapter_weights, decoder_shape, weight_counts
+from tinsmith_checkpoints.huggingface import DecoderShape, Json, adapter_weights, decoder_shape, weight_counts
 from tinsmith_vllm.config import VllmConfig
 
 _KNOWN: Final = (

@@ -16,7 +16,7 @@ from tinsmith import (
     TokenArray,
     TopLogprobs,
 )
-from tinsmith.huggingface import StopRules, StopWatch
+from tinsmith_checkpoints.huggingface import StopRules, StopWatch
 from tinsmith_vllm.messages import Drawn, Generate, PromptQuestion, PromptScores
 
 _UNUSED_LOGPROB: Final = -99999.0

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from tinsmith import ConfigError, Placement
-from tinsmith.huggingface import DecoderShape, read_model_config
+from tinsmith_checkpoints.huggingface import DecoderShape, read_model_config
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import (
     Layout,

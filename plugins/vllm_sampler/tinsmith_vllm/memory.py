@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from tinsmith import Array, ServerError, Snapshot
-from tinsmith.huggingface import adapter_config
+from tinsmith_checkpoints.huggingface import adapter_config
 from tinsmith_vllm.adapters import arrays_of, changes_of
 from tinsmith_vllm.messages import CHANGES, CONFIG
 

@@ -29,7 +29,7 @@ from tinsmith import (
     log_privately,
     unless_diverged,
 )
-from tinsmith.huggingface import StopRules, StoredTensors, read_model_config
+from tinsmith_checkpoints.huggingface import StopRules, StoredTensors, read_model_config
 from tinsmith_vllm.adapters import AdapterFiles, DivergedError
 from tinsmith_vllm.compat import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig

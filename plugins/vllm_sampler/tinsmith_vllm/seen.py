@@ -6,8 +6,8 @@ from subprocess import SubprocessError
 from typing import Any, Final
 
 from tinsmith import ConfigError, Device
-from tinsmith.huggingface import Json
 from tinsmith.machine import child_environment, count_gpus, find_compiler, lacks_gpus, run_tethered
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_vllm import compat
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.replica import interpreter

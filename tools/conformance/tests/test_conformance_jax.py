@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from few_programs import SHAPE
 
-from tinsmith.huggingface.tiny_model import write_tiny_model
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
+from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 from tinsmith_conformance.checks import CHECKS
 from tinsmith_conformance.runner import Runner
 from tinsmith_conformance.tester import Target

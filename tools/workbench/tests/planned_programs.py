@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith.json_values import Json
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.values import Json
 from tinsmith_jax.config import MeshConfig
 from tinsmith_jax.families import read_config
 from tinsmith_jax.weights import load_base

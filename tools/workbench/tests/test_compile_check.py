@@ -15,7 +15,7 @@ import pytest
 from jax_harness import QUICK
 
 from tinsmith import ConfigError
-from tinsmith.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax import DeltaRule, LayerKind
 from tinsmith_jax.families import read_config
 from tinsmith_jax.mesh import Axes, arranged

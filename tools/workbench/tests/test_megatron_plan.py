@@ -12,7 +12,7 @@ import yaml
 from workbench_harness import typed
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, known_config
+from tinsmith_checkpoints.huggingface import DecoderShape, known_config
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.parallel import check_model, check_ranks

@@ -11,14 +11,14 @@ from tinsmith.commands.doctor.finding import Finding, gigabytes
 from tinsmith.commands.doctor.probe import probe
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.host_memory import machine_memory
-from tinsmith.huggingface.hub_cache import HubReference, hub_endpoint, is_offline
-from tinsmith.huggingface.hub_download import download_size
-from tinsmith.huggingface.model_files import missing_files, read_model_config
-from tinsmith.huggingface.safetensors_files import read_header, shard_files
 from tinsmith.placement.machine import Machine
 from tinsmith.placement.sections import AnySpec, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith_checkpoints.huggingface.hub_cache import HubReference, hub_endpoint, is_offline
+from tinsmith_checkpoints.huggingface.hub_download import download_size
+from tinsmith_checkpoints.huggingface.model_files import missing_files, read_model_config
+from tinsmith_checkpoints.huggingface.safetensors_files import read_header, shard_files
 
 
 def check_gpus(machine: Machine) -> Finding:

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response, StreamingResponse
 
 from tinsmith.errors import TinsmithError, UserError
-from tinsmith.json_values import Json
 from tinsmith.protocol import wire
 from tinsmith.server.auth import AccessScope, Caller, Viewer, own_run, readable_run, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
@@ -21,6 +20,7 @@ from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.run_views import list_summaries, read_measured
 from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord
 from tinsmith.store.metrics import MOST_NAMES
+from tinsmith_checkpoints.values import Json
 
 _log = logging.getLogger(__name__)
 

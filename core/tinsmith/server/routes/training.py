@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from tinsmith import operations as ops
 from tinsmith.checks import check_operation
 from tinsmith.hook_values import Principal
-from tinsmith.json_values import Json
 from tinsmith.protocol import stable_reinforce, training_request, translate, wire
 from tinsmith.protocol.answers import PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
@@ -19,6 +18,7 @@ from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
 from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
+from tinsmith_checkpoints.values import Json
 
 router = APIRouter(prefix=API_PREFIX, tags=["training"], route_class=NumberedRoute)
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from tinsmith import failpoints
 from tinsmith.errors import ConfigError
-from tinsmith.huggingface import Kind, StoredTensor, Targets
 from tinsmith.operations import Array, FloatArray
+from tinsmith_checkpoints.huggingface import Kind, StoredTensor, Targets
 from tinsmith_workers import Slice, StateProgram, StateWriter, Worker, Written
 
 FAILURE: Final = "_TINSMITH_TEST_FAILURE"

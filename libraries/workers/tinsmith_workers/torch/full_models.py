@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tinsmith.divergence import refuses_step
-from tinsmith.huggingface.safetensors_files import StoredTensor
-from tinsmith.huggingface.state_files import Kind, Targets
 from tinsmith.operations import AdamParams
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensor
+from tinsmith_checkpoints.huggingface.state_files import Kind, Targets
 from tinsmith_workers.program import FullState
 from tinsmith_workers.sequences import Answer, Segment
 from tinsmith_workers.state_writer import Slice

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tinsmith.huggingface.decoder import HEAD
+from tinsmith_checkpoints.huggingface.decoder import HEAD
 from tinsmith_workers.adapter_layout import AdapterLayout
 from tinsmith_workers.torch.head import HeadAdapters
 

@@ -13,8 +13,8 @@ from typing import Final, Generic, TypeVar, get_args
 import torch
 
 from tinsmith.divergence import refuses_step
-from tinsmith.huggingface.state_files import Kind, Targets
 from tinsmith.operations import FloatArray
+from tinsmith_checkpoints.huggingface.state_files import Kind, Targets
 from tinsmith_workers.adapter_layout import AdapterLayout
 from tinsmith_workers.program import AdapterState, FullState, ModelStep, TrainingProgram
 from tinsmith_workers.sequences import Answer, NotFinite, Segment

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import Json, read_model_config
+from tinsmith_checkpoints.huggingface import Json, read_model_config
 from tinsmith_jax.model_config import ModelConfig
 
 Family = Callable[[Mapping[str, Json], Path], ModelConfig]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith.huggingface import Json, read_rope
+from tinsmith_checkpoints.huggingface import Json, read_rope
 from tinsmith_jax import LayerKind, ModelConfig, decoder, family, head_dim
 
 

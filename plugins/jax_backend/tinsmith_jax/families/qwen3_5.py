@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tinsmith.huggingface import Json, read_rope
+from tinsmith_checkpoints.huggingface import Json, read_rope
 from tinsmith_jax import Attention, DeltaRule, LayerKind, ModelConfig, Norms, decoder, family, head_dim
 
 

@@ -31,7 +31,7 @@ from tinsmith import (
     SampleOutput,
     SamplingParams,
 )
-from tinsmith.huggingface import StoredTensors, adapter_weights, weight_counts
+from tinsmith_checkpoints.huggingface import StoredTensors, adapter_weights, weight_counts
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.families import read_config

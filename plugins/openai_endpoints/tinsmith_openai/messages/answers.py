@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import tinsmith
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai.answers import Object, as_list
 from tinsmith_openai.live_answers import EventForm
 from tinsmith_openai.messages.bodies import MessagesRequest

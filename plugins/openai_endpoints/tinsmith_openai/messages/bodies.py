@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tinsmith.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai import bodies
 from tinsmith_openai.bodies import MOST_STOPS, Float, Int, Name, Stop
 

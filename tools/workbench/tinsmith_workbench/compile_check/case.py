@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinsmith import BUILTIN_LOSSES, ConfigError
-from tinsmith.huggingface import HEAD
+from tinsmith_checkpoints.huggingface import HEAD
 from tinsmith_jax import adapters, runtime
 from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.admission import budget_of, computing_of

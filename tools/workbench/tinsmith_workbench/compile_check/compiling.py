@@ -18,7 +18,7 @@ _INTERVAL_S: Final = 0.2
 _MOST_TOKENS: Final = 1 << 17
 _INSTALL: Final = """compile-check needs libtpu, the compiler for TPUs, which is not installed here. Give it an \
 environment of its own, because JAX would look for a TPU at each start of a server: python -m venv tpu; \
-tpu/bin/pip install . ./libraries/workers "./plugins/jax_backend[tpu]" ./tools/workbench; \
+tpu/bin/pip install . ./libraries/checkpoints ./libraries/workers "./plugins/jax_backend[tpu]" ./tools/workbench; \
 tpu/bin/tinsmith compile-check ..."""
 
 

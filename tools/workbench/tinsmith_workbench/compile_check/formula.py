@@ -54,7 +54,7 @@ from typing import Final, Protocol
 import jax
 import jax.numpy as jnp
 
-from tinsmith.huggingface import HEAD
+from tinsmith_checkpoints.huggingface import HEAD
 from tinsmith_jax.adapters import HF_MODULES, shapes
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.head import chunk_rows

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith import ConfigError
-from tinsmith.json_values import Json
+from tinsmith_checkpoints.values import Json
 from tinsmith_jax.families import config_of, read_config
 from tinsmith_jax.model_config import ModelConfig
 

@@ -40,7 +40,7 @@ from typing import Final
 
 import jax.numpy as jnp
 
-from tinsmith.huggingface import HEAD
+from tinsmith_checkpoints.huggingface import HEAD
 from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.mesh import Axes
 from tinsmith_jax.model_config import ModelConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import Memory, peak
 from tinsmith_megatron.parallel import check_model, check_ranks

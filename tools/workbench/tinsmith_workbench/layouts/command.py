@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from tinsmith import ConfigError
-from tinsmith.huggingface import DecoderShape, decoder_shape, known_config
-from tinsmith.huggingface.known_shapes import KNOWN_SHAPES
+from tinsmith_checkpoints.huggingface import DecoderShape, decoder_shape, known_config
+from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
 from tinsmith_megatron.architecture import ARCHITECTURES, read_architecture
 from tinsmith_megatron.layout import Work
 from tinsmith_workbench.layouts.choosing import planned

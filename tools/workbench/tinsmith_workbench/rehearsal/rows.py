@@ -9,10 +9,10 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict
 
 from tinsmith import ConfigError, LoraConfig
-from tinsmith.huggingface import known_config, read_model_config, weight_counts
-from tinsmith.huggingface.known_shapes import KNOWN_SHAPES
-from tinsmith.json_values import Json
 from tinsmith.placement.machine import Machine
+from tinsmith_checkpoints.huggingface import known_config, read_model_config, weight_counts
+from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
+from tinsmith_checkpoints.values import Json
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import FULL_BYTES, ITEM

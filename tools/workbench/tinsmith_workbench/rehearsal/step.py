@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig
-from tinsmith.json_values import Json
 from tinsmith.machine import Scratch
+from tinsmith_checkpoints.values import Json
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.batching import owners

@@ -1,0 +1,129 @@
+"""Checkpoints below the server's checkpoint root: each is written, replaced, read and deleted as a whole.
+
+`tinsmith_checkpoints.format` has what such a directory contains.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from tinsmith.backend import HostSnapshot, ModelState
+from tinsmith.checkpoints import atomic_directory
+from tinsmith.errors import ServerError, UserError
+from tinsmith.store import CheckpointKind
+from tinsmith_checkpoints.format import SHARD_BYTES, Checkpoint, checked, read, read_weights, write
+
+T = TypeVar("T")
+
+
+def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is put there
+    root: Path,
+    directory: str,
+    *,
+    kind: CheckpointKind,
+    state: ModelState,
+    base_model: str,
+    user_metadata: Mapping[str, str],
+    created_at: datetime,
+    overwrite: bool,
+    beside_others: bool = False,
+    epoch: int = 0,
+    model_path: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    finite: bool = False,
+) -> int:
+    """Write the parts of `state` that `kind` needs, and return the checkpoint's size in bytes.
+
+    The mappings may be lazy; tensors of a fully fine-tuned model are read one at a time. `model_path` is the base
+    model's directory, from which configuration and tokenizer are copied.
+
+    `epoch` is that of the lease under which an engine writes.
+
+    With `finite`, raise UserError if weights or moments are not finite. Pending gradients may be.
+
+    Use `beside_others` if other processes may be writing below the same parent; it excludes `overwrite`. Raise
+    UserError if the directory exists (unless `overwrite`), ServerError if the state is malformed or the disk refuses.
+    After any error, the previous content is unchanged.
+    """
+    state = checked(state)
+    sizes: list[int] = []
+
+    def fill(fresh: Path) -> None:
+        write(
+            fresh,
+            state,
+            kind=kind,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            created_at=created_at,
+            model_path=model_path,
+            shard_bytes=shard_bytes,
+            finite=finite,
+        )
+        sizes.extend(path.stat().st_size for path in fresh.iterdir())
+
+    if beside_others:
+        assert not overwrite
+        atomic_directory.write_new(root, directory, fill)
+    else:
+        atomic_directory.write(root, directory, fill, overwrite=overwrite, epoch=epoch)
+    return sum(sizes)
+
+
+def read_checkpoint(root: Path, directory: str) -> Checkpoint:
+    """Verify a training or sampler checkpoint, whose tensors are read from its files on access, and not kept.
+
+    If a file is replaced after that, reading from it raises ServerError.
+
+    Raise NotFoundError if there is none, UnsupportedError if it is an export or was written by a newer tinsmith, and
+    ServerError if a file is missing or damaged.
+    """
+    return _read_stable(root, directory, read)
+
+
+def read_snapshot(root: Path, directory: str, snapshot_id: str) -> HostSnapshot:
+    """Read and verify only the weights. Raises the errors of `read_checkpoint`."""
+    lora, weights = _read_stable(root, directory, read_weights)
+    return HostSnapshot(snapshot_id, lora, weights)
+
+
+def delete_checkpoint(root: Path, directory: str) -> None:
+    """Delete the checkpoint, if it exists. It disappears atomically for all readers."""
+    atomic_directory.delete(root, directory)
+
+
+def checkpoint_files(root: Path, directory: str) -> list[Path]:
+    """List the files of a checkpoint of any kind, by name. Raise NotFoundError if there is none."""
+    return _files(atomic_directory.find(root, directory))
+
+
+def open_checkpoint_files(root: Path, directory: str) -> list[BinaryIO]:
+    """Open all files of one version of a checkpoint. They stay readable if it is replaced or deleted."""
+    while True:
+        found = atomic_directory.find(root, directory)
+        with ExitStack() as stack, suppress(FileNotFoundError):  # replaced in between: open the next version
+            version = found.stat()
+            files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in _files(found)]
+            if os.path.samestat(version, atomic_directory.find(root, directory).stat()):
+                stack.pop_all()
+                return files
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def _read_stable(root: Path, directory: str, read_one: Callable[[Path], T]) -> T:
+    """Read a directory, and read it again if it was replaced meanwhile, as its files then belong to two versions."""
+    while True:
+        found = atomic_directory.find(root, directory)
+        identity = found.stat().st_ino
+        try:
+            return read_one(found)
+        except (ServerError, UserError) as error:
+            if found.is_dir() and found.stat().st_ino == identity:
+                msg = f"checkpoint {directory!r}: {error}"
+                raise type(error)(msg) from error

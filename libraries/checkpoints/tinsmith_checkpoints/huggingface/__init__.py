@@ -1,0 +1,58 @@
+"""Hugging Face directories: models, adapters, tokenizers, and tiny random ones for tests. No ML framework.
+
+The names exported here are public: plugins that read such directories may import this module besides `tinsmith`.
+"""
+
+from tinsmith_checkpoints.huggingface.adapter_deltas import Delta, deltas
+from tinsmith_checkpoints.huggingface.decoder import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    HEAD,
+    MLP,
+    SHARED_EXPERT,
+    DecoderShape,
+    decoder_shape,
+)
+from tinsmith_checkpoints.huggingface.known_shapes import known_config
+from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
+from tinsmith_checkpoints.huggingface.rope import Rope, read_rope
+from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, StoredTensor, StoredTensors
+from tinsmith_checkpoints.huggingface.sizes import WeightCounts, adapter_weights, weight_counts
+from tinsmith_checkpoints.huggingface.state_files import Kind, Targets
+from tinsmith_checkpoints.huggingface.stopping import StopRules, StopWatch
+from tinsmith_checkpoints.huggingface.weight_files import WeightFiles
+from tinsmith_checkpoints.values import Json
+
+__all__ = [
+    "ATTENTION",
+    "DELTA",
+    "EXPERTS",
+    "HEAD",
+    "MLP",
+    "SHARED_EXPERT",
+    "DecoderShape",
+    "Delta",
+    "Json",
+    "Kind",
+    "Rope",
+    "ShardWriter",
+    "StopRules",
+    "StopWatch",
+    "StoredTensor",
+    "StoredTensors",
+    "Targets",
+    "WeightCounts",
+    "WeightFiles",
+    "adapter_config",
+    "adapter_weights",
+    "decoder_shape",
+    "deltas",
+    "draw_lora_A",
+    "known_config",
+    "read_model_config",
+    "read_rope",
+    "weight_counts",
+    "weight_name",
+]

@@ -1,0 +1,56 @@
+"""The files beside the weights of a Hugging Face directory: its configuration and its tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Final
+
+from tinsmith_checkpoints.errors import ConfigError, ServerError
+from tinsmith_checkpoints.huggingface.outside_files import read_json
+from tinsmith_checkpoints.huggingface.safetensors_files import shard_files
+from tinsmith_checkpoints.values import Json
+
+BESIDE_THE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
+"""Patterns of configuration and tokenizer files."""
+
+_NOT_OURS: Final = ("adapter_config.json", "tinsmith.json")
+
+
+def read_model_config(directory: Path) -> dict[str, Json]:
+    """Read config.json. Raise ConfigError if it is missing or is not a JSON object."""
+    file = directory / "config.json"
+    try:
+        config = read_json(file)
+    except FileNotFoundError as error:
+        msg = f"{str(directory)!r} is not a Hugging Face model directory: it has no config.json"
+        raise ConfigError(msg) from error
+    except (OSError, ValueError) as error:
+        msg = f"{str(file)!r} cannot be read as JSON: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(config, dict):
+        msg = f"{str(file)!r} does not hold a JSON object"
+        raise ConfigError(msg)
+    return config
+
+
+def missing_files(directory: Path) -> list[str]:
+    """Return the names of required files that are missing; empty if none are."""
+    try:
+        weights = shard_files(directory, "model") or [directory / "model.safetensors"]
+    except ServerError:
+        return ["model.safetensors.index.json"]
+    return [file.name for file in (directory / "config.json", *weights) if not file.is_file()]
+
+
+def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | None = None) -> None:
+    """Copy configuration and tokenizer, so that the target loads on its own, with unquantised weights of this dtype."""
+    config = read_model_config(source)
+    config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)
+    config["dtype"] = dtype
+    if tied is not None:
+        config["tie_word_embeddings"] = tied
+    for file in sorted({file for pattern in BESIDE_THE_WEIGHTS for file in source.glob(pattern)}):
+        if file.is_file() and not file.name.endswith(".index.json") and file.name not in _NOT_OURS:
+            shutil.copyfile(file, target / file.name)
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

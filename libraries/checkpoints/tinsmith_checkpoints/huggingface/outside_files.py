@@ -1,0 +1,51 @@
+"""Reading files that strangers may have made: regular files only, and JSON of bounded size and depth."""
+
+import json
+import os
+import re
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Final
+
+from tinsmith_checkpoints.values import Json
+
+MAX_JSON: Final = 32_000_000  # bytes: parsed, they may take some twenty times as many
+_MAX_DEPTH: Final = 64
+_STRINGS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_BRACKETS: Final = re.compile(rb"[\[\]{}]")
+
+
+def open_regular(file: Path) -> BufferedReader:
+    """Open a file for reading. Raise OSError if it is none, such as a FIFO, which would wait for a writer."""
+    opened = open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+        opened.close()
+        msg = f"{file.name} is not a regular file"
+        raise OSError(msg)
+    return opened
+
+
+def read_json(file: Path) -> Json:
+    """Parse a file. Raise OSError, or ValueError if it is not JSON, too large or nested too deeply."""
+    with open_regular(file) as opened:
+        if os.fstat(opened.fileno()).st_size > MAX_JSON:
+            msg = f"it is larger than {MAX_JSON} bytes"
+            raise ValueError(msg)
+        return parse_json(opened.read())
+
+
+def parse_json(content: bytes) -> Json:
+    """Parse JSON. Raise ValueError if it is none or nested too deeply."""
+    check_depth(content)
+    return json.loads(content)
+
+
+def check_depth(content: bytes) -> None:
+    """Raise ValueError if JSON is nested too deeply for a parser that recurses."""
+    depth = 0
+    for bracket in _BRACKETS.finditer(_STRINGS.sub(b"", content)):
+        depth += 1 if bracket[0] in b"[{" else -1
+        if depth > _MAX_DEPTH:
+            msg = f"it is nested more than {_MAX_DEPTH} deep"
+            raise ValueError(msg)

@@ -1,0 +1,89 @@
+"""PEFT's layout of the adapters of experts, from ours, which is Tinker's.
+
+transformers joins the experts of a layer in two parameters, gate_up_proj [E, 2 I, H] and down_proj [E, H, I], and PEFT
+gives each expert an A and a B of its own. So what our experts share is repeated, and gate and up, which have an A each,
+become one adapter of twice the rank. In gpt-oss, the outputs of gate and up alternate.
+
+Legend: E = experts, I = inner size of an expert, H = hidden, r = rank.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tinsmith_checkpoints.errors import UserError
+from tinsmith_checkpoints.huggingface import peft_layout
+from tinsmith_checkpoints.huggingface.decoder import EXPERTS
+from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.values import Array, LoraConfig
+
+_GATE, _UP, _DOWN = (path.rpartition(".")[2] for path in EXPERTS)
+_SUFFIX: Final = ".mlp.experts"
+_JOINED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the weights and the adapter_config.json that PEFT loads. Any: JSON.
+
+    Raise UserError if it cannot be told how the base model lays out its experts.
+    """
+    experts = sorted({module for name in weights if (module := _experts_of(name)) is not None})
+    renamed = {name: array for name, array in weights.items() if _experts_of(name) is None}
+    config = peft_layout.adapter_config(base_model, lora, renamed)
+    alternate = bool(experts) and _alternate(base_model)
+    for module in experts:
+        renamed |= _joined(module, lora.rank, weights, alternate=alternate)
+    if experts:
+        config["target_parameters"] = list(_JOINED)
+        config["rank_pattern"] = {_JOINED[0]: 2 * lora.rank}
+        config["alpha_pattern"] = {_JOINED[0]: 2 * config["lora_alpha"]}
+    return renamed, config
+
+
+def _alternate(base_model: str) -> bool:
+    """Return whether gate and up of a base model, named or in a directory, alternate."""
+    if Path(base_model, "config.json").is_file():
+        return "GptOssForCausalLM" in (read_model_config(Path(base_model)).get("architectures") or ())
+    name = base_model.lower()
+    if "gpt-oss" not in name and "qwen" not in name:
+        msg = (
+            f"the name of the base model {base_model!r} does not say how its experts are laid out; pass --base-model "
+            "with the directory that has its config.json"
+        )
+        raise UserError(msg)
+    return "gpt-oss" in name
+
+
+def _experts_of(name: str) -> str | None:
+    """Return the module with a layer's experts, of whose adapters this weight is one."""
+    module = peft_layout.parse(name)[0].rpartition(".")[0]
+    return module if module.endswith(_SUFFIX) else None
+
+
+def _joined(module: str, rank: int, weights: Mapping[str, Array], *, alternate: bool) -> dict[str, Array]:
+    A_gate, B_gate, A_up, B_up, A_down, B_down = (
+        weights[peft_layout.weight_name(f"{module}.{name}", side)]
+        for name in (_GATE, _UP, _DOWN)
+        for side in ("A", "B")
+    )
+    num_experts, inner = B_gate.shape[:2]
+    A_both = np.concatenate((A_gate, A_up), axis=1)
+    B_both = np.zeros((num_experts, 2 * inner, 2 * rank), np.float32)
+    gate, up = (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(inner), slice(inner, None))
+    B_both[:, gate, :rank] = B_gate
+    B_both[:, up, rank:] = B_up
+    return {
+        **_of_parameter(f"{module}.base_layer", A_both, B_both, num_experts),  # PEFT wraps the first parameter first
+        **_of_parameter(module, A_down, B_down, num_experts),
+    }
+
+
+def _of_parameter(module: str, A: Array, B: Array, num_experts: int) -> dict[str, Array]:
+    """Lay out A [E or 1, r, in] as [E r, in] and B [E or 1, out, r] as [out, r E]."""
+    A, B = (np.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in (A, B))
+    return {
+        peft_layout.weight_name(module, "A"): np.ascontiguousarray(A.reshape(-1, A.shape[-1])),
+        peft_layout.weight_name(module, "B"): np.ascontiguousarray(B.transpose(1, 2, 0).reshape(B.shape[1], -1)),
+    }

@@ -1,0 +1,135 @@
+"""When a sequence ends: stop tokens, end-of-sequence tokens, stop strings, the length limit."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tinsmith_checkpoints.errors import ConfigError, UnsupportedError
+from tinsmith_checkpoints.values import Json, StopReason
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TAIL_MARGIN_TOKENS = 4
+"""Tokens decoded before the longest possible match, so that a character cut at the tail's start cannot touch it."""
+
+
+class StopParams(Protocol):
+    """What a request says of its end, such as `tinsmith.SamplingParams`."""
+
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def stop_tokens(self) -> Sequence[int]: ...
+    @property
+    def stop_strings(self) -> Sequence[str]: ...
+    @property
+    def stop_at_eos(self) -> bool: ...
+
+
+class StopRules:
+    """Shared by all requests: the end-of-sequence tokens and the tokenizer of the base model."""
+
+    def __init__(self, eos_tokens: Iterable[int], tokenizer: "Tokenizer | None") -> None:
+        self.eos_tokens = frozenset(eos_tokens)
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def of_model(cls, model_path: Path) -> "StopRules":
+        """Read a Hugging Face directory; its tokenizer may be absent.
+
+        A sequence ends with the tokenizer's `eos_token` or an id of `generation_config.json` (of `config.json`, if the
+        former has none). Raise ConfigError if one of these files is broken.
+        """
+        from tokenizers import Tokenizer  # not every process that imports this package needs it
+
+        config_eos_tokens = _configured_eos(model_path)
+        tokenizer_file = model_path / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
+        return cls({*config_eos_tokens, *_tokenizer_eos(model_path, tokenizer)}, tokenizer)
+
+    def stop_tokens(self, params: StopParams) -> frozenset[int]:
+        """Return the tokens that end a sequence: the listed ones, and end-of-sequence tokens if enabled."""
+        return frozenset(params.stop_tokens) | (self.eos_tokens if params.stop_at_eos else frozenset())
+
+    def watch(self, params: StopParams) -> "StopWatch":
+        """Start watching one sequence. Raise UnsupportedError if it has stop strings and there is no tokenizer."""
+        tail = None
+        if params.stop_strings:
+            if self.tokenizer is None:
+                msg = (
+                    f"stop strings {list(params.stop_strings)!r} need the model's tokenizer.json, which its directory "
+                    "lacks; pass stop tokens instead"
+                )
+                raise UnsupportedError(msg)
+            tail = DecodedTail(self.tokenizer, params.stop_strings)
+        return StopWatch(self.stop_tokens(params), tail, params.max_tokens)
+
+
+class DecodedTail:
+    """Finds stop strings in the text of the last few tokens, at a cost that does not grow with the sequence.
+
+    Every token with text has at least one byte, so a match that ends in the newest token begins at most as many tokens
+    back as the string has bytes. Matches that end earlier were found earlier.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", strings: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(string for string in strings if string)
+        longest = max((len(string.encode()) for string in self._strings), default=0)
+        self._max_tokens = longest + TAIL_MARGIN_TOKENS
+        self._tail: list[int] = []
+
+    def push(self, token: int) -> bool:
+        """Add a token. Return True if it completes one of the strings."""
+        if self._tokenizer.id_to_token(token) is None:
+            return False  # an embedding row without a token (vocabulary padding) has no text
+        self._tail.append(token)
+        del self._tail[: -self._max_tokens]
+        text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
+        return any(string in text for string in self._strings)
+
+
+class StopWatch:
+    """Follows one sequence, token by token."""
+
+    def __init__(self, stop_tokens: frozenset[int], tail: DecodedTail | None, max_tokens: int) -> None:
+        self._stop_tokens = stop_tokens
+        self._tail = tail
+        self._left = max_tokens
+
+    def push(self, token: int) -> StopReason | None:
+        """Add a sampled token. Return the stop reason if it is the last one. It is part of the result in any case."""
+        self._left -= 1
+        if token in self._stop_tokens or (self._tail is not None and self._tail.push(token)):
+            return "stop"
+        return "length" if self._left <= 0 else None
+
+
+def _configured_eos(model_path: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(model_path / name).get("eos_token_id")
+        if eos is not None:
+            return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)
+    return ()
+
+
+def _read_json(path: Path) -> dict[str, Json]:
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        msg = f"{str(path)!r} cannot be read as JSON: {error}"
+        raise ConfigError(msg) from error
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _tokenizer_eos(model_path: Path, tokenizer: "Tokenizer | None") -> set[int]:
+    if tokenizer is None:
+        return set()
+    eos = _read_json(model_path / "tokenizer_config.json").get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos  # older files hold the token's whole description
+    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return set() if token is None else {token}

@@ -1,0 +1,105 @@
+"""Reads the weights of a base model tensor by tensor with the safetensors package, as arrays of any framework."""
+
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from tinsmith_checkpoints.errors import ConfigError, ServerError
+from tinsmith_checkpoints.huggingface import mxfp4
+from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, Int8, dequantised, packed_columns, unpacked
+from tinsmith_checkpoints.huggingface.safetensors_files import tensor_files
+
+# Any below: the arrays of the framework, and safetensors' handles, which are untyped.
+
+
+class WeightFiles(AbstractContextManager["WeightFiles"]):
+    """The safetensors files of a model directory: one, or shards with an index. Each is opened once, on first use.
+
+    Every error is a ConfigError that names the directory or file, and the tensor.
+    """
+
+    def __init__(self, directory: Path, *, framework: Literal["numpy", "pt"], int8: Int8 | None = None) -> None:
+        """With `numpy`, matrices in MXFP4, and with `int8` those of 8-bit integers, are read as float32 numbers."""
+        self._directory = directory
+        self._framework = framework
+        self._int8 = int8
+        self._handles: dict[Path, Any] = {}
+        self._open = ExitStack()
+        try:
+            self._files = tensor_files(directory, "model")
+        except ServerError as error:
+            msg = f"{str(directory)!r}: the weight files cannot be read: {error}"
+            raise ConfigError(msg) from error
+        if not self._files:
+            msg = f"{str(directory)!r} has neither model.safetensors nor model.safetensors.index.json"
+            raise ConfigError(msg)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Read a tensor, which must have the given shape."""
+        return self.part(name, shape, ())
+
+    def part(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
+        """Read the rows, or rows and columns, of a tensor whose whole shape must be the given one."""
+        if self._int8 is not None and name not in self._files and f"{name}{PACKED}" in self._files:
+            return self._dequantised(name, shape, cut, self._int8)
+        if self._framework == "numpy" and name not in self._files and f"{name}{mxfp4.BLOCKS}" in self._files:
+            return self._of_mxfp4(name, shape, cut)
+        return self._read(name, shape, cut)
+
+    def _dequantised(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], how: Int8) -> Any:
+        rows = cut[0] if cut else slice(0, shape[0])
+        columns = cut[1] if len(cut) > 1 else slice(0, shape[1])
+        scales = self._read(f"{name}{SCALE}", (shape[0], how.num_scales(shape[1])), (rows,))
+        return dequantised(self.integers(name, shape, (rows, columns)), scales, columns, shape[1])
+
+    def _of_mxfp4(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
+        """Read whole matrices of some experts, and cut the rest."""
+        number, inputs, outputs = shape
+        stored = (number, outputs, inputs // mxfp4.BLOCK)
+        blocks = self._read(f"{name}{mxfp4.BLOCKS}", (*stored, mxfp4.BLOCK // 2), cut[:1])
+        scales = self._read(f"{name}{mxfp4.SCALES}", stored, cut[:1])
+        return mxfp4.dequantised(blocks, scales)[(slice(None), *cut[1:])]
+
+    def matrix_types(self) -> set[str]:
+        """Return the types of the tensors with several axes, as safetensors names them: {"BF16"} of most models."""
+        stored = (self._handle(path).get_slice(name) for name, path in self._files.items())
+        return {each.get_dtype() for each in stored if len(each.get_shape()) > 1}
+
+    def integers(self, name: str, shape: tuple[int, ...], cut: tuple[slice, slice]) -> npt.NDArray[np.int8]:
+        """Read rows and columns of a matrix of 8-bit integers, as a NumPy array."""
+        rows, columns = cut
+        stored = (rows, packed_columns(columns))
+        packed = self._read(f"{name}{PACKED}", (shape[0], -(-shape[1] // 4)), stored)
+        return unpacked(np.asarray(packed, np.int32), columns)
+
+    def _read(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
+        if name not in self._files:
+            msg = f"{str(self._directory)!r}: tensor {name!r} is missing from the weight files"
+            raise ConfigError(msg)
+        path = self._files[name]
+        try:
+            handle = self._handle(path)
+            stored = handle.get_slice(name)
+            found = tuple(stored.get_shape())
+            if found == shape:
+                return stored[cut] if cut else handle.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            msg = f"{str(path)!r}: tensor {name!r} cannot be read: {error}"
+            raise ConfigError(msg) from error
+        msg = f"{str(path)!r}: tensor {name!r} has shape {found}, config.json says {shape}"
+        raise ConfigError(msg)
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._handles:
+            self._handles[path] = self._open.enter_context(safe_open(path, framework=self._framework))
+        return self._handles[path]
