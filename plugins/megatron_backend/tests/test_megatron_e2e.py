@@ -34,6 +34,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 LIMIT_S = 1500
 WAIT_S = 600  # the first requests wait until the ranks have started
 CONTEXT = 256
+ALTERNATIVES = 8
 AGREE = {"jax": 1e-4, "vllm": 1e-3}  # what is promised of a sampler beside a trainer in float32
 SAMPLERS: Mapping[str, Mapping[str, object]] = {
     "jax": {"max_context_tokens": CONTEXT, "warm_up": False},
@@ -146,6 +147,38 @@ def test_what_was_trained_is_what_is_sampled(served: Served, client: tinker.Serv
     (save,) = (each for each in report_of(served, model) if "max_difference" in each["metrics"])
     assert save["notes"][-1] == "consistent"
     assert save["metrics"]["max_difference"] < agree
+
+
+def test_a_student_learns_what_its_teacher_thinks(served: Served, client: tinker.ServiceClient) -> None:
+    """A distillation: targets are the teacher's best tokens at each sampled position, weights their probabilities."""
+    teacher, student = (
+        client.create_lora_training_client(base_model="tiny", rank=4, seed=seed).result(timeout=WAIT_S)
+        for seed in (1, 2)
+    )
+    text = np.random.default_rng(0).integers(5, 500, 90).tolist()
+    for _ in range(5):
+        step(teacher, [datum(text)], learning_rate=5e-3)
+    path = teacher.save_weights_for_sampler("teacher").result(timeout=WAIT_S).path
+    sampler = client.create_sampling_client(model_path=path).result(timeout=WAIT_S)
+    prompt, params = text[:20], tinker.SamplingParams(max_tokens=16, seed=3, stop=[])
+    answer = sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params, topk_sample_logprobs=ALTERNATIVES)
+    (drawn,) = answer.result(timeout=WAIT_S).sequences
+    thoughts = drawn.topk_logprobs_np
+    assert thoughts is not None
+    tokens = [*prompt, *drawn.tokens]
+    targets_TK = np.zeros((len(tokens) - 1, ALTERNATIVES), np.int64)
+    weights_TK = np.zeros(targets_TK.shape, np.float32)
+    targets_TK[-16:], weights_TK[-16:] = thoughts.token_ids, np.exp(thoughts.logprobs)
+    inputs = {"target_tokens": tinker.TensorData.from_numpy(targets_TK)}
+    inputs["weights"] = tinker.TensorData.from_numpy(weights_TK)
+    data = [tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)]
+
+    own = teacher.forward(data, "cross_entropy").result(timeout=WAIT_S)
+    found = own.loss_fn_outputs[0]["logprobs"].to_numpy()
+    np.testing.assert_allclose(found[-16:], thoughts.logprobs, rtol=0, atol=AGREE[served.case.sampler])
+    losses = [step(student, data, learning_rate=5e-3).metrics["loss:sum"] for _ in range(10)]
+    goal = own.metrics["loss:sum"]
+    assert losses[-1] - goal < 0.5 * (losses[0] - goal)
 
 
 def report_of(served: Served, model: tinker.TrainingClient) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
 """Every family in every layout against transformers in float32: logprobs, gradients, one step of AdamW.
 
-Three adapters of different ranks train in one call. Each is compared with its own, independent reference. With experts,
-two of the three replay the routing of some of their sequences, and the experts' metrics follow from their choices.
+Three adapters of different ranks train in one call. Each is compared with its own, independent reference. One sequence
+of each has several targets per token. With experts, two of the three replay the routing of some of their sequences, and
+the experts' metrics follow from their choices.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from megatron_harness import VOCAB, experts_metrics, fork_backend, partly_replayed
 from transformers_reference import Reference
 
-from tinsmith import AdamParams, ForwardBackward, LoraConfig, ModelState, OptimStep
+from tinsmith import AdamParams, Datum, ForwardBackward, LoraConfig, ModelState, OptimStep
 from tinsmith.testing import ModelDriver, logprobs_of, ragged_data, succeeded
 from tinsmith_workers import FAST_ISOLATION_ERROR
 
@@ -103,12 +105,19 @@ def noise(state: ModelState, *, seed: int) -> ModelState:
     return ModelState(lora=state.lora, weights=weights)
 
 
+def with_several_targets(datum: Datum) -> Datum:
+    rng, shape = np.random.default_rng(5), (len(datum.tokens_T), 5)
+    inputs = {"target_tokens": rng.integers(0, VOCAB, shape), "weights": rng.normal(size=shape).astype(np.float32)}
+    return replace(datum, loss_inputs=inputs)
+
+
 def compare(driver: ModelDriver, directory: Path) -> None:
     models = [driver.create_with(lora) for lora in TENANTS]
     for index, model_id in enumerate(models):
         driver.backend.restore_state(model_id, noise(driver.state(model_id), seed=index))
     before = [driver.state(model_id).weights for model_id in models]
     data = [ragged_data(index, VOCAB, LENGTHS) for index in range(len(models))]
+    data = [[*own[:-1], with_several_targets(own[-1])] for own in data]
     data[1:] = [partly_replayed(driver, own) for own in data[1:]]
     ops = [ForwardBackward(model_id=m, data=tuple(own)) for m, own in zip(models, data, strict=True)]
     outputs = succeeded(driver.backend.forward_backward(ops))

@@ -29,7 +29,7 @@ class Reference:
             tokens = torch.tensor(datum.tokens_T.astype(np.int64))[None]
             logits = torch.func.functional_call(self._model, self._adapted(), (tokens,), tie_weights=False).logits[0]
             targets = torch.tensor(datum.loss_inputs["target_tokens"])
-            logp = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+            logp = torch.log_softmax(logits, -1).gather(-1, targets.reshape(len(targets), -1)).reshape(targets.shape)
             (-(logp * torch.tensor(datum.loss_inputs["weights"])).sum()).backward()
             found.append(logp.detach().numpy())
         return found

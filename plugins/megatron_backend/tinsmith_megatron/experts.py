@@ -25,7 +25,7 @@ from tinsmith_megatron.untyped import Untyped
 class AdaptedExperts(nn.Module):
     """Frozen. Takes and returns what Megatron's own experts do."""
 
-    def __init__(self, num_local_experts: int, config: Untyped, pg_collection: Untyped) -> None:
+    def __init__(self, num_local_experts: int, config: Untyped, *, pg_collection: Untyped, **_: Untyped) -> None:
         super().__init__()
         self.num_experts = num_local_experts
         self._group = pg_collection.ep
