@@ -178,8 +178,9 @@ class Memory:
         if same is not None and same.digest == new.digest:
             return same.record.request_id
         if same is not None:
-            if run is not None:  # the end of the session may have queued an UnloadModel under this seq_id
+            if run is not None:  # an UnloadModel may have been queued under this seq_id
                 self.refuse_ended(run.record.session_id)
+                self.refuse_unloaded(run)
             raise refusals.used_already(new)
         failed = self._hopeless(new, run) or new.refused
         row = self.insert(new, run, payload=new.payload if failed is None else None)
@@ -197,12 +198,17 @@ class Memory:
         if session is not None and session.record.ended is not None:
             raise refusals.session_ended(session_id, session.record.ended, session.record.end_detail)
 
+    def refuse_unloaded(self, run: Run) -> None:
+        if run.unload is not None:
+            raise refusals.unloaded(run.record.model_id)
+
     def _hopeless(self, new: NewOperation, run: Run | None) -> Failed | None:
         """Return why an operation can never run, or None. Raise if it cannot even be recorded."""
         if run is not None:
             if new.seq_id <= run.pruned:
                 raise refusals.pruned_already(new)
             self.refuse_ended(run.record.session_id)
+            self.refuse_unloaded(run)
             if new.seq_id < run.record.next_seq_id:
                 return refusals.too_late(new, run.record.next_seq_id)
             if run.record.state is RunState.LOST:
@@ -330,9 +336,16 @@ class Memory:
             self.finish(row, failure)
         return len(rows)
 
-    def unload(self, run: Run) -> None:
-        """Queue an UnloadModel under the first missing seq_id. Nothing fills that gap, so what is behind it fails."""
+    def unload(self, run: Run) -> str:
+        """Queue an UnloadModel under the first missing seq_id, and return its request_id; of a repeat, the first one's.
+
+        Nothing fills that gap, so what is behind it fails.
+        """
         rows = self.log(run.record.model_id)
+        if run.unload is not None:
+            if run.unload not in rows:  # its result is no longer kept
+                raise refusals.unloaded(run.record.model_id)
+            return rows[run.unload].record.request_id
         run.unload = 0 if run.waits_for_place else max(run.arrived + 1, run.record.next_seq_id)
         while run.unload in rows:
             run.unload += 1
@@ -348,8 +361,9 @@ class Memory:
             payload=encode_operation(unload),
             digest=b"",
         )
-        self.insert(new, run, payload=new.payload)
+        row = self.insert(new, run, payload=new.payload)
         self.told.append(work_topic(run.record.base_model))
+        return row.record.request_id
 
     # engines
 

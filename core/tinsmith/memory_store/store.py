@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial, wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from tinsmith.errors import StoreError
+from tinsmith.errors import StoreError, UserError
 from tinsmith.memory_store.memory import LeaseRow, Memory, Operation, Run, Samples, Session
 from tinsmith.operations import Failed
 from tinsmith.store import (
@@ -192,6 +192,15 @@ class MemoryStore(RequestStore):
     @_transaction
     def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
         return self._end(self._memory.session(session_id), reason, detail)
+
+    @_transaction
+    def unload_run(self, model_id: str) -> str:
+        run = self._memory.run(model_id)
+        if run.unload is None and not run.is_live:
+            raise UserError(refusals.lost(model_id, run.record.state_reason).message)
+        request_id = self._memory.unload(run)
+        self._memory.fail_gap(run, None)
+        return request_id
 
     def _end(self, session: Session, reason: SessionEnd, detail: str | None) -> SessionRecord:
         if session.record.ended is None:

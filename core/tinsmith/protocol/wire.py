@@ -119,7 +119,7 @@ class CreateModelRequest(_ExactBody):
 
 
 class ModelRequest(_Body):
-    """Of get_info."""
+    """Of get_info and unload_model."""
 
     model_id: Name
 

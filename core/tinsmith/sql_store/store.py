@@ -130,6 +130,7 @@ class SqlStore(RequestStore):
     count_live_sessions = _read(sessions.count_live)
     update_session = _durable(sessions.update)
     end_session = _over(sessions.end_session)
+    unload_run = _over(sessions.unload_run)
     expire_sessions = _over(sessions.expire_sessions)
     forget_sessions = _over(retention.forget_sessions)
 

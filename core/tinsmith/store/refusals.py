@@ -84,6 +84,10 @@ def session_ended(session_id: str, ended: str, detail: str | None) -> UserError:
     return UserError(f"session {session_id!r} has ended ({ended}{more}); create a new one")
 
 
+def unloaded(model_id: str) -> UserError:
+    return UserError(f"model {model_id!r} has been unloaded (unload_model); create a new one")
+
+
 def cursor_ahead(subject_id: str, cursor: int, last: int) -> UserError:
     return UserError(
         f"cursor {cursor} of {subject_id!r} is ahead of everything that this server has recorded ({last}), so its "
@@ -116,7 +120,7 @@ def no_engine(base_model: str, detail: str) -> Failed:
 def behind_a_gap(model_id: str, missing: int, state: RunState, *, unloads: bool) -> Failed:
     """Of a model that is not lost. `unloads`: an UnloadModel took the missing seq_id."""
     if unloads:
-        rest = "its session has ended"
+        rest = "its session has ended, or unload_model was called"
     elif state == RunState.UNLOADED:
         rest = "the model has been unloaded"
     else:

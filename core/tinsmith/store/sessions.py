@@ -46,6 +46,13 @@ class Sessions(ABC):
         """
 
     @abstractmethod
+    async def unload_run(self, model_id: str) -> str:
+        """Queue an UnloadModel behind a model's last operation, and return its request_id; a repeat gets the first one.
+
+        Later requests are refused, and what waits behind a missing seq_id fails. Raise UserError if the model is lost.
+        """
+
+    @abstractmethod
     async def forget_sessions(self, last_seen_before: datetime) -> int:
         """Delete sessions that have ended and were last heard before then, with all that they own.
 

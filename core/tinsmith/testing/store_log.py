@@ -612,6 +612,24 @@ class LogContract(StoreSuite):
         assert (await store.get_run("s1:train:0")).state == RunState.UNLOADED
         assert await claim(store) == []
 
+    async def test_a_model_is_unloaded_once_behind_what_it_has_accepted(self, store: RequestStore) -> None:
+        await a_model(store)
+        first = await store.submit(an_operation(seq_id=1))
+        behind_a_gap = await store.submit(an_operation(seq_id=3))
+        unload = await store.unload_run("s1:train:0")
+        assert await store.unload_run("s1:train:0") == unload
+        assert "unload_model was called" in (await failure_of(store, behind_a_gap)).message
+        for seq_id in (2, 4):
+            with pytest.raises(UserError, match="has been unloaded"):
+                await store.submit(an_operation(seq_id=seq_id))
+        assert await store.submit(an_operation(seq_id=1)) == first, "a repeat finds its first one"
+        assert await claim(store) == [first, unload]
+        await store.end_session("s1", "success", None)
+        assert await claim(store) == [], "the end of the session unloads it no more"
+        unloaded = RunStateChanged(model_id="s1:train:0", state=RunState.UNLOADED)
+        await complete(store, [done(first), done(unload, ModelUnloaded(model_id="s1:train:0"), unloaded)])
+        assert await store.unload_run("s1:train:0") == unload
+
     async def test_many_operations_wait_behind_a_gap_when_their_session_ends(self, store: RequestStore) -> None:
         await a_model(store)
         first = await store.submit(an_operation(seq_id=1))

@@ -13,7 +13,7 @@ from tinsmith.protocol.answers import PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.error_answers import MediaTypeError
-from tinsmith.server.known import KnownRun
+from tinsmith.server.known import KnownRequest, KnownRun
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
@@ -82,6 +82,15 @@ async def get_info(body: wire.ModelRequest, caller: Caller, context: Context) ->
         lora_rank=run.lora.rank,
         model_name=run.base_model,
     )
+
+
+@router.post("/unload_model", response_model_exclude_none=True)
+async def unload_model(body: wire.ModelRequest, caller: Caller, context: Context) -> wire.Submitted:
+    """Free a model's place before its session ends. What the model has accepted runs first."""
+    run = await own_known_run(context, caller, body.model_id)
+    request_id = await context.store.unload_run(run.model_id)
+    context.requests.note(request_id, KnownRequest(run.tenant))
+    return wire.Submitted(request_id=request_id, model_id=run.model_id)
 
 
 @router.post("/forward_backward", response_model_exclude_none=True)

@@ -7,6 +7,7 @@ from typing import Final
 
 from sqlalchemy import Connection
 
+from tinsmith.errors import UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.group_commit import Call, Failure, Grouping, Writer
@@ -16,7 +17,7 @@ from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.codec import encode_operation, kind_of
-from tinsmith.store.refusals import missing, refuse_large_metadata
+from tinsmith.store.refusals import lost, missing, refuse_large_metadata, unloaded
 from tinsmith.store.sessions import SILENCE
 from tinsmith.store.wakeups import work_topic
 
@@ -130,6 +131,9 @@ def update(tx: Transaction, session_id: str, *, project_id: str | None) -> Sessi
     return replace(session, project_id=project_id)
 
 
+_UNLOAD = Query("SELECT request_id FROM operations WHERE subject_id = :model AND seq_id = :seq_id", str)
+
+
 @durable_boundary("store.end_session")
 async def end_session(
     connections: Connections, session_id: str, reason: SessionEnd, detail: str | None
@@ -155,18 +159,44 @@ def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None
         return session
     _END.run(tx.connection, wanted=session_id, reason=reason, detail=detail)
     for model_id in _models_to_end(tx.connection, session_id):
-        _unload(tx, model_id)
+        run = models.locked(tx.connection, model_id)
+        assert run is not None
+        if run.unload_seq_id is None:
+            _unload(tx, run)
     return replace(session, ended=reason, end_detail=detail)
 
 
-def _unload(tx: Transaction, model_id: str) -> None:
-    """Queue an UnloadModel behind the last operation that can run.
+async def unload_run(connections: Connections, model_id: str) -> str:
+    request_id = await connections.durable.write_locking(_model_to_unload, unload, model_id)
+    await gaps.fail_in_chunks(connections, model_id, None)
+    return request_id
+
+
+def _model_to_unload(connection: Connection, model_id: str) -> list[str]:
+    del connection
+    return [model_id]
+
+
+def unload(tx: Transaction, model_id: str) -> str:
+    run = models.locked(tx.connection, model_id)
+    if run is None:
+        raise missing("model", model_id)
+    if run.unload_seq_id is not None:
+        before = _UNLOAD.first(tx.connection, model=model_id, seq_id=run.unload_seq_id)
+        if before is None:  # its result is no longer kept
+            raise unloaded(model_id)
+        return before
+    if not run.is_live:
+        raise UserError(lost(model_id, run.state_reason).message)
+    return _unload(tx, run)
+
+
+def _unload(tx: Transaction, run: Run) -> str:
+    """Queue an UnloadModel behind the last operation that can run. Return its request_id.
 
     Later requests are refused, so a gap will never be filled: the UnloadModel takes its seq_id, and what is behind it
     fails (`gaps.fail_some`). What a model that waits for a place has accepted runs when it has one.
     """
-    run = models.locked(tx.connection, model_id)
-    assert run is not None
     run.unload_seq_id = _first_missing(tx, run)
     unload = UnloadModel(model_id=run.model_id)
     operation = NewOperation(
@@ -180,9 +210,10 @@ def _unload(tx: Transaction, model_id: str) -> None:
         payload=encode_operation(unload),
         digest=b"",
     )
-    submitting.insert(tx, operation, run, submitting.neighbours(tx.connection, operation))
+    request_id = submitting.insert(tx, operation, run, submitting.neighbours(tx.connection, operation))
     models.write(tx.connection, run)
     tx.wake.append(work_topic(run.base_model))
+    return request_id
 
 
 def _first_missing(tx: Transaction, run: Run) -> int:

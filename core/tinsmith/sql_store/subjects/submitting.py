@@ -18,7 +18,16 @@ from tinsmith.sql_store.subjects import log, models
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.store import EngineState, NewOperation, RunState
-from tinsmith.store.refusals import lost, missing, no_engine, pruned_already, session_ended, too_late, used_already
+from tinsmith.store.refusals import (
+    lost,
+    missing,
+    no_engine,
+    pruned_already,
+    session_ended,
+    too_late,
+    unloaded,
+    used_already,
+)
 from tinsmith.store.request_ids import new_request_id
 from tinsmith.store.wakeups import work_topic
 
@@ -128,10 +137,17 @@ def refuse_ended_session(connection: Connection, session_id: str, *, lock: bool 
         raise session_ended(session_id, row.ended, row.end_detail)
 
 
+def refuse_unloaded(run: Run) -> None:
+    """Call once it is known that the session has not ended: that unloads models as well."""
+    if run.unload_seq_id is not None:
+        raise unloaded(run.model_id)
+
+
 def _repeat(connection: Connection, operation: NewOperation, run: Run | None, same: Neighbour) -> str:
     if same.digest != operation.digest:
-        if run is not None:  # the end of the session may have queued an UnloadModel under this seq_id
+        if run is not None:  # an UnloadModel may have been queued under this seq_id
             refuse_ended_session(connection, run.session_id)
+            refuse_unloaded(run)
         raise used_already(operation)
     return same.request_id
 
@@ -142,6 +158,7 @@ def _hopeless(connection: Connection, operation: NewOperation, run: Run | None) 
         if operation.seq_id <= run.pruned_seq_id:
             raise pruned_already(operation)
         refuse_ended_session(connection, run.session_id)
+        refuse_unloaded(run)
         if operation.seq_id < run.next_seq_id:
             return too_late(operation, run.next_seq_id)
         if run.state == RunState.LOST:
