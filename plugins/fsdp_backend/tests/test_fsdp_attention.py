@@ -57,6 +57,8 @@ def test_the_call_suits_torch(takes: Signature, monkeypatch: pytest.MonkeyPatch)
     query, key = torch.zeros(sum(LENGTHS), HEADS, SIZE), torch.zeros(sum(LENGTHS), 2, SIZE)
     module.varlen_attention(query, key, key, attention_on_cpu.starts(), 64, scale=0.5)
     assert (bound["scale"], bound["window_size"], bound["max_q"], bound["max_k"]) == (0.5, (-1, 0), 64, 64)
+    module.varlen_attention(query, key, key, attention_on_cpu.starts(), 64, window=16)
+    assert bound["window_size"] == (15, 0), "a token sees itself and 15 before it"
     assert bound.get("enable_gqa", "unknown") == (True if "enable_gqa" in takes.parameters else "unknown")
 
 

@@ -14,7 +14,7 @@ from typing import IO
 
 import numpy as np
 import pytest
-from fsdp_harness import VOCAB, fork_backend, make_backend, shape
+from fsdp_harness import VOCAB, fork_backend, shape
 from fsdp_runs import compare_steps, train_fully, train_three_ranks
 from telling_rank import TellingRank
 
@@ -155,12 +155,19 @@ def test_refusals_are_user_errors_and_harm_nothing(one_rank: FsdpBackend) -> Non
     driver.unload_all()
 
 
-def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "is not supported, only those for text alone"),
+        ("NobodysForCausalLM", "has no class NobodysForCausalLM"),
+    ],
+)
+def test_a_class_that_cannot_be_trained_is_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "m", shape("llama"))
-    config = (tmp_path / "m" / "config.json").read_text().replace("LlamaForCausalLM", "GemmaForCausalLM")
+    config = (tmp_path / "m" / "config.json").read_text().replace("LlamaForCausalLM", name)
     (tmp_path / "m" / "config.json").write_text(config)
-    with pytest.raises(ConfigError, match="'GemmaForCausalLM' is not supported"):
-        make_backend(tmp_path / "m", tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        fork_backend(tmp_path / "m", tmp_path)
 
 
 def test_a_dead_rank_ends_the_call_at_once_and_all_ranks(doomed_ranks: FsdpBackend) -> None:

@@ -1,32 +1,38 @@
 """The facts about a base model that the engine's side needs, read from its config.json. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import HEAD, DecoderShape, Json, decoder_shape, read_model_config
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""transformers classes that are a plain chain of embedding, layers, norm and head, and whose layers use the same names
-for their matrices. A test compares each with transformers' own forward pass."""
+DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Classes whose layers tensor parallelism divides: their norms are before attention and MLP, and of single heads."""
 
 
 def read_architecture(directory: Path) -> DecoderShape:
     """Read `directory`/config.json. Raise ConfigError if it is missing, broken or of an unsupported kind.
 
-    `max_position` is capped at the sliding window, if there is one. Up to that length, a sliding window equals the full
-    attention that this backend computes.
+    Which classes of transformers can be trained, the ranks find out: see probe.py.
     """
     return architecture_of(read_model_config(directory), directory / "config.json")
 
 
 def architecture_of(config: Mapping[str, Json], path: Path) -> DecoderShape:
     """Do the same with what has been read. `path` names the file in errors."""
-    shape = decoder_shape(config, path, supported=ARCHITECTURES)
+    class_name = next(iter(config.get("architectures") or ["(none named)"]))
+    if not class_name.endswith("ForCausalLM"):
+        msg = f"{path}: architecture {class_name!r} is not supported, only those for text alone (...ForCausalLM)"
+        raise ConfigError(msg)
+    shape = decoder_shape(config, path, supported=[class_name])
+    if shape.experts is not None:
+        msg = (
+            f"{path}: {class_name} is a mixture of experts, which the fsdp backend does not train; use the backend "
+            "megatron or jax"
+        )
+        raise ConfigError(msg)
     _check_groups(shape, path)
-    window = _sliding_window(config, shape.class_name)
-    return replace(shape, max_position=min(shape.max_position, window or shape.max_position))
+    return shape
 
 
 def _check_groups(shape: DecoderShape, path: Path) -> None:
@@ -39,9 +45,3 @@ def _check_groups(shape: DecoderShape, path: Path) -> None:
                 f"of {module}; quantise with the strategy channel, or with another group_size"
             )
             raise ConfigError(msg)
-
-
-def _sliding_window(config: Mapping[str, Json], class_name: str) -> int | None:
-    window = config.get("sliding_window")
-    slides = config.get("use_sliding_window", class_name == "MistralForCausalLM")
-    return int(window) if window and slides else None

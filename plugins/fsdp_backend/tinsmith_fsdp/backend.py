@@ -17,7 +17,7 @@ from tinsmith import (
 from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_fsdp import batching
 from tinsmith_fsdp.admission import Budget, budget_of
-from tinsmith_fsdp.architecture import read_architecture
+from tinsmith_fsdp.architecture import DIVISIBLE, read_architecture
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
 from tinsmith_fsdp.demand import resolved_ranks
@@ -73,6 +73,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
             checkpointing=ranks.checkpointing,
             prefetch=ranks.prefetch,
             compile=ranks.compiled,
+            probes=str(context.cache_dir / "packing"),
             memory_share=device.allocator_share(context.placement, budget.costs.runtime),
         )
 
@@ -171,6 +172,12 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
 
 
 def _check_tensor_parallel(arch: DecoderShape, tp: int) -> None:
+    if tp > 1 and arch.class_name not in DIVISIBLE:
+        msg = (
+            f"tensor_parallel is {tp}, and the backend can divide the layers of {', '.join(DIVISIBLE)} alone; the "
+            f"model is a {arch.class_name}: set it to 1"
+        )
+        raise ConfigError(msg)
     for what, size in (
         ("num_key_value_heads", arch.num_kv_heads),
         ("intermediate_size", arch.intermediate_size),

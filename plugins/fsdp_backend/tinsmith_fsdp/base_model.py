@@ -11,13 +11,20 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import ATTENTION, MLP, WeightFiles
-from tinsmith_fsdp import attention
+from tinsmith_fsdp.causal_lm import (
+    Buffer,
+    attend_packed,
+    class_of,
+    computed_buffers,
+    read_config,
+    require_parts,
+)
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.messages import Loaded, Setup
@@ -61,15 +68,17 @@ class BaseModel:
     def __init__(self, setup: Setup, mesh: Mesh, *, trainable: bool = False) -> None:
         self._setup, self._mesh, self._trainable = setup, mesh, trainable
         self._directory = Path(setup.model_path)
-        attention.register()
-        config = transformers.AutoConfig.from_pretrained(self._directory)
+        config = read_config(self._directory)
         with torch.device("meta"):
-            causal_lm = getattr(transformers, setup.architecture.class_name)(config)
+            causal_lm = class_of(setup.architecture.class_name)(config)
+        require_parts(causal_lm)
+        rotary = type(causal_lm.model.rotary_emb)(config=config)  # not on meta: it has buffers, which would be empty
+        causal_lm.model.rotary_emb = rotary
+        buffers = computed_buffers(causal_lm, mesh.device)
         causal_lm.to(torch.float32 if trainable else getattr(torch, setup.dtype))
         causal_lm.tie_weights()
-        config._attn_implementation = attention.NAME  # noqa: SLF001  (where transformers' layers look)
+        attend_packed(causal_lm)
         causal_lm.eval().requires_grad_(requires_grad=trainable)
-        rotary = type(causal_lm.model.rotary_emb)(config=config)  # not on meta: it has buffers, which would be empty
         self._adapt(causal_lm)
         shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
         self._divide(causal_lm)
@@ -78,7 +87,7 @@ class BaseModel:
             self.model.vocabulary = Vocabulary(self._range(config.vocab_size)[0], mesh.tp.get_group())
         self.all_meta = all(parameter.is_meta for parameter in self.model.parameters())
         self._shard()
-        self._allocate(rotary)
+        self._allocate(rotary, buffers)
         self.parts = list(self._parts(shapes))
         self.read_bytes = 0
         self.shortage = self._shortage()
@@ -86,24 +95,26 @@ class BaseModel:
             for layer in self.model.layers:
                 layer.inner.compile(dynamic=True)  # type: ignore[union-attr]  # one code for all layers
 
-    def _allocate(self, rotary: nn.Module) -> None:
+    def _allocate(self, rotary: nn.Module, buffers: Sequence[Buffer]) -> None:
         head, embedding = self.model.lm_head, self.model.embed_tokens
         tied = head.weight is embedding.weight
         self.model.to_empty(device=self._mesh.device)
+        for module, name, buffer in buffers:
+            module.register_buffer(name, buffer, persistent=False)
         if tied and head.weight is not embedding.weight:  # a plain tensor is replaced, in each module by itself
             head.weight = embedding.weight
         self.model.set_rotary(rotary.to(self._mesh.device))
 
     def _adapt(self, causal_lm: nn.Module) -> None:
         """Replace every linear layer by an adaptable one."""
-        int8 = self._setup.architecture.int8
+        int8, shapes = self._setup.architecture.int8, self._setup.architecture.linear_shapes()
         for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
             for path in (*ATTENTION, *MLP):
                 parent_path, _, leaf = path.rpartition(".")
-                parent = layer.get_submodule(parent_path)
                 cut = 0 if leaf in _COLUMN else 1
                 module = f"model.layers.{index}.{path}"
-                linear = getattr(parent, leaf)
+                linear = _linear_of(layer, path, shapes[path], module)
+                parent = layer.get_submodule(parent_path)
                 scales = None if int8 is None else int8.num_scales(linear.in_features)
                 setattr(parent, leaf, MultiLoraLinear(linear, module, cut, num_scales=scales))
 
@@ -266,3 +277,17 @@ class BaseModel:
             piece = files.part(part.name, part.shape, cut)
         self.read_bytes += piece.numel() * piece.element_size()
         part.local.copy_(piece)
+
+
+def _linear_of(layer: nn.Module, path: str, size: tuple[int, int], module: str) -> nn.Linear:
+    """Return a linear module that adapters train. Raise ConfigError if the layer has none of that name and size."""
+    found = dict(layer.named_modules()).get(path)
+    if isinstance(found, nn.Linear) and (found.in_features, found.out_features) == size:
+        return found
+    linear = ", ".join(name for name, each in layer.named_modules() if isinstance(each, nn.Linear))
+    shown = "none" if found is None else str(found)
+    msg = (
+        f"{module} should be a linear module from {size[0]} to {size[1]}, and is {shown}: the fsdp backend trains "
+        f"adapters of {', '.join((*ATTENTION, *MLP))}, and the linear modules of the model's layer are {linear}"
+    )
+    raise ConfigError(msg)

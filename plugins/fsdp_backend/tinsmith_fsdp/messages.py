@@ -13,6 +13,7 @@ class Setup(TrainingSetup[FsdpConfig, DecoderShape]):
 
     prefetch: bool  # gather the next layer before one of the forward pass is started
     compile: bool
+    probes: str | None = None  # the directory that keeps what probes of classes found; None: nothing is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

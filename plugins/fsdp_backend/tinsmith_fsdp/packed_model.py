@@ -1,9 +1,10 @@
-"""A transformers decoder reassembled to process streams: embedding, its own layers, norm, head and loss.
+"""A transformers decoder that processes streams: its own embedding, layers and norm, and a head with the losses.
 
 A pass takes several streams. Each goes through a layer by itself, while the layer's weights are gathered once for all.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinsmith_fsdp.head import rows_of
 from tinsmith_fsdp.lora import MultiLoraLinear, local
-from tinsmith_fsdp.streams import Stream
+from tinsmith_fsdp.streams import Call, Stream
 from tinsmith_fsdp.tensor_parallel import gather_tokens, scatter_sums
 from tinsmith_workers.torch import LossTable, Scores, Vocabulary, score, score_with_gradients
 
@@ -26,26 +27,62 @@ class PackedLayer(nn.Module):
         self.checkpointing = checkpointing
         self.linears = tuple(module for module in inner.modules() if isinstance(module, MultiLoraLinear))
 
-    def forward(self, hiddens: Sequence[torch.Tensor], streams: Sequence[Stream]) -> list[torch.Tensor]:
+    def forward(self, hiddens: Sequence[torch.Tensor], streams: Sequence[Stream], index: int) -> list[torch.Tensor]:
+        """`index`: of the layer, whose calls the streams have."""
+        work = [(hidden, stream, stream.calls[index]) for hidden, stream in zip(hiddens, streams, strict=True)]
         if self.checkpointing and torch.is_grad_enabled():
-            return [
-                checkpoint(self._run, hidden, stream, use_reentrant=False, preserve_rng_state=False)
-                for hidden, stream in zip(hiddens, streams, strict=True)
-            ]
-        return [self._run(hidden, stream) for hidden, stream in zip(hiddens, streams, strict=True)]
+            return [checkpoint(self._run, *each, use_reentrant=False, preserve_rng_state=False) for each in work]
+        return [self._run(*each) for each in work]
 
-    def _run(self, hidden: torch.Tensor, stream: Stream) -> torch.Tensor:
+    def _run(self, hidden: torch.Tensor, stream: Stream, call: Call) -> torch.Tensor:
         for linear in self.linears:  # set here, so that recomputation in the backward pass sees it too
             linear.factors = stream.factors.get(linear.module)
-        out = self.inner(hidden, attention_mask=None, position_embeddings=stream.rope, stream=stream)
+        positional, named = call
+        out = self.inner(hidden, *positional, **named, stream=stream)
         assert isinstance(out, torch.Tensor)
         return out
 
 
+class _Noted(nn.Module):
+    """Stands for a layer while transformers prepares a pass: notes how it is called, and changes nothing."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = (layer,)  # not a submodule of this
+        self.call: Call = (), {}
+
+    def forward(self, hidden: torch.Tensor, *positional: Any, **named: Any) -> torch.Tensor:
+        self.call = positional, named
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        """Trunks look at some attributes of their layers."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layer[0], name)
+
+
+class _Embedding(nn.Module):
+    """Looks up tokens as the model does, of which each tensor-parallel rank has a part."""
+
+    def __init__(self, model: "PackedModel") -> None:
+        super().__init__()
+        self._model = (model,)  # not a submodule of this
+
+    def forward(self, tokens_1T: torch.Tensor) -> torch.Tensor:
+        return self._model[0].embedded(tokens_1T)
+
+
 class PackedModel(nn.Module):
-    """The whole model. `canonical_name` maps its parameters to their canonical names."""
+    """The whole model. `canonical_name` maps its parameters to their canonical names.
+
+    What transformers' trunk computes before its layers, it computes here, too: embedding, scales, and rotations of each
+    kind of layer. Only its layers run later, those of all streams together.
+    """
 
     def __init__(self, causal_lm: nn.Module, *, checkpointing: bool) -> None:
+        """Take a model of transformers apart; it cannot be used afterwards."""
         super().__init__()
         trunk = causal_lm.model
         assert isinstance(trunk, nn.Module)
@@ -55,6 +92,10 @@ class PackedModel(nn.Module):
         self.norm = _module(trunk.norm)
         self.lm_head = _module(causal_lm.lm_head)
         self.vocabulary = Vocabulary(0, None)
+        self.scale, self._cap = _logits(causal_lm.config)
+        self._noted = [_Noted(layer.inner) for layer in self.layers]  # type: ignore[arg-type]  # a module
+        trunk.layers, trunk.norm, trunk.embed_tokens = nn.ModuleList(self._noted), nn.Identity(), _Embedding(self)
+        self._trunk = (trunk,)  # not a submodule: its parameters are this one's
 
     def recompute(self, yes: bool) -> None:  # noqa: FBT001
         """Set whether passes from now on recompute activations in the backward pass, which changes no number."""
@@ -64,26 +105,16 @@ class PackedModel(nn.Module):
 
     def set_rotary(self, rotary: nn.Module) -> None:
         """Set the rotary embedding, which has no parameters and is not sharded."""
-        self._rotary = [rotary]
+        self._trunk[0].rotary_emb = rotary
 
     def forward(
         self, streams: Sequence[Stream], losses: LossTable, *, backward: bool
     ) -> tuple[list[torch.Tensor], list[Scores]]:
         """Return each stream's scores, and with `backward` its summed loss, on which to call backward."""
-        hiddens = []
-        for stream in streams:
-            hidden = self._embedded(stream.tokens_T[None])
-            if backward:
-                hidden.requires_grad_()  # a frozen base model must still pass on gradients, for the adapters
-            stream.rope = self._rotary[0](hidden, stream.positions_T[None])
-            hiddens.append(hidden)
-        for layer in self.layers:
-            hiddens = layer(hiddens, streams)
         totals, scores = [], []
         weight = local(self.lm_head.weight)
-        for hidden, stream in zip(hiddens, streams, strict=True):
-            rows = rows_of(stream, losses, self.vocabulary, len(weight))
-            normed = gather_tokens(self.norm(hidden), self.vocabulary.group)[0]
+        for normed, stream in zip(self.normed(streams, backward=backward), streams, strict=True):
+            rows = rows_of(stream, losses, self.vocabulary, len(weight), self._cap)
             if backward:
                 total, found = score_with_gradients(normed, weight, rows)
                 totals.append(total)
@@ -92,13 +123,47 @@ class PackedModel(nn.Module):
             scores.append(found)
         return totals, scores
 
-    def _embedded(self, tokens_1T: torch.Tensor) -> torch.Tensor:
+    def normed(self, streams: Sequence[Stream], *, backward: bool) -> list[torch.Tensor]:
+        """Return what the head reads of each stream [T, H], with the scale of its logits."""
+        hiddens = []
+        for stream in streams:
+            hidden = self._prepared(stream)
+            if backward:
+                hidden.requires_grad_()  # a frozen base model must still pass on gradients, for the adapters
+            hiddens.append(hidden)
+        for index, layer in enumerate(self.layers):
+            hiddens = layer(hiddens, streams, index)
+        found = [gather_tokens(self.norm(hidden), self.vocabulary.group)[0] for hidden in hiddens]
+        return found if self.scale == 1.0 else [normed * self.scale for normed in found]
+
+    def logits(self, normed_TH: torch.Tensor) -> torch.Tensor:
+        """Return the logits [T, V] of what `normed` returned, of a model that nothing divides."""
+        logits_TV = F.linear(normed_TH, self.lm_head.weight)  # type: ignore[arg-type]  # a parameter
+        return logits_TV if self._cap is None else torch.tanh(logits_TV / self._cap) * self._cap
+
+    def _prepared(self, stream: Stream) -> torch.Tensor:
+        """Return what the first layer takes, and note how each layer is called."""
+        (trunk,) = self._trunk
+        out = trunk(input_ids=stream.tokens_T[None], position_ids=stream.positions_T[None], use_cache=False)
+        stream.calls = [noted.call for noted in self._noted]
+        hidden = out.last_hidden_state
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+    def embedded(self, tokens_1T: torch.Tensor) -> torch.Tensor:
         """Look up the tokens: with tensor parallelism, this rank's part of them."""
         if self.vocabulary.group is None:
             return self.embed_tokens(tokens_1T)  # type: ignore[no-any-return]
         weight = local(self.embed_tokens.weight)
         own_1T, index_1T = self.vocabulary.own(tokens_1T, len(weight))
         return scatter_sums(F.embedding(index_1T, weight) * own_1T[..., None], self.vocabulary.group)
+
+
+def _logits(config: Any) -> tuple[float, float | None]:
+    """Return the scale of a model's logits and their soft cap, by the names that transformers' classes give them."""
+    scale = getattr(config, "logit_scale", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+    return float(scale) / float(getattr(config, "logits_scaling", None) or 1.0), None if cap is None else float(cap)
 
 
 def _module(child: object) -> nn.Module:

@@ -6,6 +6,7 @@ Legend: T = tokens of the stream, K = targets per token.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.lora import Factors, factors_of
 from tinsmith_workers import Segment
 from tinsmith_workers.torch import Leaves, LossBatch, LossTable, to_device
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""What transformers gives to a layer besides the hidden states: positional and named arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Group:
 
 @dataclass(slots=True)
 class Stream:
-    """The tokens of one forward pass with all their data. The model fills in `rope`."""
+    """The tokens of one forward pass with all their data. The model fills in `calls`."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
@@ -36,8 +40,8 @@ class Stream:
     longest: int  # tokens of the longest sequence, or somewhat more
     groups: tuple[Group, ...]
     factors: Mapping[str, Factors]  # by module; no entry: no adapter trains it
-    batch: LossBatch
-    rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    batch: LossBatch | None = None  # None: it is not scored
+    calls: Sequence[Call] = ()  # of the layers
 
 
 def make_stream(
@@ -73,6 +77,21 @@ def make_stream(
         groups=groups,
         factors=factors,
         batch=losses.batch(segments, device, padding=padding),
+    )
+
+
+def bare_stream(sequences: Sequence[torch.Tensor]) -> Stream:
+    """Make a stream of token ids alone, which the head cannot score, on the CPU."""
+    lengths = [len(sequence) for sequence in sequences]
+    ends = np.cumsum([0, *lengths])
+    return Stream(
+        tokens_T=torch.cat(list(sequences)),
+        positions_T=torch.cat([torch.arange(length) for length in lengths]),
+        bounds=tuple(pairwise(ends.tolist())),
+        ends=torch.from_numpy(ends.astype(np.int32)),
+        longest=_at_least(max(lengths)),
+        groups=(Group(0, sum(lengths), None),),
+        factors={},
     )
 
 

@@ -82,6 +82,7 @@ class Rows:
     batch: LossBatch
     losses: LossTable
     vocabulary: Vocabulary
+    cap: float | None = None  # of the logits: cap * tanh(logits / cap); None: there is none
 
 
 class _Head(torch.autograd.Function):
@@ -175,6 +176,8 @@ def _logprobs(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows: Rows, span
     adapters = None if span.adapters is None else span.adapters(chunk, hidden_CH)
     if adapters is not None:
         logits_CV += adapters.delta()
+    if rows.cap is not None:
+        logits_CV = logits_CV.div_(rows.cap).tanh_().mul_(rows.cap)
     own_CK, index_CK = rows.vocabulary.own(rows.batch.targets_TK[chunk], len(weight_VH))
     target_CK, lse_C1 = _exchanged(logits_CV, own_CK, index_CK, rows.vocabulary.group)
     return _Logprobs(target_CK - lse_C1, logits_CV, lse_C1, own_CK, index_CK, adapters)
@@ -195,8 +198,11 @@ def _chunk(
     if gradients is None:
         return logp_CK, loss_CK
     # 2. d logp_k / d logits = onehot(target_k) - softmax, in the memory of the logits.
+    slope_CV = None if rows.cap is None else 1 - (found.logits_CV / rows.cap).square_()
     d_logits_CV = found.logits_CV.sub_(found.lse_C1).exp_().mul_(-d_logp_CK.sum(dim=-1, keepdim=True))
     d_logits_CV.scatter_add_(1, found.index_CK, d_logp_CK * own_CK)
+    if slope_CV is not None:
+        d_logits_CV.mul_(slope_CV)
     narrow_CV = d_logits_CV.to(weight_VH.dtype)
     d_hidden_CH = narrow_CV @ weight_VH
     if gradients.d_weight_VH is not None:

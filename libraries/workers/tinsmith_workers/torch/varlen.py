@@ -20,6 +20,7 @@ def varlen_attention(
     longest: int,
     *,
     scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Map query [T, heads, d] and key, value [T, kv heads, d], in half precision on a GPU, to [T, heads, d].
 
@@ -30,6 +31,7 @@ def varlen_attention(
         starts: int32 [sequences + 1], where each begins, and T.
         longest: the tokens of the longest sequence, or more.
         scale: of the scores; 1 / sqrt(d) if None.
+        window: the tokens that a token sees, itself included; all before it if None.
     """
     out = varlen_attn(
         query.contiguous(),
@@ -40,7 +42,7 @@ def varlen_attention(
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),  # causal
+        window_size=(-1 if window is None else window - 1, 0),  # causal
         **_GROUPED_HEADS,
     )
     assert isinstance(out, torch.Tensor)

@@ -26,6 +26,7 @@ from tinsmith_checkpoints.values import Json
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.batching import owners
+from tinsmith_fsdp.causal_lm import Buffer
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import Ranks
 from tinsmith_fsdp.full_model import FullModel
@@ -150,9 +151,9 @@ class _Unreal(BaseModel):
         super().__init__(setup, mesh, trainable=trainable)
         self.shortage = None  # ranks that do not exist run out of nothing
 
-    def _allocate(self, rotary: nn.Module) -> None:
+    def _allocate(self, rotary: nn.Module, buffers: Sequence[Buffer]) -> None:
         with self._fake, self._counted:
-            super()._allocate(rotary)
+            super()._allocate(rotary, buffers)
 
 
 def _copies(loras: Sequence[LoraConfig]) -> tuple[bool, ...]:

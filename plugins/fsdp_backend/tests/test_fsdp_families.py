@@ -1,0 +1,179 @@
+"""Classes of transformers: those that are trained compute what transformers computes, the others are refused by name.
+
+A probe finds out which they are, on a small model.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from fsdp_harness import LOSSES, VOCAB
+from test_fsdp_modes import LENGTHS, make_trainer, tensors_of
+from transformers.models.llama import modeling_llama
+
+from tinsmith import ConfigError, ForwardBackward
+from tinsmith.testing import assert_close_arrays, ragged_data
+from tinsmith_fsdp import probe
+from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_fsdp.mesh import Mesh, join_mesh
+from tinsmith_fsdp.probe import require_packing
+from tinsmith_workers import alone, deal, segments
+
+pytestmark = [
+    pytest.mark.slow,  # imports torch and transformers
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
+]
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "Gemma2ForCausalLM": WINDOW,
+    "Qwen2ForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 20},
+    "LlamaForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "GemmaForCausalLM": {},
+    "Gemma3ForCausalLM": WINDOW,
+    "Olmo2ForCausalLM": {},
+    "Olmo3ForCausalLM": WINDOW,
+    "SmolLM3ForCausalLM": {"no_rope_layer_interval": 2},
+    "GraniteForCausalLM": {
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    },
+    "Cohere2ForCausalLM": WINDOW,
+    "SeedOssForCausalLM": {},
+}
+SHORT = 3  # of these, for `make test`
+HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    """One rank, in this process."""
+    with alone() as worker, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        yield join_mesh(worker, torch.device("cpu"), FsdpConfig())
+    dist.destroy_process_group()
+
+
+def config_of(name: str, **settings: Any) -> Any:
+    return getattr(transformers, name).config_class(**{**SIZES, **settings})
+
+
+def write_model(name: str, directory: Path) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config_of(name, **FAMILIES[name])).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.config._attn_implementation = "eager"  # the only one that knows soft caps
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if n < SHORT else pytest.mark.thorough) for n, name in enumerate(FAMILIES)],
+)
+def test_a_family_trains_as_transformers_does(name: str, mesh: Mesh, tmp_path: Path) -> None:
+    """Logprobs of packed sequences, and the gradients of all weights, against each sequence by itself."""
+    model = write_model(name, tmp_path / "model")
+    require_packing(name, model.config, None)
+    trainer = make_trainer(tmp_path / "model", mesh, strict=False)
+    trainer.create_full_model("m")
+    data = ragged_data(0, VOCAB, LENGTHS)
+    op = ForwardBackward(model_id="m", data=tuple(data))
+    micros = [micro[0] for micro in deal(list(segments([op], LOSSES)), 1, 4096)]
+    assert len(micros) == 1, "the sequences are packed"
+    scored = trainer.run_full("m", micros, True)
+    for datum, own in zip(data, sorted(scored, key=lambda each: each.index), strict=True):  # type: ignore[union-attr, arg-type, return-value]
+        logits = model(torch.tensor(datum.tokens_T.astype(np.int64))[None]).logits[0]
+        logp_TK = torch.log_softmax(logits, -1).gather(-1, torch.tensor(datum.targets_TK))
+        np.testing.assert_allclose(own.logp_TK, logp_TK.detach().numpy(), rtol=0, atol=1e-4)  # type: ignore[union-attr]
+        weights = torch.tensor(datum.loss_inputs["weights"]).reshape(len(logp_TK), -1)
+        (-(weights * logp_TK).sum()).backward()
+    expected = {
+        key: parameter.grad.numpy() for key, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    found = tensors_of(trainer, "gradients", tmp_path / "state")
+    assert found.keys() == expected.keys()
+    assert_close_arrays(found, expected, 1e-4, "gradients")
+
+
+def test_windows_and_sinks_are_those_of_transformers() -> None:
+    """Of a class whose experts adapters cannot train: it is refused for them alone."""
+    sizes = {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}
+    require_packing("GptOssForCausalLM", config_of("GptOssForCausalLM", **sizes), None)
+
+
+def test_layers_that_let_neighbours_leak_are_refused() -> None:
+    """Without kernels for GPUs, transformers computes the gated delta rule by code that ignores where sequences end."""
+    with pytest.raises(
+        ConfigError, match=r"Qwen3_5ForCausalLM of transformers .* packed side by side change each other"
+    ):
+        require_packing("Qwen3_5ForCausalLM", config_of("Qwen3_5ForCausalLM", **HYBRID), None)
+
+
+def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument that our attention does not know changes no neighbour, but the numbers."""
+
+    def shifted(module: torch.nn.Module, hidden_states: torch.Tensor, **named: Any) -> Any:
+        if module.config._attn_implementation == "eager":  # type: ignore[union-attr]
+            hidden_states = hidden_states * 1.001
+        return forward(module, hidden_states, **named)
+
+    forward = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", shifted)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM .* differ from transformers' own forward pass"):
+        require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM"), None)
+
+
+def test_models_built_in_another_way_are_refused() -> None:
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM .* it has no model.embed_tokens"):
+        require_packing("MambaForCausalLM", config, None)
+
+
+def test_a_probe_runs_once_for_a_class_and_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def refuse(name: str, small: Mapping[str, Any]) -> str:
+        tried.append(name)
+        return "as told"
+
+    monkeypatch.setattr(probe, "_tried", refuse)
+    for size in (32, 64, 64):  # sizes change nothing, kinds of layers do
+        with pytest.raises(ConfigError, match="as told"):
+            require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM", intermediate_size=size), tmp_path)
+    assert len(tried) == 1
+    with pytest.raises(ConfigError, match="as told"):
+        require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM", attention_bias=True), tmp_path)
+    assert len(tried) == 2
+    for kept in tmp_path.iterdir():
+        kept.write_text("{")
+    monkeypatch.setattr(probe, "_tried", lambda *_: "")
+    require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM"), tmp_path)  # a broken file is written anew
+    monkeypatch.setattr(probe, "_tried", refuse)
+    require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM"), tmp_path)

@@ -1,0 +1,84 @@
+"""A model of transformers without its weights: built on the meta device, and what of it must be a number all the same.
+
+Buffers, such as the scale of an embedding, are in no file: transformers computes them when it initialises a module.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import nn
+
+from tinsmith import ConfigError
+from tinsmith_fsdp import attention
+
+Buffer = tuple[nn.Module, str, torch.Tensor]
+_PARTS: Final = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+
+
+def read_config(directory: Path) -> Any:
+    """Read config.json as transformers does."""
+    return transformers.AutoConfig.from_pretrained(directory)
+
+
+def class_of(name: str) -> Any:
+    """Return transformers' class of that name. Raise ConfigError if the installed version has none."""
+    found = getattr(transformers, name, None)
+    if found is None:
+        msg = (
+            f"transformers {transformers.__version__} has no class {name}; use another version of it, or another model"
+        )
+        raise ConfigError(msg)
+    return found
+
+
+def require_parts(causal_lm: nn.Module) -> None:
+    """Raise ConfigError if the model is not embedding, layers, norm and head, by the names that nearly all have."""
+    modules = dict(causal_lm.named_modules())
+    if missing := [part for part in _PARTS if part not in modules]:
+        msg = (
+            f"{type(causal_lm).__name__} is built in another way than the fsdp backend can train: it has no "
+            f"{', '.join(missing)}"
+        )
+        raise ConfigError(msg)
+
+
+def attend_packed(causal_lm: nn.Module) -> None:
+    """Have the model's layers call our attention."""
+    attention.register()
+    causal_lm.config._attn_implementation = attention.NAME  # type: ignore[union-attr]  # noqa: SLF001  (where they look)
+
+
+def computed_buffers(causal_lm: nn.Module, device: torch.device) -> list[Buffer]:
+    """Compute the buffers of a model on the meta device. Nothing of the model changes.
+
+    Raise ConfigError if transformers does not say how one is computed.
+    """
+    found = []
+    for name, module in causal_lm.named_modules():
+        on_meta = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        if on_meta:
+            for key, buffer in _computed(causal_lm, module, on_meta, device).items():
+                if buffer.is_floating_point() and buffer.isnan().any():
+                    msg = f"transformers does not say how {type(causal_lm).__name__} computes {name}.{key}"
+                    raise ConfigError(msg)
+                found.append((module, key, buffer))
+    return found
+
+
+def _computed(
+    causal_lm: nn.Module, module: nn.Module, buffers: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Have transformers initialise a module whose weights are of one number each: theirs would take long."""
+    held = dict(module._parameters)  # noqa: SLF001 - torch has no public way to exchange them
+    for key, buffer in buffers.items():
+        module._buffers[key] = torch.full(buffer.shape, torch.nan, device=device).to(buffer.dtype)  # noqa: SLF001
+    for key, parameter in held.items():
+        module._parameters[key] = None if parameter is None else nn.Parameter(torch.zeros([1] * parameter.ndim))  # noqa: SLF001
+    causal_lm._init_weights(module)  # type: ignore[operator]  # noqa: SLF001 - as above
+    found = {key: module._buffers[key] for key in buffers}  # noqa: SLF001
+    module._parameters.update(held)  # noqa: SLF001
+    module._buffers.update(buffers)  # noqa: SLF001
+    return {key: buffer for key, buffer in found.items() if buffer is not None}
