@@ -53,6 +53,7 @@ from tinsmith.store import (
 )
 from tinsmith.testing.engine_driver import EngineDriver, make_context, take_over
 from tinsmith.testing.store_records import claim_records
+from tinsmith_checkpoints import format as checkpoint_format
 from tinsmith_checkpoints.format import MANIFEST
 
 Work = Callable[[], Awaitable[None]]
@@ -81,7 +82,7 @@ FILE_STEPS: Final = (
     (atomic_directory, "_put"),
     (atomic_directory, "delete"),
     (atomic_directory, "find"),
-    (checkpoints, "read_manifest"),
+    (checkpoint_format, "read_manifest"),
     (checkpoints, "_files"),
 )
 """The functions in threads before which a session pauses."""
