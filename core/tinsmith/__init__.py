@@ -35,6 +35,7 @@ from tinsmith.errors import (
     UserError,
 )
 from tinsmith.expert_load import expert_metrics
+from tinsmith.figures import Figures
 from tinsmith.hook_values import (
     ErrorAnswer,
     OperationFinished,
@@ -93,6 +94,7 @@ __all__ = [
     "ErrorAnswer",
     "ExpertArray",
     "Failed",
+    "Figures",
     "FloatArray",
     "Forward",
     "ForwardBackward",

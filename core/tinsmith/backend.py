@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from tinsmith.errors import ConfigError
+from tinsmith.figures import Figures
 from tinsmith.losses import LossSpec
 from tinsmith.operations import (
     Array,
@@ -198,6 +199,7 @@ class BackendContext:
     placement: Placement = Placement()  # names no devices if the backend's spec has no `demand`
     progress: Progress = _no_progress
     sleeps: bool = False  # it takes turns on the device with another backend: raise ConfigError if it cannot
+    figures: Figures = field(default_factory=Figures)  # what the backend may count: see `tinsmith.figures`
     checkpoint_shard_bytes: int = 2 << 30  # of one file, if the backend itself writes a fully trained model's state
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from tinsmith.figures import Figures
 from tinsmith.operations import Consistency, Failed, Sample, SampleOutput
-from tinsmith.store import RequestStore, SamplingSessionRecord
+from tinsmith.store import PendingWork, RequestStore, SamplingSessionRecord
 from tinsmith_checkpoints.values import Json
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class RoutesContext:
     store: RequestStore  # open while requests are answered; not yet open when the hook is called
     registry: CollectorRegistry  # `/metrics` shows it; a plugin may register its own collectors
     sampling: RouteSampling
+    pending: Callable[[], Awaitable[Sequence[PendingWork]]]
+    """Returns what is queued and running, at most a second old: asking the store costs more, the more waits."""
     caller: Callable[[Request], Principal]
     """Identifies the sender of a request, as core's routes do: use it as `Depends(context.caller)`."""
     json_route: type[APIRoute]
@@ -98,6 +101,8 @@ class RoutesContext:
     """
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)
     """By the prefix of paths: the form of their error answers, those for unknown senders and large bodies included."""
+    figures: Figures = field(default_factory=Figures)
+    """What this process counts: a server shows it on `/metrics` beside what its engines report."""
     _public: list[object] = field(default_factory=list, init=False, repr=False)
 
     def public(self, endpoint: E) -> E:

@@ -342,6 +342,7 @@ def a_routes_context(data_dir: Path) -> RoutesContext:
         store=store,
         registry=CollectorRegistry(),
         sampling=create_autospec(tinsmith.RouteSampling, instance=True),
+        pending=store.list_pending,
         caller=lambda _: tinsmith.Principal(tenant="ann"),
         json_route=APIRoute,
     )

@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from tinsmith.builtin.figure_metrics import FigureCollector
 from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import RoutesContext
 from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState, PendingWork
@@ -61,7 +62,8 @@ class _Page:
             store = self._context.store
             overdue, since = await store.overdue_engines(), await store.running_since()
             engines.register(_EngineCollector(await store.list_engines(), overdue, since))
-            engines.register(_QueueCollector(await store.list_pending()))
+            engines.register(_QueueCollector(await self._context.pending()))
+            engines.register(FigureCollector(self._context.figures, await store.list_figures()))
             self._text = generate_latest(self._context.registry) + generate_latest(engines)
             self._rendered_at_s = time.monotonic()
             return self._text

@@ -68,6 +68,7 @@ class _Device:
 class ToyBackend(TrainingBackend, SamplingBackend):
     def __init__(self, config: ToyConfig, context: BackendContext) -> None:
         self._losses = context.losses
+        self._figures = context.figures
         model = ToyModel(vocab_size=config.vocab_size, hidden_size=config.hidden_size, seed=config.seed)
         self._awake: _Device | None = _Device(model=model, snapshots={None: Adapter(weights={}, scale=1.0)})
         self._asleep = b""  # what the device held, while the backend sleeps
@@ -132,6 +133,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         return [self._score(op, backward=True) for op in ops]
 
     def _score(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
+        self._figures.computed(tokens=op.num_tokens, padding=0)
         spec, model = self._losses[op.loss_fn], self._device.models[op.model_id]
         scored = [
             toy_training.score(self._device.model, model.adapter, datum, spec, op.loss_fn_config, backward=backward)

@@ -63,7 +63,7 @@ def assemble_engine(
     operations = ModelOperations(engine, models, steps, checkpoints, snapshots, gate, points)
 
     claims = Claims(engine, Decoder(capabilities=capabilities, losses=losses))
-    recorder = Recorder(engine, claims, on_finished)
+    recorder = Recorder(engine, claims, on_finished, most_tokens=trainer.max_batch_tokens)
     waiting = TrainingQueue(scheduler, Limits(max_batch_tokens=trainer.max_batch_tokens), models.why_not)
     training = Training(engine, waiting, models, steps, operations, points, recorder)
     samples = SampleQueue(scheduler, drawing.sampler_capabilities)

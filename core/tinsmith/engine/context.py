@@ -13,6 +13,7 @@ from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.engine.budgets import DiskRoom, WaitingStates
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import in_a_thread
+from tinsmith.figures import Figures
 from tinsmith.host_memory import host_memory
 from tinsmith.settings import (
     ConsistencySettings,
@@ -80,6 +81,7 @@ class EngineContext:
     data_dir: DataDir
     options: EngineOptions
     watch: CallWatch = field(default_factory=lambda: CallWatch(WatchdogSettings()))  # somebody may look at it
+    figures: Figures = field(default_factory=Figures)
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # if one fails, the engine ends
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # once it is set, nothing new is started
     room: DiskRoom = field(init=False)

@@ -11,6 +11,7 @@ from tinsmith import operations as ops
 from tinsmith.engine.claimed import Finished, usage_of
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.context import EngineContext
+from tinsmith.engine.counting import count_batch
 from tinsmith.engine.failures import with_retries
 from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import OperationFinished
@@ -53,8 +54,18 @@ def _verdict(ended: asyncio.Task[ops.Consistency | None]) -> ops.Consistency | N
 
 
 class Recorder:
-    def __init__(self, engine: EngineContext, claims: Claims, on_finished: Callable[[OperationFinished], None]) -> None:
+    def __init__(
+        self,
+        engine: EngineContext,
+        claims: Claims,
+        on_finished: Callable[[OperationFinished], None],
+        *,
+        most_tokens: int,
+    ) -> None:
+        """`most_tokens`: of a batch of passes."""
         self._store = engine.store
+        self._figures = engine.figures
+        self._most_tokens = most_tokens
         self._lease = engine.lease
         self._claims = claims
         self._on_finished = on_finished
@@ -87,6 +98,7 @@ class Recorder:
             self._store.complete, self._lease, [each for batch in batches for each in batch.completions()]
         )
         for batch in batches:
+            count_batch(self._figures, batch.finished, batch.run_s, most_tokens=self._most_tokens)
             self._claims.release(*(each.claimed.record.request_id for each in batch.finished))
             for each, event in zip(batch.finished, batch.events(), strict=True):
                 self._tell(event, each.outcome.comparing)

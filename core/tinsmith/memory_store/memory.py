@@ -27,6 +27,7 @@ from tinsmith.store import (
     OperationRecord,
     OperationState,
     RecoveryPointRecord,
+    ReportedFigures,
     RunRecord,
     RunState,
     SamplingSessionRecord,
@@ -132,6 +133,7 @@ class Memory:
         self.untold: defaultdict[str, list[str]] = defaultdict(list)  # cancelled while they ran, by base model
         self.leases: dict[str, LeaseRow] = {}
         self.engines: dict[str, EngineRecord] = {}
+        self.figures: dict[str, ReportedFigures] = {}
         self.recovery_points: dict[str, dict[int, RecoveryPointRecord]] = {}
         self.usage: defaultdict[tuple[datetime, str, str], Counter[str]] = defaultdict(Counter)
         self.experts: dict[tuple[str, str, bytes], tuple[bytes, datetime]] = {}  # oldest first

@@ -47,6 +47,7 @@ from tinsmith.store import (
     PlaceLimits,
     RecoveryPointRecord,
     RecoveryPointTaken,
+    ReportedFigures,
     RequestStore,
     RunLog,
     RunRecord,
@@ -701,6 +702,17 @@ class MemoryStore(RequestStore):
             if (since := each.record.started_at) is not None and each.is_running:
                 found[each.record.base_model] = min(since, found.get(each.record.base_model, since))
         return found
+
+    @_transaction
+    def report_figures(self, lease: Lease, report: bytes) -> None:
+        self._memory.fence(lease)
+        self._memory.figures[lease.base_model] = ReportedFigures(
+            base_model=lease.base_model, reported_at=datetime.now(UTC), report=report
+        )
+
+    @_transaction
+    def list_figures(self) -> list[ReportedFigures]:
+        return [reported for _, reported in sorted(self._memory.figures.items())]
 
     # recovery
 

@@ -15,6 +15,7 @@ from tinsmith.backend import (
 )
 from tinsmith.engine.device_turns import DeviceTurns, sleepers
 from tinsmith.errors import ConfigError
+from tinsmith.figures import Figures
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
@@ -28,11 +29,13 @@ NO_SAMPLER: Final = "none"
 """The sampler of a model that is only trained."""
 
 
-def make_store(settings: Settings, plugins: Plugins) -> RequestStore:
-    """Return the request store, not opened yet."""
+def make_store(settings: Settings, plugins: Plugins, figures: Figures | None = None) -> RequestStore:
+    """Return the request store, not opened yet. It may time its commits in `figures`."""
     spec = plugins.stores.get(settings.store.plugin)
     config = spec.config.model_validate(settings.store.options())
-    context = StoreContext(data_dir=settings.data_dir.root, shared=settings.server.share_data_dir)
+    context = StoreContext(
+        data_dir=settings.data_dir.root, shared=settings.server.share_data_dir, figures=figures or Figures()
+    )
     return spec.create(config, context)
 
 
@@ -53,10 +56,14 @@ def make_scheduler(settings: Settings, plugins: Plugins) -> Scheduler:
 
 
 def make_backends(
-    model: ModelSettings, plugins: Plugins, data_dir: DataDir, progress: Progress
+    model: ModelSettings, plugins: Plugins, data_dir: DataDir, progress: Progress, figures: Figures | None = None
 ) -> tuple[TrainingBackend, SamplingBackend | None]:
-    """Return trainer and sampler, which may be one object. Call it in the thread that will use the trainer."""
-    backend = make_trainer(model, plugins, data_dir, progress, samples=model.sampler is None)
+    """Return trainer and sampler, which may be one object. Call it in the thread that will use the trainer.
+
+    They may count in `figures`.
+    """
+    figures = figures or Figures()
+    backend = make_trainer(model, plugins, data_dir, progress, figures, samples=model.sampler is None)
     if model.sampler is None:
         return backend, backend if isinstance(backend, SamplingBackend) else None
     if model.sampler.plugin == NO_SAMPLER:
@@ -65,7 +72,7 @@ def make_backends(
         if model.turns.enabled:
             _check_sleep(model, backend)
             backend.sleep_trainer()  # while the sampler loads, it has the devices
-        sampler = _make_sampler(model, model.sampler, plugins, data_dir, progress)
+        sampler = _make_sampler(model, model.sampler, plugins, data_dir, progress, figures)
     except BaseException:
         backend.close()
         raise
@@ -73,11 +80,16 @@ def make_backends(
 
 
 def _make_sampler(
-    model: ModelSettings, section: PluginSection, plugins: Plugins, data_dir: DataDir, progress: Progress
+    model: ModelSettings,
+    section: PluginSection,
+    plugins: Plugins,
+    data_dir: DataDir,
+    progress: Progress,
+    figures: Figures,
 ) -> SamplingBackend:
     spec = plugins.samplers.get(section.plugin)
     config = spec.config.model_validate(own_options(section, spec))
-    sampler = spec.create(config, _context(model, plugins, data_dir, spec, section, progress, samples=True))
+    sampler = spec.create(config, _context(model, plugins, data_dir, spec, section, progress, figures, samples=True))
     if model.turns.enabled and not overrides(sampler, SamplingBackend.sleep_sampler):
         sampler.close()
         raise _cannot_sleep(model, f"the sampler {spec.name!r}")
@@ -114,13 +126,21 @@ def make_turns(
 
 
 def make_trainer(
-    model: ModelSettings, plugins: Plugins, data_dir: DataDir, progress: Progress, *, samples: bool
+    model: ModelSettings,
+    plugins: Plugins,
+    data_dir: DataDir,
+    progress: Progress,
+    figures: Figures | None = None,
+    *,
+    samples: bool,
 ) -> TrainingBackend:
     """Return the backend that trains; `samples` says whether it will be asked to sample as well."""
     section = model.backend
     spec = plugins.default_backend() if section is None else plugins.backends.get(section.plugin)
     config = spec.config.model_validate(own_options(section, spec))
-    return spec.create(config, _context(model, plugins, data_dir, spec, section, progress, samples=samples))
+    return spec.create(
+        config, _context(model, plugins, data_dir, spec, section, progress, figures or Figures(), samples=samples)
+    )
 
 
 def model_directory(model: ModelSettings, plugins: Plugins, progress: Progress) -> Path | None:
@@ -143,6 +163,7 @@ def _context(
     spec: AnySpec,
     section: PluginSection | None,
     progress: Progress,
+    figures: Figures,
     *,
     samples: bool,
 ) -> BackendContext:
@@ -155,6 +176,7 @@ def _context(
         losses=plugins.losses.all(),
         placement=_placement(section, spec, samples=samples),
         progress=progress,
+        figures=figures,
         checkpoint_shard_bytes=model.checkpoint_shard_bytes,
         routing_replay=model.routing_replay.enabled,
         sleeps=model.turns.enabled,

@@ -18,6 +18,7 @@ import uvloop
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import ConfigError, LeaseLostError, PluginError, ServerError
+from tinsmith.figures import Figures
 from tinsmith.lifeline import end_with, leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan, with_placement
@@ -123,7 +124,8 @@ async def serve_engine(
     EXIT_HUNG.
     """
     model = settings.model(model_name)
-    store = make_store(settings, plugins)  # of an engine's own thread, or process
+    figures = Figures()
+    store = make_store(settings, plugins, figures)  # of an engine's own thread, or process
     engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()
     signs = settings.data_dir.life_signs(model_name)
     await store.open()
@@ -148,6 +150,7 @@ async def serve_engine(
                     reports=EngineReports(store, taken.lease, _first_record(record, taken.lease)),
                     previous=Previous.told_by(record, taken, before),
                     watch=CallWatch(settings.watchdog),
+                    figures=figures,
                     on_hung=on_hung,
                 )
                 await hold_lease(store, taken.lease, engine_run.run(stopping), on_lost)

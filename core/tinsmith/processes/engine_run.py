@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -19,10 +20,12 @@ from tinsmith.engine.call_watch import LOADING, CallWatch
 from tinsmith.engine.context import EngineContext, EngineOptions
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import contained
+from tinsmith.figures import RECOVERY_SECONDS, Figures
 from tinsmith.hook_values import OperationFinished
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of, check_routing_replay, make_backends, make_turns
 from tinsmith.processes.deaths import Cause
+from tinsmith.processes.figure_reports import reporting
 from tinsmith.processes.lease import Taken
 from tinsmith.processes.reports import EngineReports
 from tinsmith.processes.sampler_watch import watching
@@ -75,12 +78,13 @@ class EngineRun:
     reports: EngineReports
     previous: Previous
     watch: CallWatch
+    figures: Figures
     on_hung: Callable[[str], None] | None  # as the watchdog's `end`
 
     async def run(self, stopping: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         watchdog = Watchdog(self.watch, tell=lambda why: _soon(loop, self.reports.silence, why), end=self.on_hung)
-        async with self.reports.running():
+        async with self.reports.running(), reporting(self.store, self.lease, self.figures):
             with watchdog.running():
                 await self._run(stopping)
 
@@ -101,7 +105,7 @@ class EngineRun:
         self, thread: ThreadPoolExecutor, stopping: asyncio.Event
     ) -> AsyncIterator[tuple[TrainingBackend, SamplingBackend | None]]:
         loop = asyncio.get_running_loop()
-        make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop))
+        make = partial(make_backends, self.model, self.plugins, self.data_dir, self._progress(loop), self.figures)
         making = loop.run_in_executor(thread, contained(partial(self._watched, make)))
         stopped = asyncio.create_task(stopping.wait())
         either: list[asyncio.Future[Any]] = [making, stopped]
@@ -154,6 +158,7 @@ class EngineRun:
             data_dir=self.data_dir,
             options=EngineOptions.configured(self.settings, self.model, model_path=self._model_path()),
             watch=self.watch,
+            figures=self.figures,
         )
         engine = assemble_engine(
             context,
@@ -188,7 +193,9 @@ class EngineRun:
             stop.cancel()
 
     async def _recovered(self, engine: Engine) -> bool:
+        started = time.monotonic()
         await engine.recover(self.previous.how, self.reports.progress, interrupted=self.previous.interrupted)
+        self.figures.observe(RECOVERY_SECONDS, time.monotonic() - started)
         return True
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tinsmith.errors import ConfigError, ServerError
+from tinsmith.figures import Figures
 from tinsmith.hook_values import ServerStarted, ServerStopping
 from tinsmith.lifeline import leave
 from tinsmith.placement.machine import this_machine
@@ -163,7 +164,8 @@ async def _serve(
     lock: DataDirLock,
 ) -> int | None:
     """Return the exit code with which the process has to end at once, None if it can wait for its threads."""
-    store = make_store(settings, plugins)
+    figures = Figures()
+    store = make_store(settings, plugins, figures)
     in_process = plugins.stores.get(settings.store.plugin).in_process
     _mark(settings.data_dir, in_memory=in_process)
     await store.open()
@@ -173,7 +175,7 @@ async def _serve(
         supervisor = EngineThread(settings, model, store)
     try:
         await supervisor.start()  # first: engines take longer to start than all that follows
-        app = await create_app(settings, store=store, plugins=plugins, keys=keys)
+        app = await create_app(settings, store=store, plugins=plugins, keys=keys, figures=figures)
         context: ServerContext = app.state.context
         http = _HttpServer(app)
         terminal = console(stderr=True)

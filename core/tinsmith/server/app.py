@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import ConfigError, PluginError
+from tinsmith.figures import Figures
 from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol.stable_reinforce import StandIn
@@ -53,12 +54,18 @@ _ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered
 
 
 async def create_app(
-    settings: Settings, *, store: RequestStore, plugins: Plugins, keys: LiveKeys | None = None
+    settings: Settings,
+    *,
+    store: RequestStore,
+    plugins: Plugins,
+    keys: LiveKeys | None = None,
+    figures: Figures | None = None,
 ) -> FastAPI:
     """Build the app on an open store. It opens and closes nothing that it was given.
 
     `keys`: API keys that follow their files; default: a fixed set from the settings. Each app needs its own plugins,
     because its keys become one of them. Raises PluginError if two plugins offer a loss of one name.
+    `figures`: those of this process, which the store counts in, too.
     """
     app = FastAPI(title="tinsmith", version=version("tinsmith"), openapi_url=None)
     if settings.server.api_keys_file is not None and keys is None:
@@ -76,6 +83,7 @@ async def create_app(
         stand_in=StandIn.of(settings.losses, plugins.losses.all()),
         signer=UrlSigner(await store.secret("download links")),
         engines=Engines(store),
+        figures=figures or Figures(),
         quotas=Quotas(store, settings.quotas, read_space=partial(space_at, settings.data_dir.root)),
     )
     _show_space(context.metrics, settings)
@@ -139,6 +147,8 @@ def _routes_context(context: ServerContext) -> RoutesContext:
         store=context.store,
         registry=context.metrics.registry,
         sampling=TenantSampling(context),
+        pending=context.backlog.list,
+        figures=context.figures,
         caller=caller,
         json_route=JsonRoute,
         error_forms=context.error_forms,

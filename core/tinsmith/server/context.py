@@ -15,11 +15,13 @@ from typing import Annotated, Final, cast
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
+from tinsmith.figures import Figures
 from tinsmith.hook_values import ErrorForm, Principal
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server.api_keys import ApiKeys
+from tinsmith.server.backlog import Backlog
 from tinsmith.server.hearing import Hearing
 from tinsmith.server.known import Known, KnownRequest, KnownRun, KnownSession
 from tinsmith.server.limits.heavy_work import HeavyWork, LargeAnswers
@@ -153,12 +155,14 @@ class ServerContext:
     signer: UrlSigner
     engines: Engines
     quotas: Quotas
+    figures: Figures = field(default_factory=Figures)
     metrics: Metrics = field(default_factory=Metrics.create)
     heavy: HeavyWork = field(default_factory=HeavyWork)
     large_answers: LargeAnswers = field(default_factory=LargeAnswers)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     server_id: str = field(default_factory=partial(secrets.token_hex, 8))
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)  # those that plugins ask for: see RoutesContext
+    backlog: Backlog = field(init=False)
     hearing: Hearing = field(init=False)
     storage: StorageHealth = field(init=False)
     sessions: Known[KnownSession] = field(init=False)
@@ -168,6 +172,7 @@ class ServerContext:
     _asks_plugins: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.backlog = Backlog(self.store)
         self.hearing = Hearing(unnoticed_s=self.settings.server.session_timeout_s / _UNNOTICED)
         self.storage = StorageHealth(self.store, self.quotas.disk)
         self.sessions = Known(self._session)

@@ -37,6 +37,7 @@ class Connections(Generic[W]):
         self._dialect = dialect_of(config, context)
         self._max_readers = config.max_readers
         self._begin = begin
+        self._figures = context.figures
         self.wakeups = self._dialect.wakeups()
         self._databases: list[Database] = []
         self._glances: Connection | None = None
@@ -45,8 +46,8 @@ class Connections(Generic[W]):
         durable, relaxed = await self._migrated(), self._dialect.writer(durable=False)
         readers = [self._dialect.reader() for _ in range(self._max_readers)]
         self._databases = [durable, relaxed, *readers]
-        self.durable = Writer(durable, self.wakeups, self._begin)
-        self.relaxed = Writer(relaxed, self.wakeups, self._begin)
+        self.durable = Writer(durable, self.wakeups, self._begin, self._figures)
+        self.relaxed = Writer(relaxed, self.wakeups, self._begin, self._figures)
         self.reader = Reader(readers)
         self._glances = self._dialect.glances()
         await self.wakeups.open()

@@ -5,6 +5,7 @@ It knows neither tables nor subjects: what a write works on is made by `begin`, 
 
 import asyncio
 import errno
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from sqlalchemy.exc import IntegrityError, InterfaceError, InternalError, Operat
 
 from tinsmith.errors import StoreError, StoreFullError
 from tinsmith.failpoints import durable_boundary
+from tinsmith.figures import COMMIT_SECONDS, COMMIT_WRITES, Figures
 from tinsmith.sql_store.databases.database import Channel, Database
 
 _CLOSED: Final = "the request store is closed"
@@ -168,11 +170,14 @@ class Writer(Grouping[Database], Generic[W]):
     A write that raises is undone alone; any may run twice.
     """
 
-    def __init__(self, database: Database, wakeups: Channel, begin: Callable[[Connection, datetime], W]) -> None:
+    def __init__(
+        self, database: Database, wakeups: Channel, begin: Callable[[Connection, datetime], W], figures: Figures
+    ) -> None:
         super().__init__([database], max_group=_MAX_WRITES)
         self._database = database
         self._wakeups = wakeups
         self._begin = begin
+        self._figures = figures
         self.failed = False
         """Whether the database could not be written when it was written last."""
 
@@ -206,6 +211,7 @@ class Writer(Grouping[Database], Generic[W]):
     async def _run(self, database: Database, calls: list[Call]) -> list[Any]:
         """Other processes are woken from the database's thread, so they do not wait for this one's event loop."""
         topics: list[str] = []
+        started = time.perf_counter()
 
         def commit(connection: Connection) -> None:
             _commit(connection)
@@ -217,6 +223,8 @@ class Writer(Grouping[Database], Generic[W]):
             self.failed = True
             raise
         self.failed = False
+        self._figures.observe(COMMIT_SECONDS, time.perf_counter() - started)
+        self._figures.observe(COMMIT_WRITES, len(calls))
         self._wakeups.wake(topics)
         return results
 

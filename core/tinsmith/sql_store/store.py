@@ -196,6 +196,8 @@ class SqlStore(RequestStore):
     list_engines = _read(engine_states.list_all)
     overdue_engines = _read(leases.overdue)
     running_since = _read(engine_states.running_since)
+    report_figures = _relaxed(engine_states.report_figures)
+    list_figures = _read(engine_states.list_figures)
 
     # recovery
     requeue = _over(recovery.requeue_operations)

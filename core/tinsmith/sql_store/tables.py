@@ -270,6 +270,16 @@ class EngineRow(Table, table=True):
     failure: Any = _json(nullable=True)
 
 
+class EngineFiguresRow(Table, table=True):
+    """Apart from `engines`, which is read much more often than this is."""
+
+    __tablename__ = "engine_figures"
+
+    base_model: str = Field(primary_key=True)
+    reported_at: int = _int64()
+    report: bytes = Field(sa_type=LargeBinary)
+
+
 class LeaseRow(Table, table=True):
     """Never deleted, because the epoch must never start again."""
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from datetime import datetime
 
-from tinsmith.store.records import EngineRecord, Lease
+from tinsmith.store.records import EngineRecord, Lease, ReportedFigures
 
 
 class EngineStates(ABC):
@@ -28,3 +28,14 @@ class EngineStates(ABC):
     @abstractmethod
     async def running_since(self) -> dict[str, datetime]:
         """Return, by base model, when its engine took the oldest of the operations that it is running."""
+
+    @abstractmethod
+    async def report_figures(self, lease: Lease, report: bytes) -> None:
+        """Replace what the engine of a base model counts: `tinsmith.figures.Report`, encoded.
+
+        A power cut may undo it.
+        """
+
+    @abstractmethod
+    async def list_figures(self) -> list[ReportedFigures]:
+        """Return what each engine reported last, also one that has ended."""

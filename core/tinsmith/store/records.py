@@ -273,6 +273,15 @@ class EngineRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedFigures:
+    """What the engine of a base model reported of its figures."""
+
+    base_model: str
+    reported_at: datetime  # by the store's clock
+    report: bytes  # `tinsmith.figures.Report`, encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The right to serve one base model. A takeover raises the epoch; writes with a lower epoch are refused."""
 

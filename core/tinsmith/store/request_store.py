@@ -12,12 +12,13 @@ The methods are grouped by reader, with a file for each group; `RequestStore` is
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from tinsmith.backend import BackendConfig
+from tinsmith.figures import Figures
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.engine_log import EngineLog
 from tinsmith.store.engine_states import EngineStates
@@ -99,6 +100,7 @@ C = TypeVar("C", bound=BackendConfig)
 class StoreContext:
     data_dir: Path
     shared: bool = False  # other servers use the directory, and this store, at the same time
+    figures: Figures = field(default_factory=Figures)  # of this process: a store may time its commits there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from datetime import UTC, datetime
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.engine.assembly import assemble_engine
 from tinsmith.engine.context import EngineContext, EngineOptions
 from tinsmith.engine.engine import Engine
+from tinsmith.figures import Figures
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler, make_turns
+from tinsmith.processes.figure_reports import reporting
 from tinsmith.processes.reports import EngineReports
 from tinsmith.processes.sampler_watch import watching
 from tinsmith.settings import ModelSettings, PluginSection, Settings
@@ -27,7 +29,8 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
     """Run the engine of one model until the block ends. The store is opened and closed on the engine's loop."""
     section = model.backend or PluginSection(plugin="toy")
     model = model.model_copy(update={"backend": section})
-    backend, sampler = make_backends(model, plugins, settings.data_dir, lambda _what, _share: None)
+    figures = Figures()
+    backend, sampler = make_backends(model, plugins, settings.data_dir, lambda _what, _share: None, figures)
     with LoopThread.running(f"tinsmith-engine-{model.name}") as loop, ExitStack() as stack:
         stack.callback(backend.close)
         if sampler is not None and not isinstance(sampler, TrainingBackend):
@@ -36,8 +39,10 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
         stack.callback(lambda: loop.call(store.close()))
         lease = loop.call(take_over(store, model.name))
         stack.callback(lambda: loop.call(store.release_lease(model.name, lease.engine_id)))
-        engine, reports = loop.call(_start(settings, model, plugins, store, lease, backend, sampler))
-        running: Future[None] = asyncio.run_coroutine_threadsafe(_run(engine, reports, sampler), loop.loop)
+        engine, reports = loop.call(_start(settings, model, plugins, store, lease, backend, sampler, figures))
+        running: Future[None] = asyncio.run_coroutine_threadsafe(
+            _run(engine, reports, sampler, reporting(store, lease, figures)), loop.loop
+        )
         try:
             yield
         finally:
@@ -53,13 +58,14 @@ async def _start(
     lease: Lease,
     backend: TrainingBackend,
     sampler: SamplingBackend | None,
+    figures: Figures,
 ) -> tuple[Engine, EngineReports]:
     thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
     starting = EngineRecord(base_model=model.name, state=EngineState.STARTING, updated_at=datetime.now(UTC))
     reports = EngineReports(store, lease, starting)
     options = EngineOptions.configured(settings, model, model_path=model.path)
     engine = assemble_engine(
-        EngineContext(store=store, lease=lease, data_dir=settings.data_dir, options=options),
+        EngineContext(store=store, lease=lease, data_dir=settings.data_dir, options=options, figures=figures),
         backend=backend,
         sampler=sampler,
         scheduler=make_scheduler(settings, plugins),
@@ -73,7 +79,12 @@ async def _start(
     return engine, reports
 
 
-async def _run(engine: Engine, reports: EngineReports, sampler: SamplingBackend | None) -> None:
-    async with reports.running():
+async def _run(
+    engine: Engine,
+    reports: EngineReports,
+    sampler: SamplingBackend | None,
+    reporting_figures: AbstractAsyncContextManager[None],
+) -> None:
+    async with reports.running(), reporting_figures:
         with watching(sampler, reports):
             await engine.run()

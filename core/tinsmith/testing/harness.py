@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 import uvicorn
 from fastapi import FastAPI
 
+from tinsmith.figures import Figures
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store
 from tinsmith.server.app import begin_shutdown, create_app
@@ -85,10 +86,12 @@ def running_server(  # noqa: PLR0913 - sections of the settings
     )
     with ExitStack() as stack:
         loop = stack.enter_context(LoopThread.running("tinsmith-server"))
-        store = make_store(settings, Plugins.load(extra_plugins))
+        figures = Figures()
+        store = make_store(settings, Plugins.load(extra_plugins), figures)
         loop.call(store.open())
         stack.callback(lambda: loop.call(store.close()))
-        app = loop.call(create_app(settings, store=store, plugins=Plugins.load(extra_plugins)))
+        plugins = Plugins.load(extra_plugins)
+        app = loop.call(create_app(settings, store=store, plugins=plugins, figures=figures))
         url = stack.enter_context(_http(app, loop))
         for model in settings.models if engines else ():
             own = Plugins.load(extra_plugins)

@@ -123,6 +123,8 @@ class LeaseContract(StoreSuite):
         new = await other.acquire_lease(BASE, engine_id="engine-2", duration_s=3600.0, dead="engine-1")
         assert isinstance(new, Lease)
         await other.report_engine(self._record("engine-2"), lease=new)
+        for report in (b"first", b"second"):
+            await other.report_figures(new, report)
         assert await other.requeue(new, max_attempts=3, reason="it was silent") == []
         queued = await store.submit(a_sample(1))
 
@@ -137,6 +139,7 @@ class LeaseContract(StoreSuite):
             store.lose_run(old, "s1:train:0", "why not"),
             store.note_run(old, "s1:train:0", "look"),
             store.report_engine(replace(self._record("engine-1"), state=EngineState.FAILED), lease=old),
+            store.report_figures(old, b"late"),
             store.begin_rebuild(old, "s1:train:0", interrupted=False),
             store.end_rebuild(old, "s1:train:0"),
             store.renew_lease(old),
@@ -149,6 +152,7 @@ class LeaseContract(StoreSuite):
         assert await other.list_recovery_points("s1:train:0") == []
         assert (await other.get_run("s1:train:0")).state_reason is None
         assert await other.list_engines() == [self._record("engine-2")]
+        assert [(each.base_model, each.report) for each in await store.list_figures()] == [(BASE, b"second")]
         assert await other.cancelled(new) == [sample]
 
         claimed = await claim_records(other, new)

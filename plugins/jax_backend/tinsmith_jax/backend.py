@@ -47,7 +47,7 @@ class JaxBackend(Trainer, SamplingBackend):
         self.model_config = read_config(context.model_directory)
         self.devices: Devices | RemoteDevices
         if config.mesh is None:
-            self.devices = Devices(setup, context.progress)
+            self.devices = Devices(setup, context.progress, context.figures)
         else:
             self.devices = RemoteDevices(setup, context.progress, launch_with)
         facts, losses = self.devices.facts, LossTables(context.losses)
@@ -60,6 +60,7 @@ class JaxBackend(Trainer, SamplingBackend):
             experts=_replayed_experts(self.model_config),
             always_replays=context.routing_replay,
             side_by_side=_half_busy(facts.limits, config, self.model_config),
+            figures=context.figures,
         )
         rules = StopRules.of_model(context.model_directory)
         self._trainer_capabilities = self._as_trainer(config, losses)
@@ -71,6 +72,7 @@ class JaxBackend(Trainer, SamplingBackend):
                 capabilities=self._as_sampler(config, self.devices.sampling.shape, rules),
                 rules=rules,
                 prefill_tokens=config.prefill_tokens,
+                figures=context.figures,
             )
         if config.warm_up:
             self.devices.start_warm_up()

@@ -12,7 +12,7 @@ from typing import Final
 
 import jax
 
-from tinsmith import Progress
+from tinsmith import Figures, Progress
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import give_back_free_memory
 
@@ -68,10 +68,11 @@ def _known(option: str, value: str) -> Mapping[str, str]:
 class Programs:
     """All compiled programs of a backend. Thread-safe: concurrent requests for a program share one compilation."""
 
-    def __init__(self, progress: Progress, *, alone: bool = True) -> None:
+    def __init__(self, progress: Progress, *, alone: bool = True, figures: Figures | None = None) -> None:
         """`alone`: no other process runs the same programs. Each process of a mesh warms up for itself."""
         self._progress = progress
         self._alone = alone
+        self._figures = figures or Figures()
         self._lock = threading.Lock()
         self._nobody_waits = threading.Condition(self._lock)
         self._num_waiting = 0  # requests that wait for a program
@@ -160,9 +161,11 @@ class Programs:
             made.set_exception(error)
             raise
         give_back_free_memory()
+        took_s = time.monotonic() - start
+        self._figures.compiled(took_s)
         with self._lock:
             self.compile_count += 1
-            self.compile_seconds += time.monotonic() - start
+            self.compile_seconds += took_s
 
     def _warm_up(self) -> None:
         start, total = time.monotonic(), len(self._to_warm)

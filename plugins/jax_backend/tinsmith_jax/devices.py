@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from tinsmith import LossSpec, Progress
+from tinsmith import Figures, LossSpec, Progress
 from tinsmith.machine import FairLock
 from tinsmith_jax import native, runtime
 from tinsmith_jax.admission import Budget
@@ -53,7 +53,7 @@ class Facts:
 class Devices:
     """The devices of this process, or if there is a mesh of several processes, its part of them."""
 
-    def __init__(self, setup: Setup, progress: Progress) -> None:
+    def __init__(self, setup: Setup, progress: Progress, figures: Figures | None = None) -> None:
         """Load the model. Raise ConfigError if files or settings are at fault."""
         progress("starting jax", None)
         config = setup.config
@@ -75,7 +75,7 @@ class Devices:
             layout=layout,
             replays=setup.routing_replay and model.experts is not None,
         )
-        self.programs = Programs(progress, alone=jax.process_count() == 1)
+        self.programs = Programs(progress, alone=jax.process_count() == 1, figures=figures)
         device_lock = FairLock()
         self.training = TrainingDevice(base, self.train_programs, programs=self.programs, device_lock=device_lock)
         self.sampling: SamplingDevice | None = None

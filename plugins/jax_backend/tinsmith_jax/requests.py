@@ -3,6 +3,7 @@
 Plain host objects without device state. Only the sampler's thread touches them once a request is in the line.
 """
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -163,6 +164,8 @@ class Request:
         self.on_tokens = on_tokens  # called from the event loop
         self.snapshot = snapshot
         self.cancelled = False
+        self.asked_at_s = time.monotonic()
+        self.has_begun = False  # the first token of any sequence is drawn
         self.stop_tokens = rules.stop_tokens(op.params)
         self.draws = [Draw(self, index, rules.watch(op.params)) for index in range(op.num_samples)]
         self.scores = PromptScores(op)

@@ -8,11 +8,12 @@ one by one: the one that fails alone is refused, and the others get the bits tha
 """
 
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from tinsmith import Failed, diverged, log_privately, unless_diverged
+from tinsmith import Failed, Figures, diverged, log_privately, unless_diverged
 from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_jax.inbox import Inbox
 from tinsmith_jax.model_config import ModelConfig
@@ -38,9 +39,11 @@ class Rounds:
         *,
         tiles_per_round: int,
         idle_s: float,
+        figures: Figures,
     ) -> None:
         """`idle_s`: after so long without a request, nothing is kept for later ones."""
         self._device, self._rules, self._inbox, self._idle_s = device, rules, inbox, idle_s
+        self._figures = figures
         self._suspects = Suspects()
         self.slots = Slots(device, self._suspects)
         self._reader = PromptReader(device, config, self.slots, self._suspects, tiles_per_round=tiles_per_round)
@@ -118,6 +121,9 @@ class Rounds:
 
     def _tell_drawn(self) -> None:
         for draw in self.slots.draws:
+            if not draw.request.has_begun and draw.tokens:
+                draw.request.has_begun = True
+                self._figures.drew_first(time.monotonic() - draw.request.asked_at_s)
             if draw.request.on_tokens is not None and draw.num_told < len(draw.tokens):
                 self._inbox.tell(draw.request, draw.index, draw.num_told, draw.tokens[draw.num_told :])
                 draw.num_told = len(draw.tokens)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tinsmith import (
     Failed,
+    Figures,
     OnTokens,
     Sample,
     SampleOutput,
@@ -51,6 +52,7 @@ class Sampler(SamplingBackend):
         rules: StopRules,
         prefill_tokens: int | None,
         idle_s: float = 60.0,
+        figures: Figures | None = None,
     ) -> None:
         """`idle_s`: after so long without a request, nothing is kept for later ones."""
         self._device, self._config, self._capabilities, self._rules = device, config, capabilities, rules
@@ -59,7 +61,15 @@ class Sampler(SamplingBackend):
         tokens = prefill_tokens or max(512, device.shape.prefill_tiles[-1] * TILE)
         self._inbox = Inbox()
         self._thread: threading.Thread | None = None  # started with the first request
-        self._rounds = Rounds(device, config, rules, self._inbox, tiles_per_round=max(1, tokens // TILE), idle_s=idle_s)
+        self._rounds = Rounds(
+            device,
+            config,
+            rules,
+            self._inbox,
+            tiles_per_round=max(1, tokens // TILE),
+            idle_s=idle_s,
+            figures=figures or Figures(),
+        )
 
     @property
     def sampler_capabilities(self) -> SamplerCapabilities:

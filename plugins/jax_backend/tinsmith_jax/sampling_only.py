@@ -34,7 +34,7 @@ class JaxSampler(Sampler):
             layout,
             widens=limits.kernels.native and native.widens(model),
         )
-        self._programs = Programs(context.progress)
+        self._programs = Programs(context.progress, figures=context.figures)
         device = sampling_device(
             budget, limits, model, base, layout,
             programs=self._programs, device_lock=FairLock(), routing_replay=context.routing_replay,
@@ -56,7 +56,14 @@ class JaxSampler(Sampler):
             max_sequences=device.shape.num_slots,
             max_snapshots=budget.max_snapshots,
         )
-        super().__init__(device, model, capabilities=capabilities, rules=rules, prefill_tokens=config.prefill_tokens)
+        super().__init__(
+            device,
+            model,
+            capabilities=capabilities,
+            rules=rules,
+            prefill_tokens=config.prefill_tokens,
+            figures=context.figures,
+        )
         if config.warm_up:
             self._programs.start_warm_up(list(device.all_programs()))
 

@@ -12,6 +12,7 @@ from tinsmith import (
     CapacityError,
     CreateModel,
     Failed,
+    Figures,
     Forward,
     ForwardBackward,
     ForwardBackwardOutput,
@@ -64,7 +65,7 @@ class _Results:
 class Trainer(TrainingBackend):
     """A training backend without its capabilities."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but four have defaults
         self,
         device: TrainerDevice,
         limits: Limits,
@@ -75,6 +76,7 @@ class Trainer(TrainingBackend):
         experts: ReplayedExperts | None = None,
         always_replays: bool = False,
         side_by_side: bool = False,
+        figures: Figures | None = None,
     ) -> None:
         """`experts`: what can be replayed of routing; None if the model has no experts.
 
@@ -88,6 +90,7 @@ class Trainer(TrainingBackend):
         self._budget = budget
         self._experts, self._always_replays = experts, always_replays
         self._side_by_side = side_by_side
+        self._figures = figures or Figures()
         self._models: dict[str, LoraConfig] = {}
         self.fitting_tokens: dict[Pass, int] = {  # tokens of a stream that run together
             "score": buckets.max_tokens,
@@ -202,8 +205,14 @@ class Trainer(TrainingBackend):
             ran, diverged = self.device.gradients(passes)
             results.diverged.update(diverged)
         for (micro, one), scored in zip(together.items(), ran, strict=True):
+            self._count(micro, one.bucket)
             for start, piece in zip(micro.starts(one.bucket), micro.pieces, strict=True):
                 results.outputs[piece.op_index].append(_of_piece(scored, piece, start))
+
+    def _count(self, micro: MicroBatch, bucket: Bucket) -> None:
+        tokens = sum(piece.num_tokens for piece in micro.pieces)
+        computed = bucket.num_tokens * self._buckets.num_streams
+        self._figures.computed(tokens=tokens, padding=computed - tokens)
 
     def _halved(self, micro: MicroBatch, kind: Pass, lacking: str) -> Sequence[MicroBatch]:
         """Raise OutOfMemoryError if it is one sequence.

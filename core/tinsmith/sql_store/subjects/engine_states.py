@@ -9,7 +9,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.statements import CHUNK, Change, Query, fields_of, put_into, values_of
 from tinsmith.sql_store.subjects import leases, log, submitting
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.store import EngineRecord, EngineState, Lease
+from tinsmith.store import EngineRecord, EngineState, Lease, ReportedFigures
 from tinsmith.store.refusals import no_engine
 
 
@@ -39,6 +39,8 @@ _LOSE = Change(
 )
 _LIST = Query("SELECT FIELDS FROM engines ORDER BY base_model", EngineRecord)
 _PUT = Change(put_into("engines", *fields_of(EngineRecord), key="base_model"))
+_FIGURES = Query("SELECT FIELDS FROM engine_figures ORDER BY base_model", ReportedFigures)
+_PUT_FIGURES = Change(put_into("engine_figures", *fields_of(ReportedFigures), key="base_model"))
 
 
 @durable_boundary("store.report_engine")
@@ -97,3 +99,13 @@ def running_since(connection: Connection) -> dict[str, datetime]:
 
 def list_all(connection: Connection) -> list[EngineRecord]:
     return _LIST.all(connection)
+
+
+def report_figures(tx: Transaction, lease: Lease, report: bytes) -> None:
+    leases.fence(tx, lease)
+    reported = ReportedFigures(base_model=lease.base_model, reported_at=tx.now, report=report)
+    _PUT_FIGURES.run(tx.connection, **values_of(reported))
+
+
+def list_figures(connection: Connection) -> list[ReportedFigures]:
+    return _FIGURES.all(connection)

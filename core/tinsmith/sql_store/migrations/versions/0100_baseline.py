@@ -38,6 +38,14 @@ def upgrade() -> None:
     op.create_index(op.f("ix_checkpoints_tenant"), "checkpoints", ["tenant"])
 
     op.create_table(
+        "engine_figures",
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("reported_at", sa.BigInteger(), nullable=False),
+        sa.Column("report", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("base_model", name=op.f("pk_engine_figures")),
+    )
+
+    op.create_table(
         "engines",
         sa.Column("base_model", sa.String(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),

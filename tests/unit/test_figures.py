@@ -1,0 +1,134 @@
+"""Figures of engines: counted, reported, and shown once, GPUs included, with and without NVIDIA's library."""
+
+import sys
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from tinsmith.builtin.figure_metrics import FigureCollector
+from tinsmith.figures import (
+    BATCH_OPERATIONS,
+    TOKENS,
+    Figures,
+    Gpu,
+    HostReport,
+    Report,
+    decode_report,
+    encode_report,
+    quantile,
+)
+from tinsmith.processes.gpus import Gpus
+from tinsmith.server.backlog import Backlog
+from tinsmith.store import PendingWork, ReportedFigures
+
+
+class NvmlError(Exception):
+    """As `pynvml.NVMLError`."""
+
+
+class Nvml(SimpleNamespace):
+    """NVIDIA's library with two cards: the first is divided, and tells no utilisation; the last has fallen off."""
+
+    NVMLError = NvmlError
+
+    def __init__(self, *, driver: bool = True) -> None:
+        super().__init__(driver=driver)
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise NvmlError("NVML Shared Library Not Found")
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        if handle == 2:
+            raise NvmlError("GPU is lost")
+        return SimpleNamespace(used=20 + handle, total=80)
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "H100"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        if handle == 0:
+            raise NvmlError("Not Supported")
+        return SimpleNamespace(gpu=75)
+
+
+def test_gpus_are_read_as_far_as_they_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    gpus = Gpus()
+    assert gpus.any
+    assert gpus.read() == (Gpu("GPU-0", 0, "H100", None, 20, 80), Gpu("GPU-1", 1, "H100", 0.75, 21, 80))
+
+
+@pytest.mark.parametrize("module", [None, Nvml(driver=False)], ids=["no package", "no driver"])
+def test_without_package_or_driver_there_are_no_gpus(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert not Gpus().any
+    assert Gpus().read() == ()
+
+
+def reported(base_model: str, used: int, *, age_s: float = 0.0, figures: Figures | None = None) -> ReportedFigures:
+    host = HostReport("node-1", 1000, 2.5, (Gpu("GPU-1", 1, "H100", 0.75, used, 80),))
+    report = encode_report(Report((figures or Figures()).series(), host))
+    at = datetime.now(UTC) - timedelta(seconds=age_s)
+    return ReportedFigures(base_model=base_model, reported_at=at, report=report)
+
+
+def shown(*reports: ReportedFigures) -> dict[tuple[str, tuple[str, ...]], float]:
+    families = list(FigureCollector(Figures(), reports).collect())
+    return {(each.name, tuple(each.labels.values())): each.value for family in families for each in family.samples}
+
+
+def test_a_gpu_that_two_engines_report_is_shown_once_and_as_it_was_last() -> None:
+    key = ("tinsmith_gpu_memory_used_bytes", ("node-1", "1", "GPU-1", "H100"))
+    assert shown(reported("a", 30, age_s=5), reported("b", 40))[key] == 40
+    assert shown(reported("a", 30), reported("b", 40, age_s=5))[key] == 30
+    assert key not in shown(reported("a", 30, age_s=3600))
+
+
+def test_histograms_add_up_and_other_releases_are_left_out() -> None:
+    figures = Figures()
+    for size in (1, 3, 1000):
+        figures.observe(BATCH_OPERATIONS, size, "optim_step")
+    figures.count(TOKENS, 7, "trained")
+    found = shown(
+        reported("a", 1, figures=figures),
+        ReportedFigures(base_model="b", reported_at=datetime.now(UTC), report=b"\xc1 of another release"),
+    )
+    of = {
+        bound: found["tinsmith_batch_operations_bucket", ("a", "optim_step", bound)]
+        for bound in ("1.0", "2.0", "4.0", "256.0", "+Inf")
+    }
+    assert of == {"1.0": 1, "2.0": 1, "4.0": 2, "256.0": 2, "+Inf": 3}
+    assert found["tinsmith_batch_operations_sum", ("a", "optim_step")] == 1004
+    assert found["tinsmith_tokens_total", ("a", "trained")] == 7
+    assert quantile(BATCH_OPERATIONS, figures.series(), 0.5) == 4.0
+    assert quantile(BATCH_OPERATIONS, Figures().series(), 0.5) is None
+
+
+def test_a_report_of_another_form_is_none() -> None:
+    assert decode_report(b"\xc1") is None
+
+
+async def test_the_backlog_is_read_once_for_all_who_ask() -> None:
+    class Store:
+        reads = 0
+
+        async def list_pending(self) -> list[PendingWork]:
+            self.reads += 1
+            return []
+
+    store = Store()
+    backlog = Backlog(store)  # type: ignore[arg-type]  # the only method that it calls
+    for _ in range(3):
+        assert await backlog.list() == []
+    assert store.reads == 1
