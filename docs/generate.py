@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import field_status
+import sdk_versions
 import syntax_trees
 import typer
 from pydantic import BaseModel
@@ -446,6 +447,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "workers-commands": partial(commands_of, add_worker),
     "workbench-commands": partial(commands_of, add_workbench),
     "comparison": partial(measured, "comparison.json", "comparison/page"),
+    "sdk-versions": sdk_versions.markdown,
     "where-time-goes": partial(measured, "where-time-goes.json", "comparison/split_page"),
     "gpu": partial(measured, "gpu.json", "gpu_parts/page", "Nothing was measured on a GPU yet."),
     "failpoints": failpoint_table,

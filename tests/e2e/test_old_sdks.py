@@ -1,25 +1,24 @@
-"""The same script with the newest SDK and with the oldest that is supported: the same numbers.
+"""The same script with the newest SDK and with older ones, from the oldest that is supported on: the same numbers.
 
-`make setup` installs the old one into a directory of its own; ahead on the path, it hides the new one.
+`make setup` installs some of the old ones, and `make sdks` all, each into a directory of its own.
 """
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import sdk_versions
 
+from tinsmith.protocol.unknown_fields import SDK_VERSIONS
 from tinsmith.testing.harness import RunningServer, running_server
 
-SCENARIO = Path(__file__).with_name("sdk_scenario.py")
-OLDEST = Path(sys.prefix) / "sdk-0.22.3"  # the Makefile fills it
-OF_EACH_RUN = ("sdk", "run_id")
+OLDEST = sdk_versions.releases()[0]
+NEVER_PUBLISHED = {37}  # minor releases
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # the calls are those that the old SDK has
 
@@ -30,41 +29,40 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
-def run(arguments: list[str], *, sdk: Path, **variables: str) -> str:
-    assert sdk.is_dir(), f"the old SDK is not in {sdk}; run `make setup`"
-    variables["PYTHONPATH"] = str(sdk)
-    command = [sys.executable, *arguments]
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def scenario(server: RunningServer, sdk: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = json.loads(run([str(SCENARIO), server.url], sdk=sdk).splitlines()[-1])
-    return seen
-
-
 @pytest.fixture(scope="module")
 def new(server: RunningServer) -> dict[str, Any]:
     """What the newest SDK sees, in this process; its run and checkpoints stay on the server."""
-    seen: dict[str, Any] = runpy.run_path(str(SCENARIO))["main"](server.url)
+    seen: dict[str, Any] = runpy.run_path(str(sdk_versions.SCENARIO))["main"](server.url)
     return seen
 
 
-def test_the_oldest_sdk_sees_what_the_newest_sees(server: RunningServer, new: dict[str, Any]) -> None:
-    old = scenario(server, OLDEST)
-    assert (old["sdk"], new["sdk"]) == ("0.22.3", "0.38.0")
-    assert {key: value for key, value in old.items() if key not in OF_EACH_RUN} == {
-        key: value for key, value in new.items() if key not in OF_EACH_RUN
-    }
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param(release, marks=[] if release in sdk_versions.releases(in_short=True) else pytest.mark.thorough)
+        for release in sdk_versions.releases()
+    ],
+)
+def test_an_older_sdk_sees_what_the_newest_sees(server: RunningServer, new: dict[str, Any], release: str) -> None:
+    found, numbers = sdk_versions.scenario(server.url, sdk_versions.place(release))
+    assert found == release
+    assert numbers == {key: value for key, value in new.items() if key not in sdk_versions.OF_EACH_RUN}
+
+
+def test_every_minor_release_is_tried_and_recorded() -> None:
+    tried = [*sdk_versions.releases(), version("tinker")]
+    minors = [int(release.split(".")[1]) for release in tried]
+    assert minors == [each for each in range(minors[0], minors[-1] + 1) if each not in NEVER_PUBLISHED]
+    assert {OLDEST} < set(sdk_versions.releases(in_short=True))
+    assert f"{OLDEST} to {tried[-1]}" == SDK_VERSIONS
+    rows = json.loads(sdk_versions.RECORD.read_text())["releases"]
+    assert [(row["sdk"], row["same_numbers"]) for row in rows] == [(release, True) for release in tried]
 
 
 def test_the_old_command_line_downloads_an_archive(server: RunningServer, new: dict[str, Any], tmp_path: Path) -> None:
     path = f"tinker://{new['run_id']}/sampler_weights/for-sampling"
     command = ["-m", "tinker.cli", "checkpoint", "download", path, "--output", str(tmp_path)]
-    run(command, sdk=OLDEST, TINKER_BASE_URL=server.url, TINKER_API_KEY="tml-scenario")
+    sdk_versions.run(command, sdk_versions.place(OLDEST), TINKER_BASE_URL=server.url, TINKER_API_KEY="tml-scenario")
     found = {file.name for file in tmp_path.rglob("*") if file.is_file()}
     assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= found
     assert not list(tmp_path.rglob("*.tar"))

@@ -14,7 +14,6 @@ from tinsmith.protocol import translate, wire
 from tinsmith.protocol.unknown_fields import SDK_VERSIONS, UnknownField, UnknownFieldError, validated
 from tinsmith.server.unknown_field_counts import MOST_NAMES, UnknownFieldCounts
 
-ROOT = Path(__file__).parents[2]
 OF_SDKS: dict[str, Any] = json.loads(Path(__file__).with_name("fields_of_sdks.json").read_text())
 """Read from the types of these releases; each field with the first and the last that has it."""
 
@@ -157,9 +156,7 @@ def test_every_field_that_an_sdk_ever_had_is_known(message: str) -> None:
 
 
 def test_the_versions_are_those_that_are_tried() -> None:
-    oldest, newest = SDK_VERSIONS.split(" to ")
-    assert newest == version("tinker") == OF_SDKS["releases"][-1]
-    assert f"tinker=={oldest}" in (ROOT / "Makefile").read_text()
+    assert SDK_VERSIONS.split(" to ")[1] == version("tinker") == OF_SDKS["releases"][-1]
 
 
 # Nulls ----------------------------------------------------------------------------------------------------------------
