@@ -597,6 +597,9 @@ def test_what_needs_no_engine(server: RunningServer, http: httpx.Client) -> None
     assert ok(http.get("auth/apikey/me"))["details"]["org_details"]["name"].startswith("key-")
     metrics = httpx.get(f"{server.url}/metrics", timeout=300).text
     assert 'route="/api/v1/healthz",status="200"' in metrics
+    for given, repeated in (("req-1.a", "req-1.a"), ("two words", None), ("x" * 129, None)):
+        answer = httpx.get(f"{server.url}/healthz", headers={"x-request-id": given}, timeout=300)
+        assert answer.headers.get("x-request-id") == repeated
 
 
 def test_metrics_say_how_saves_for_sampling_compared(tmp_path: Path) -> None:

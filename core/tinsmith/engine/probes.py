@@ -222,7 +222,7 @@ class Probes:
 
     def _tell(self, snapshot_id: str, found: Consistency) -> Consistency:
         if found.verdict == "consistent":
-            _log.info("%s is consistent: %s", snapshot_id, figures(found))
+            _log.debug("%s is consistent: %s", snapshot_id, figures(found))
         elif found.verdict == "not compared":
             _log.warning("%s was not compared with its trainer: %s", snapshot_id, found.reason)
         else:

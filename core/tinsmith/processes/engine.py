@@ -54,7 +54,6 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
         end_with(0)
     sys.setswitchinterval(SWITCH_S)
     log_to_stderr(settings.server.log_level)
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports at every start that there is nothing to do
     try:
         make_shared_store(settings, plugins)  # raises if an engine can be no process of its own
         plan = make_plan(settings, plugins, this_machine(), [model_name])  # or as the server

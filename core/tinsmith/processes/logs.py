@@ -32,10 +32,19 @@ class StderrHandler(logging.Handler):
 
 
 def log_to_stderr(level: str) -> None:
-    """Log with time and logger name, and without secrets."""
+    """Log with time and logger name, and without secrets. A file, pipe or journal gets dates as well.
+
+    Of others than tinsmith and its plugins (`tinsmith...`), log warnings and errors only.
+    """
     handler = StderrHandler()
-    handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    times = "%H:%M:%S" if sys.stderr.isatty() else "%Y-%m-%dT%H:%M:%S%z"
+    handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt=times))
+    handler.addFilter(_is_ours_or_grave)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _is_ours_or_grave(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.startswith("tinsmith")
 
 
 def console(*, stderr: bool = False) -> Console:

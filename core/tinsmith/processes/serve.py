@@ -109,8 +109,6 @@ def assign_devices(settings: Settings, plugins: Plugins) -> Settings:
 def configure_logging(level: str) -> None:
     """Log to stderr, with time and logger name."""
     log_to_stderr(level)
-    for noisy in ("uvicorn", "httpx", "alembic"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     logging.getLogger("uvicorn.error").addFilter(_REPEATED_WARNINGS)  # a logger holds a filter once
 
 

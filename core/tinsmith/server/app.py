@@ -1,8 +1,10 @@
 """The HTTP server: parses, checks, authenticates, enqueues, answers. It holds no model and imports no framework."""
 
+import re
 import time
 from functools import partial
 from importlib.metadata import version
+from typing import Final
 
 from fastapi import FastAPI, Request
 from prometheus_client import Gauge
@@ -51,6 +53,9 @@ from tinsmith.store.disk_room import reserve_bytes, space_at
 
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered, runs, metrics, engines, usage)
+
+_REQUEST_ID: Final = b"x-request-id"
+_SOUND_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 async def create_app(
@@ -171,7 +176,7 @@ def begin_shutdown(app: FastAPI) -> None:
 
 
 class _Measured:
-    """ASGI middleware that counts and times the answers of each route."""
+    """ASGI middleware that counts and times the answers of each route, and repeats the id that a request came with."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app
@@ -187,6 +192,9 @@ class _Measured:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+                if _SOUND_ID.fullmatch(given):
+                    message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, given)]
             await send(message)
 
         try:
