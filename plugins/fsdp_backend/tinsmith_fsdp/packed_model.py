@@ -55,6 +55,11 @@ class _Noted(nn.Module):
         self.call = positional, named
         return hidden
 
+    def taken(self) -> Call:
+        """Return the call, and keep nothing of it: its rotations are as long as the stream."""
+        call, self.call = self.call, ((), {})
+        return call
+
     def __getattr__(self, name: str) -> Any:
         """Trunks look at some attributes of their layers."""
         try:
@@ -145,7 +150,7 @@ class PackedModel(nn.Module):
         """Return what the first layer takes, and note how each layer is called."""
         (trunk,) = self._trunk
         out = trunk(input_ids=stream.tokens_T[None], position_ids=stream.positions_T[None], use_cache=False)
-        stream.calls = [noted.call for noted in self._noted]
+        stream.calls = [noted.taken() for noted in self._noted]
         hidden = out.last_hidden_state
         assert isinstance(hidden, torch.Tensor)
         return hidden
