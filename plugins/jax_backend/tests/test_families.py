@@ -19,6 +19,22 @@ from tinsmith_jax.slots import Slot
 from tinsmith_jax.testing import TINY, FamilyContract
 
 WINDOW = 40
+PERIOD = ["linear_attention", "full_attention"]
+SMALL_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -49,7 +65,7 @@ class OneCache(FamilyContract):
 
 class TestLlama(OneCache):
     architecture = "LlamaForCausalLM"
-    settings: ClassVar = {"attention_bias": True, "rope_parameters": LLAMA3_ROPE}
+    settings: ClassVar = {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}
 
 
 class TestQwen2(OneCache):
@@ -105,12 +121,9 @@ class TestHybridQwen35(OneCache):
     settings: ClassVar = {
         "num_hidden_layers": 4,
         "initializer_range": 0.08,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "layer_types": PERIOD * 2,
         "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 8,
+        **SMALL_DELTA,
     }
 
     @pytest.mark.thorough
@@ -146,6 +159,28 @@ class TestHybridQwen35(OneCache):
         backend.close()
 
 
+class TestHybridQwen3Next(OneCache):
+    """Files join the projections of the gated delta rule."""
+
+    architecture = "Qwen3NextForCausalLM"
+    settings: ClassVar = {**TestHybridQwen35.settings, **EXPERTS, "num_hidden_layers": 2, "layer_types": PERIOD}
+
+
+class TestQwen35MoeThatSees(OneCache):
+    """As published: the language part has a name, and each matrix of all experts is one tensor."""
+
+    architecture = "Qwen3_5MoeForConditionalGeneration"
+    settings: ClassVar = TestHybridQwen3Next.settings
+    other_parts: ClassVar = {"vision_config": QWEN_VISION}
+
+
+@pytest.mark.thorough
+class TestQwen35ThatSees(OneCache):
+    architecture = "Qwen3_5ForConditionalGeneration"
+    settings: ClassVar = TestHybridQwen35.settings
+    other_parts: ClassVar = {"vision_config": QWEN_VISION}
+
+
 @pytest.mark.thorough
 class TestHybridQwen35Moe(OneCache):
     architecture = "Qwen3_5MoeForCausalLM"
@@ -155,6 +190,44 @@ class TestHybridQwen35Moe(OneCache):
 class TestMistral(OneCache):
     architecture = "MistralForCausalLM"
     settings: ClassVar = {"sliding_window": WINDOW}
+
+
+class TestMistral3(OneCache):
+    """Older names of the tensors of the language part."""
+
+    architecture = "Mistral3ForConditionalGeneration"
+    settings: ClassVar = {"model_type": "mistral", "head_dim": 32}
+    other_parts: ClassVar = {"vision_config": {**VISION, "head_dim": 16}, "tie_word_embeddings": False}
+
+
+class TestPhi3(OneCache):
+    """Joined matrices, half of each head rotates, and frequencies of a longer context."""
+
+    architecture = "Phi3ForCausalLM"
+    settings: ClassVar = {
+        "original_max_position_embeddings": 192,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.2, 1.5, 2.0],
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 192,
+        },
+    }
+
+
+class TestGemma2(OneCache):
+    """Caps that scores and logits come near."""
+
+    architecture = "Gemma2ForCausalLM"
+    settings: ClassVar = {
+        "head_dim": 32,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }
 
 
 class TestGranite(OneCache):
@@ -170,6 +243,10 @@ class TestGranite(OneCache):
 class TestSmolLM3(OneCache):
     architecture = "SmolLM3ForCausalLM"
     settings: ClassVar = {"no_rope_layer_interval": 2}
+
+
+class TestOlmo2(OneCache):
+    architecture = "Olmo2ForCausalLM"
 
 
 class TestOlmo3(OneCache):
@@ -191,6 +268,12 @@ class TestGemma3(OneCache):
         "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 20,
     }
+
+
+class TestGemma3ThatSees(OneCache):
+    architecture = "Gemma3ForConditionalGeneration"
+    settings: ClassVar = TestGemma3.settings
+    other_parts: ClassVar = {"vision_config": VISION, "mm_tokens_per_image": 4}
 
 
 # How families are found ----------------------------------------------------------------------------------------------
@@ -253,7 +336,11 @@ def test_two_families_cannot_describe_one_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("class_name", "settings", "message"),
     [
-        ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias = True is not supported"),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {"model_type": "ministral3"}},
+            "of the type 'ministral3', which scales queries by position",
+        ),
         (
             "LlamaForCausalLM",
             {"hidden_act": "relu"},

@@ -15,7 +15,7 @@ import pytest
 from jax_harness import LOSSES, TRITON, lowered_for_cuda
 
 from tinsmith_jax import head
-from tinsmith_jax.attention import packed_attention
+from tinsmith_jax.attention import Scoring, packed_attention
 from tinsmith_jax.kernels import splash, tile_products
 from tinsmith_jax.kernels.choice import REFERENCE, Attention, Kernels, choose
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
@@ -77,7 +77,7 @@ def test_sinks_and_windows_leave_every_platforms_kernel() -> None:
     """No kernel for accelerators knows them: what it is given must be computed in tiles."""
     q, k, v, _ = map(jnp.asarray, attention_arrays(128, 4, 2))
     first_n, sinks = np.zeros(2, np.int32), np.array([-1.0, 0.0, 1.0, 2.0], np.float32)
-    reference = np.asarray(packed_attention(q, k, v, first_n, REFERENCE, 40, sinks))
+    reference = np.asarray(packed_attention(q, k, v, first_n, REFERENCE, Scoring(40, sinks)))
     scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, 2, axis=1)) / 4
     distance = np.arange(128)[:, None] - np.arange(128)
     p = np.where((distance >= 0) & (distance < 40), np.exp(scores), 0)
@@ -86,7 +86,7 @@ def test_sinks_and_windows_leave_every_platforms_kernel() -> None:
         reference, np.einsum("hqk,khd->qhd", p, np.repeat(v, 2, axis=1)).reshape(128, -1), atol=1e-5
     )
     for platform in ("tpu", "gpu"):
-        out = packed_attention(q, k, v, first_n, choose(platform), 40, sinks)
+        out = packed_attention(q, k, v, first_n, choose(platform), Scoring(40, sinks))
         np.testing.assert_allclose(out, reference, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ Legend: T = tokens, n = tiles, c = TILE, N = kv heads, g = query heads per kv he
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import flash, splash
 from tinsmith_jax.kernels.choice import Kernels
-from tinsmith_jax.layers import kept
+from tinsmith_jax.layers import capped, kept
 from tinsmith_jax.tiles import TILE
 
 _HUGE: Final = 1e15
@@ -30,29 +30,41 @@ _FLASH_SIZES: Final = (16, 32, 64, 128, 256)
 """Head sizes of the kernel for GPUs: what Triton multiplies in one piece."""
 
 
+class Scoring(NamedTuple):
+    """What attention does to scores besides scaling them."""
+
+    window: Jax | int | None = None  # a token sees only so many tokens, itself included
+    sinks_H: Jax | None = None  # each head's softmax has one more score, which adds nothing and has no gradient
+    cap: float | None = None  # scores s become cap * tanh(s / cap)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.sinks_H is None and self.cap is None
+
+
+PLAIN: Final = Scoring()
+
+
 def packed_attention(
     q_THd: Jax,
     k_TNd: Jax,
     v_TNd: Jax,
     first_n: Jax,
     kernels: Kernels,
-    window: Jax | int | None = None,
-    sinks_H: Jax | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Jax:
     """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d].
 
-    With a `window`, a token sees only so many tokens, itself included. With `sinks_H`, each head's softmax has one
-    more score, which adds nothing and has no gradient. No kernel for accelerators can do either.
+    The kernels for accelerators know plain scores alone.
     """
-    if window is not None or sinks_H is not None:
-        limit = None if window is None else jnp.asarray(window, jnp.int32)
-        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, limit, sinks_H)
+    if not scoring.is_plain:
+        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, scoring)
     elif kernels.attention == "splash":
         out_THd = _in_blocks(kernels, q_THd, k_TNd, v_TNd, first_n)
     elif kernels.attention == "flash" and q_THd.shape[-1] in _FLASH_SIZES:
         out_THd = _by_head(partial(flash.attend, interpret=kernels.interpret), q_THd, k_TNd, v_TNd, first_n)
     else:
-        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, None, None)
+        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, PLAIN)
     return out_THd.reshape(q_THd.shape[0], -1).astype(q_THd.dtype)
 
 
@@ -63,9 +75,9 @@ def _by_head(attend: Callable[..., Jax], q_THd: Jax, k_TNd: Jax, v_TNd: Jax, fir
     return attend(q, k, v, first_n).transpose(1, 0, 2)
 
 
-def _in_tiles(
-    kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, window: Jax | None, sinks_H: Jax | None
-) -> Jax:
+def _in_tiles(kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, scoring: Scoring) -> Jax:
+    window = None if scoring.window is None else jnp.asarray(scoring.window, jnp.int32)
+    sinks_H = scoring.sinks_H
     T, num_heads, d = q_THd.shape
     num_kv = k_TNd.shape[1]
     n, group = T // TILE, num_heads // num_kv
@@ -73,7 +85,7 @@ def _in_tiles(
     k, v = (x.reshape(n, TILE, num_kv, d).transpose(0, 2, 1, 3) for x in (k_TNd, v_TNd))
     attend = _attend_by_tile if kernels.attention == "tile_by_tile" else _attend
     sinks = None if sinks_H is None else jnp.repeat(sinks_H.astype(jnp.float32).reshape(num_kv, group), TILE, axis=1)
-    out = attend(q, k, v, first_n, window, sinks)
+    out = attend(q, k, v, first_n, window, sinks, scoring.cap)
     return out.reshape(n, num_kv, group, TILE, d).transpose(0, 3, 1, 2, 4)
 
 
@@ -128,12 +140,16 @@ def _marked(x: Jax, broken_n: Jax) -> Jax:
 # Tiles ----------------------------------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def _attend(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None) -> Jax:
-    return _attend_forward(q, k, v, first_n, window, sinks)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(
+    q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None, cap: float | None = None
+) -> Jax:
+    return _attend_forward(q, k, v, first_n, window, sinks, cap)[0]
 
 
-def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None) -> tuple[Jax, Jax]:
+def _attend_forward(
+    q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None, cap: float | None
+) -> tuple[Jax, Jax]:
     """Map q [n, N, g * c, d] and k, v [n, N, c, d] to float32 [n, N, g * c, d]."""
     n, _, rows, d = q.shape
     k_padded, v_padded = _pad_front(k), _pad_front(v)
@@ -142,7 +158,7 @@ def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, si
         high, total, out = carry
         same = _same_sequence(first_n, j)
         k_j, v_j = (jnp.where(same, _shifted(x, j, n), 0) for x in (k_padded, v_padded))
-        scores = _scores(q, k_j, same, j, rows, window)
+        scores = jnp.where(same & _seen(rows, j, window), _scores("nhqd,nhkd->nhqk", q, k_j, cap), -jnp.inf)
         new_high = jnp.maximum(high, scores.max(axis=-1))
         shrink = jnp.exp(high - new_high)
         p = jnp.exp(scores - new_high[..., None])
@@ -156,7 +172,7 @@ def _attend_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, si
     return out, (q, k, v, first_n, window, out, high + jnp.log(total))
 
 
-def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None, None]:
+def _attend_backward(cap: float | None, saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None, None]:
     q, k, v, first_n, window, out, lse = saved
     n, _, rows, d = q.shape
     dtype = q.dtype
@@ -168,9 +184,10 @@ def _attend_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None,
         d_q, d_k, d_v = carry
         same = _same_sequence(first_n, j)
         k_j, v_j = (jnp.where(same, _shifted(x, j, n), 0) for x in (k_padded, v_padded))
-        p = jnp.exp(_scores(q, k_j, same, j, rows, window) - lse[..., None])
+        scores = _scores("nhqd,nhkd->nhqk", q, k_j, cap)
+        p = jnp.exp(jnp.where(same & _seen(rows, j, window), scores, -jnp.inf) - lse[..., None])
         d_p = _dot("nhqd,nhkd->nhqk", d_out, v_j)
-        d_s = (p * (d_p - delta[..., None]) * d**-0.5).astype(dtype)
+        d_s = (_below_cap(p * (d_p - delta[..., None]), scores, cap) * d**-0.5).astype(dtype)
         d_q = d_q + _dot("nhqk,nhkd->nhqd", d_s, k_j)
         d_k = _add_shifted(d_k, jnp.where(same, _dot("nhqk,nhqd->nhkd", d_s, q), 0), j, n)
         d_v = _add_shifted(d_v, jnp.where(same, _dot("nhqk,nhqd->nhkd", p.astype(dtype), d_out), 0), j, n)
@@ -204,9 +221,13 @@ def _same_sequence(first_n: Jax, j: Jax) -> Jax:
     return (tiles - j >= first_n)[:, None, None, None]
 
 
-def _scores(q: Jax, k_j: Jax, same: Jax, j: Jax, rows: int, window: Jax | None) -> Jax:
-    scores = _dot("nhqd,nhkd->nhqk", q, k_j) * q.shape[-1] ** -0.5
-    return jnp.where(same & _seen(rows, j, window), scores, -jnp.inf)
+def _scores(form: str, q: Jax, k: Jax, cap: float | None) -> Jax:
+    return capped(_dot(form, q, k) * q.shape[-1] ** -0.5, cap)
+
+
+def _below_cap(d_scores: Jax, scores: Jax, cap: float | None) -> Jax:
+    """Differentiate by the scores before the cap."""
+    return d_scores if cap is None else d_scores * (1 - jnp.square(scores / cap))
 
 
 def _seen(rows: int, j: Jax, window: Jax | None) -> Jax:
@@ -240,8 +261,10 @@ def _dot(form: str, a: Jax, b: Jax) -> Jax:
 # Tiles, one after the other: for CPUs ---------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None) -> Jax:
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend_by_tile(
+    q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None, cap: float | None = None
+) -> Jax:
     """Do as `_attend`, in shapes that do not depend on the length of the stream.
 
     XLA:CPU compiles a reduction over a batch differently once the batch exceeds some size, and then rounds differently,
@@ -249,16 +272,18 @@ def _attend_by_tile(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, si
     and visits only the key tiles that a query tile can see. It has at least two rounds, because the smallest stream has
     two tiles; XLA would unroll a loop of one.
     """
-    return _by_tile_forward(q, k, v, first_n, window, sinks)[0]
+    return _by_tile_forward(q, k, v, first_n, window, sinks, cap)[0]
 
 
-def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None) -> tuple[Jax, Jax]:
+def _by_tile_forward(
+    q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None, cap: float | None
+) -> tuple[Jax, Jax]:
     def one_tile(query: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         q_i, i, first = query
 
         def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
             high, total, out = carry
-            scores = _tile_scores(q_i, k[i - j], j, window)
+            scores = jnp.where(_seen(q_i.shape[1], j, window), _scores("hqd,hkd->hqk", q_i, k[i - j], cap), -jnp.inf)
             new_high = jnp.maximum(high, scores.max(axis=-1))
             shrink = jnp.exp(high - new_high)
             p = jnp.exp(scores - new_high[..., None])
@@ -275,7 +300,7 @@ def _by_tile_forward(q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, s
     return out, (q, k, v, first_n, window, out, lse)
 
 
-def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None, None]:
+def _by_tile_backward(cap: float | None, saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None, None]:
     q, k, v, first_n, window, out, lse = saved
     dtype, scale = q.dtype, q.shape[-1] ** -0.5
 
@@ -286,9 +311,10 @@ def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None
 
         def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
             d_q, d_k, d_v = carry
-            p = jnp.exp(_tile_scores(q_i, k[i - j], j, window) - lse_i[..., None])
+            scores = _scores("hqd,hkd->hqk", q_i, k[i - j], cap)
+            p = jnp.exp(jnp.where(_seen(q_i.shape[1], j, window), scores, -jnp.inf) - lse_i[..., None])
             d_p = _dot("hqd,hkd->hqk", d_out_i, v[i - j])
-            d_s = (p * (d_p - delta[..., None]) * scale).astype(dtype)
+            d_s = (_below_cap(p * (d_p - delta[..., None]), scores, cap) * scale).astype(dtype)
             d_q = d_q + _dot("hqk,hkd->hqd", d_s, k[i - j])
             d_k = _add_to(d_k, i - j, _dot("hqk,hqd->hkd", d_s, q_i))
             d_v = _add_to(d_v, i - j, _dot("hqk,hqd->hkd", p.astype(dtype), d_out_i))
@@ -306,11 +332,6 @@ def _by_tile_backward(saved: Jax, d_out: Jax) -> tuple[Jax, Jax, Jax, None, None
 
 
 _attend_by_tile.defvjp(_by_tile_forward, _by_tile_backward)
-
-
-def _tile_scores(q_i: Jax, k_j: Jax, j: Jax, window: Jax | None) -> Jax:
-    scores = _dot("hqd,hkd->hqk", q_i, k_j) * q_i.shape[-1] ** -0.5
-    return jnp.where(_seen(q_i.shape[1], j, window), scores, -jnp.inf)
 
 
 def _add_to(sums: Jax, i: Jax, value: Jax) -> Jax:

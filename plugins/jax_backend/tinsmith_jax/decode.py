@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tinsmith_jax import adapters, expert_sampling, recurrent
+from tinsmith_jax.attention import Scoring
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged, row_products
@@ -37,6 +38,7 @@ from tinsmith_jax.layers import (
     PositionEncoding,
     activated,
     by_scale,
+    capped,
     gated,
     plus_bias,
     rms_norm,
@@ -156,7 +158,7 @@ class InJax:
 
     def prompt_logits(self, weights: Weights, hidden_TH: jax.Array, row: jax.Array) -> jax.Array:
         lora = AdapterRows.of_tiles(weights.resident, row[None], len(hidden_TH), self.axes)
-        return _logits(self.axes.whole(weights.base["head"], 1), lora, hidden_TH[None], self.axes)[0]
+        return _logits(self.axes.whole(weights.base["head"], 1), lora, hidden_TH[None], self.config, self.axes)[0]
 
     def drawing(self, weights: Weights, given: Dispatch) -> DrawNext:
         state, params, switches = given
@@ -175,7 +177,7 @@ class InJax:
             # sequence's page is written by another.
             tiles = TokenTiles(now.token_B[:, None], now.position_B, now.table_BG, now.adapter_B, now.state_B2)
             cache, hidden_BTH, experts_BLC = _layers(how, base, lora, cache, tiles, num_used)
-            logits_BV = _logits(head_VH, lora, hidden_BTH, axes)[:, 0]
+            logits_BV = _logits(head_VH, lora, hidden_BTH, self.config, axes)[:, 0]
             drawn: tuple[jax.Array, ...] = _each(draw_rows, num_used, (logits_BV, params, now.position_B + 1), axes)
             return cache, drawn, experts_BLC
 
@@ -335,7 +337,7 @@ def _layers(
         def normed(x_NTH: jax.Array, name: str) -> jax.Array:
             return norm(x_NTH, weights[name]) if name in weights else x_NTH
 
-        mlp = partial(_mlp, dense=dense, deltas=deltas, config=config)
+        mlp = partial(_mlp, weights=weights, dense=dense, deltas=deltas, config=config)
 
         def attention(h_NTH: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
             cos_sin, window = encoding.for_kind(weights.get("kind"))
@@ -344,7 +346,8 @@ def _layers(
             q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
             q_NThD, k_NTJD = scaled(rope(q_NThD, *cos_sin), config), rope(k_NTJD, *cos_sin)
             cache = _write(cache, mixer, tiles, count, k_NTJD, v_NTJD, axes)
-            out_NTo = gated(_attend(q_NThD, cache, mixer, tiles, count, window, weights.get("sinks"), axes), gate_NThD)
+            scoring = Scoring(window, weights.get("sinks"), config.attention.cap)
+            out_NTo = gated(_attend(q_NThD, cache, mixer, tiles, count, scoring, axes), gate_NThD)
             return dense(out_NTo, "o"), deltas(out_NTo, "o")[0], cache
 
         delta = partial(
@@ -362,7 +365,7 @@ def _layers(
             mlp_NTH += _shared_expert(h_NTH, weights, mlp, by_tile, axes)
             returned = chosen.astype(expert_dtype(config)) if how.shape.returns_experts else None
             return (x_NTH + by_scale(normed(mlp_NTH, "mlp_out_norm"), config.residual_scale), cache), returned
-        return (add(x_NTH, *mlp(h_NTH), "mlp_out_norm"), cache), None
+        return (add(x_NTH, *mlp(h_NTH), "mlp_out_norm", "down_bias"), cache), None
 
     (x_NTH, cache), chosen = scan_layers(layer, (x_NTH, cache), (layers,), config)
     out_NTH = by_scale(norm(x_NTH, base["final_norm"]), config.logits_scale)
@@ -373,12 +376,15 @@ def _mlp(
     h_NTH: jax.Array,
     prefix: str = "",
     *,
+    weights: Jax,
     dense: Callable[[jax.Array, str], jax.Array],
     deltas: Callable[..., tuple[jax.Array, ...]],
     config: ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the product, and its LoRA part. `prefix`: of the names of the weights and modules."""
-    gate_NTo, up_NTo = jnp.split(dense(h_NTH, f"{prefix}gate_up"), 2, axis=-1)
+    gate_NTo, up_NTo = jnp.split(
+        plus_bias(dense(h_NTH, f"{prefix}gate_up"), weights, f"{prefix}gate_up_bias"), 2, axis=-1
+    )
     d_gate_NTo, d_up_NTo = deltas(h_NTH, f"{prefix}gate", f"{prefix}up")
     inner_NTo = activated(gate_NTo + d_gate_NTo, up_NTo + d_up_NTo, config)
     return dense(inner_NTo, f"{prefix}down"), deltas(inner_NTo, f"{prefix}down")[0]
@@ -469,13 +475,12 @@ def _add(  # noqa: PLR0913 - bound to a layer
     return x_NTH + by_scale(norm(total, weights[after]) if after in weights else total, config.residual_scale)
 
 
-def _logits(head_VH: jax.Array, lora: AdapterRows, hidden_NTH: jax.Array, axes: Axes) -> jax.Array:
+def _logits(head_VH: jax.Array, lora: AdapterRows, hidden_NTH: jax.Array, config: ModelConfig, axes: Axes) -> jax.Array:
     N, T, H = hidden_NTH.shape
     flat = hidden_NTH.reshape(N * T, H)
     logits = jnp.einsum("nh,vh->nv", flat, head_VH, preferred_element_type=jnp.float32)
     own = logits.reshape(N, T, -1) + lora.delta(hidden_NTH, lora.resident["head"]).astype(jnp.float32)
-    whole: jax.Array = axes.every_column(own)
-    return whole
+    return capped(axes.every_column(own), config.logits_cap)
 
 
 def _write(
@@ -547,19 +552,18 @@ def _attend(
     layer: jax.Array,
     tiles: TokenTiles,
     count: jax.Array,
-    window: jax.Array | None,
-    sinks_h: jax.Array | None,
+    scoring: Scoring,
     axes: Axes,
 ) -> jax.Array:
-    """Attend from each tile to its sequence: [N, T, heads * D]. The kernel for GPUs knows no windows and no sinks."""
-    if axes.kernels.triton and window is None and sinks_h is None:
+    """Attend from each tile to its sequence: [N, T, heads * D]. The kernel for GPUs knows plain scores alone."""
+    if axes.kernels.triton and scoring.is_plain:
         with jax.named_scope("attend"):
             pages = (*cache.pages, layer, tiles.start_N, tiles.table_NG)
             attended: jax.Array = paged.attend(q_NThD, *pages, interpret=axes.kernels.interpret)
             return attended
 
     def some(q_NThD: jax.Array, start_N: jax.Array, table_NG: jax.Array) -> jax.Array:
-        return _attend_batch(q_NThD, cache, layer, start_N, table_NG, window, sinks_h)
+        return _attend_batch(q_NThD, cache, layer, start_N, table_NG, scoring)
 
     out: jax.Array = _each(some, count, (q_NThD, tiles.start_N, tiles.table_NG), axes)
     return out
@@ -571,8 +575,7 @@ def _attend_batch(
     layer: jax.Array,
     start_N: jax.Array,
     table_NG: jax.Array,
-    window: jax.Array | None,
-    sinks_h: jax.Array | None,
+    scoring: Scoring,
 ) -> jax.Array:
     """Causal attention of tiles to their sequences, a page of keys at a time (online softmax).
 
@@ -580,6 +583,7 @@ def _attend_batch(
     Masked values are replaced by zeros, because an earlier tenant may have
     left NaN there and 0 * NaN is NaN.
     """
+    window, sinks_h = scoring.window, scoring.sinks_H
     N, T, heads, D = q_NThD.shape
     J = cache.k_LPJDC.shape[2]
     group = heads // J
@@ -594,6 +598,7 @@ def _attend_batch(
         k_NJDC, v_NJCD = (_read_pages(part, layer, page_N) for part in cache.pages)
         v_NJCD = jnp.where((key_C <= end_N[:, None])[:, None, :, None], v_NJCD, 0)
         score_NJQC = jnp.einsum("njqd,njdc->njqc", q_NJQD, k_NJDC, preferred_element_type=jnp.float32) * D**-0.5
+        score_NJQC = capped(score_NJQC, scoring.cap)
         seen_NQC = key_C <= limit_NQ[:, :, None]
         if window is not None:
             seen_NQC &= key_C > limit_NQ[:, :, None] - window

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.layers import products_of
+from tinsmith_jax.layers import capped, products_of
 from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.tiles import TILE, Tiles
@@ -57,17 +57,20 @@ class InJax:
     """By JAX, on any device or mesh."""
 
     axes: Axes = ONE
+    cap: float | None = None  # of logits
 
     def logprobs(self, head_VH: Jax, adapters: Jax, chunk: Chunk) -> tuple[Jax, Jax]:
         logits_CV, z = _logits(head_VH, adapters, chunk, self.axes)
+        logits_CV = capped(logits_CV, self.cap)
         logp_CK, p_CV = _logprobs(logits_CV, chunk.batch.targets_TK, self.axes)
-        return logp_CK, (z, p_CV)
+        return logp_CK, (z, p_CV, None if self.cap is None else 1 - jnp.square(logits_CV / self.cap))
 
     def gradients(
         self, head_VH: Jax, adapters: Jax, sums: Jax, chunk: Chunk, saved: Jax, d_logp_CK: Jax
     ) -> tuple[Jax, Jax]:
-        z, p_CV = saved
-        d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK, self.axes).astype(chunk.hidden_CH.dtype)
+        z, p_CV, slope_CV = saved
+        d_logits = _d_logits(p_CV, d_logp_CK, chunk.batch.targets_TK, self.axes)
+        d_logits = (d_logits if slope_CV is None else d_logits * slope_CV).astype(chunk.hidden_CH.dtype)
         return _backward(head_VH, adapters, sums, chunk, z, d_logits, self.axes)
 
 

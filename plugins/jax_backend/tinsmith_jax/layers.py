@@ -195,6 +195,12 @@ def by_scale(x: Jax, scale: float) -> jax.Array:
     return scaled
 
 
+def capped(x: Jax, cap: float | None) -> jax.Array:
+    """Return numbers that stay within +/- `cap`, if there is one."""
+    bounded: jax.Array = x if cap is None else cap * jnp.tanh(x / cap)
+    return bounded
+
+
 def products_of(kernels: Kernels) -> ModuleType | GroupedProducts:
     """Return the chosen form of the products of adapters; tile_products.py documents them."""
     if kernels.products == "grouped":

@@ -258,6 +258,7 @@ _BASE: Final[Mapping[str, Spec]] = {
     "down": Spec(None, TENSOR, FSDP),
     "shared_down": Spec(None, TENSOR, FSDP),
     "qkv_bias": Spec(None, TENSOR),
+    "gate_up_bias": Spec(None, TENSOR),
     "expert_gate_up": Spec(None, TENSOR, FSDP),
     "expert_down": Spec(None, TENSOR, None, FSDP),
     "expert_gate_up_bias": Spec(None, TENSOR),

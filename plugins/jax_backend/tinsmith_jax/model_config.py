@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import ATTENTION, DELTA, DecoderShape, Json, Rope, decoder_shape, read_rope
+from tinsmith_checkpoints.huggingface import (
+    ATTENTION,
+    DELTA,
+    MLP,
+    DecoderShape,
+    JoinedMatrix,
+    Json,
+    Rope,
+    decoder_shape,
+    joined_matrices,
+    read_rope,
+)
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """What the gate of an MLP passes through, as transformers names it."""
@@ -64,6 +75,7 @@ class Attention:
     qk_norm: Literal["head", "whole"] | None = None  # of each head of queries and keys, or of all heads together
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     sinks: bool = False  # each head has a score that takes part in the softmax, and adds nothing
+    cap: float | None = None  # scores s become cap * tanh(s / cap)
     gated: bool = False  # q_proj gives each head's query and a gate; the sigmoid of this multiplies what o_proj reads
 
 
@@ -77,11 +89,14 @@ class Clamped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """What a layer's experts have besides their sizes, and how files hold them."""
+    """What a layer's experts have besides their sizes, and how files hold them.
+
+    Unless they `alternate`, files may hold each expert's matrices, or all in one tensor [E, out, in], gate before up.
+    """
 
     router: str = "mlp.gate"  # its module
     bias: bool = False  # of the router, and of each matrix of an expert
-    joined: bool = False  # each matrix of all experts is one tensor [E, in, out], in which gate and up alternate
+    alternate: bool = False  # the matrices of all experts are one tensor [E, in, out], in which gate and up alternate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +132,12 @@ class ModelConfig(DecoderShape):
     norms: Norms = Norms()
     mixture: Mixture = Mixture()
     activation: Activation | Clamped = "silu"
+    mlp_bias: bool = False
+    joined: tuple[JoinedMatrix, ...] = ()  # how files hold several modules of a layer in one matrix
     embedding_scale: float = 1.0  # of embedded tokens
     residual_scale: float = 1.0  # of what attention and MLP add
     logits_scale: float = 1.0
+    logits_cap: float | None = None  # logits z become cap * tanh(z / cap), after they are scaled
 
     @property
     def vector_weights(self) -> int:
@@ -200,6 +218,9 @@ class ModelConfig(DecoderShape):
             found["qkv_bias"] = biases, sum(self.linear_shapes()[path][1] for path in ATTENTION[:3])
         if self.attention.o_bias:
             found["o_bias"] = ("self_attn.o_proj.bias",), self.hidden_size
+        if self.mlp_bias:
+            found["gate_up_bias"] = tuple(f"{path}.bias" for path in MLP[:2]), 2 * self.intermediate_size
+            found["down_bias"] = (f"{MLP[2]}.bias",), self.hidden_size
         if self.attention.sinks:
             found["sinks"] = ("self_attn.sinks",), self.num_heads
         if self.experts is not None and self.mixture.bias:
@@ -255,6 +276,7 @@ def decoder(
         dtype=config.get("dtype") or config.get("torch_dtype"),
         kinds=tuple(kinds[name] for name in used),
         pattern=tuple(used.index(name) for name in layer_types),
+        joined=joined_matrices(config),
         activation=activation
         if isinstance(activation, Clamped)
         else _activation(activation or config.get("hidden_act", "silu"), path),

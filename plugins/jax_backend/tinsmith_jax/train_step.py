@@ -85,7 +85,7 @@ class TrainPrograms:
             return native.training_arithmetic(self.config, rounds=kernels.rounds)
         return _InJax(
             forward=partial(packed_forward, self.config, recompute=self.limits.recompute, axes=self.axes),
-            chunks=head.InJax(self.axes),
+            chunks=head.InJax(self.axes, self.config.logits_cap),
             step=partial(optimizer.adamw, axes=self.axes),
         )
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tinsmith_jax import gated_delta
-from tinsmith_jax.attention import packed_attention
+from tinsmith_jax.attention import Scoring, packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
 from tinsmith_jax.gated_delta import DELTA_INPUTS
@@ -175,7 +175,8 @@ def _attention_block(
     q, k, v, gate = kept(projected)
     q, k = qk_norm(q, k, weights, config, apply=partial(by_tile, kernels=axes.kernels))
     q, k = scaled(rope(q, cos, sin), config), rope(k, cos, sin)
-    attended = gated(packed_attention(q, k, v, first_n, axes.kernels, window, weights.get("sinks")), gate)
+    how = Scoring(window, weights.get("sinks"), config.attention.cap)
+    attended = gated(packed_attention(q, k, v, first_n, axes.kernels, how), gate)
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles, axes, "inputs")
     product = plus_bias(axes.leave_tensor(attended @ axes.whole(weights["o"], 1)), weights, "o_bias")
     return _add(x_TH, (product, delta), weights, "attention_out_norm", config)
@@ -223,13 +224,15 @@ def _mlp(
     h_TH: Jax, weights: Jax, config: ModelConfig, adapter: Jax, sums: Jax, tiles: Tiles, axes: Axes, prefix: str = ""
 ) -> tuple[Jax, Jax]:
     """Return the product and its LoRA part. `prefix`: of the names of the weights and modules."""
-    gate, up = jnp.split(h_TH @ axes.whole(weights[f"{prefix}gate_up"], 0), 2, axis=-1)
+    product = plus_bias(h_TH @ axes.whole(weights[f"{prefix}gate_up"], 0), weights, f"{prefix}gate_up_bias")
+    gate, up = jnp.split(product, 2, axis=-1)
     modules = lora_of((f"{prefix}gate", f"{prefix}up"), adapter, sums)
     d_gate, d_up = lora_delta(h_TH, modules, tiles, axes, "outputs")
     gate, up = kept((gate + d_gate, up + d_up))
     inner = activated(gate, up, config)
     (delta,) = lora_delta(inner, lora_of((f"{prefix}down",), adapter, sums), tiles, axes, "inputs")
-    return axes.leave_tensor(inner @ axes.whole(weights[f"{prefix}down"], 1)), delta
+    product = axes.leave_tensor(inner @ axes.whole(weights[f"{prefix}down"], 1))
+    return plus_bias(product, weights, f"{prefix}down_bias"), delta
 
 
 def _expert_block(

@@ -87,15 +87,18 @@ def load_base(
             tensor: Array = files.whole(name, shape) if whole else files.part(name, shape, index)
             return tensor.astype(np.dtype(dtype if len(shape) == 1 else of_matrices), copy=False)
 
-        return _Loader(read, config, layout).load(progress)
+        in_one = f"model.layers.0.{_joined_tensor('expert_down')}" in files
+        return _Loader(read, config, layout, experts_in_one=in_one).load(progress)
 
 
 class _Loader:
-    def __init__(self, read: Read, config: ModelConfig, layout: Layout | None) -> None:
+    def __init__(self, read: Read, config: ModelConfig, layout: Layout | None, *, experts_in_one: bool) -> None:
         self._read = read
         self._config = config
         self._layout = layout
         self._shapes = config.linear_shapes()
+        self._experts_in_one = experts_in_one or config.mixture.alternate
+        self._within = {module: each for each in config.joined for module in each.modules}
         self._matrices = _DENSE
         self._experts: Mapping[str, Sequence[str]] = {}
         if config.experts is not None:
@@ -119,13 +122,13 @@ class _Loader:
             progress("loading weights", done / total)
             layers[name] = self._matrix(name, modules, specs[name])
             done += 1
-        for name, modules in self._experts.items():
+        for name in self._experts:
             progress("loading weights", done / total)
-            joined = config.mixture.joined
-            layers[name] = (self._joined if joined else self._of_experts)(modules, specs[name])
+            load = self._of_experts_in_one if self._experts_in_one else self._of_experts
+            layers[name] = load(name, specs[name])
             done += 1
         for name in biases:
-            layers[name] = self._expert_bias(self._experts[name.removesuffix("_bias")], specs[name])
+            layers[name] = self._expert_bias(name.removesuffix("_bias"), specs[name])
         for name, (parts, size) in vectors.items():
             layers[name] = self._vectors(name, parts, size, specs[name])
         if config.delta is not None:
@@ -202,7 +205,7 @@ class _Loader:
                 offset = 0
                 for module, width in zip(modules, widths, strict=True):
                     own = _share(columns, width, sum(widths))
-                    tensor = self._read(f"model.layers.{i}.{module}.weight", (width, d_in), (own, rows))
+                    tensor = self._rows(i, module, (width, d_in), (own, rows))
                     if found is None:
                         shape = (layers.stop - layers.start, rows.stop - rows.start, columns.stop - columns.start)
                         found = empty(shape, tensor.dtype)
@@ -213,74 +216,92 @@ class _Loader:
 
         return self._put((len(own_layers), d_in, sum(widths)), spec, part)
 
-    def _of_experts(self, modules: Sequence[str], spec: Spec) -> Jax:
-        """Load matrices of all experts. Joined ones are not divided along their outputs."""
+    def _rows(self, layer: int, module: str, shape: tuple[int, int], index: tuple[slice, slice]) -> Array:
+        """Read a part of a module's matrix [out, in], which may lie within a larger one."""
+        within = self._within.get(module)
+        if within is None:
+            return self._read(f"model.layers.{layer}.{module}.weight", shape, index)
+        rows = within.rows_of(module)[index[0]]
+        span = slice(int(rows[0]), int(rows.max()) + 1)
+        found = self._read(f"model.layers.{layer}.{within.path}.weight", (within.num_rows, shape[1]), (span, index[1]))
+        return found[rows - span.start]
+
+    def _of_experts(self, name: str, spec: Spec) -> Jax:
+        """Load matrices that files hold by expert. Joined ones are not divided along their outputs."""
+        modules, stored = self._experts[name], self._expert_shape(name)
+
+        def read(layer: int, expert: int, inputs: slice, outputs: slice) -> Array:
+            own = (_share(outputs, stored[0], stored[0] * len(modules)), inputs)
+            path = f"model.layers.{layer}.mlp.experts.{expert}"
+            return np.concatenate([self._read(f"{path}.{module}.weight", stored, own) for module in modules]).T
+
+        return self._experts_of(name, spec, read)
+
+    def _of_experts_in_one(self, name: str, spec: Spec) -> Jax:
+        """Load matrices that files hold together: [E, out, in], or [E, in, out] where gate and up alternate."""
+        tensor, number, (out, hidden) = _joined_tensor(name), len(self._experts[name]), self._expert_shape(name)
+        alternate, experts = self._config.mixture.alternate, self._config.experts
+        assert experts is not None, "the model has experts"
+        shape = (experts.num_experts, *((hidden, number * out) if alternate else (number * out, hidden)))
+
+        def read(layer: int, expert: int, inputs: slice, outputs: slice) -> Array:
+            path, one = f"model.layers.{layer}.{tensor}", slice(expert, expert + 1)
+            if not alternate:
+                own: Array = self._read(path, shape, (one, outputs, inputs))[0]
+                return own.T
+            whole: Array = self._read(path, shape, (one, inputs, slice(0, shape[-1])))[0]
+            return np.concatenate([whole[:, i::number] for i in range(number)], axis=1)[:, outputs]
+
+        return self._experts_of(name, spec, read)
+
+    def _experts_of(self, name: str, spec: Spec, read: Callable[[int, int, slice, slice], Array]) -> Jax:
+        """Stack what `read` returns, [in, out], given a layer, an expert, and which inputs and outputs."""
         config = self._config
-        assert config.experts is not None
-        inner, hidden, number = config.experts.intermediate_size, config.hidden_size, config.experts.num_experts
-        stored = (hidden, inner) if modules == _EXPERTS["expert_down"] else (inner, hidden)
+        assert config.experts is not None, "the model has experts"
+        out, inputs = self._expert_shape(name)
 
         def part(index: Index) -> Array:
-            layers, experts, inputs, outputs = index
-            own = (_share(outputs, stored[0], stored[0] * len(modules)), inputs)
+            layers, experts, *columns = index
             sizes = (layers.stop - layers.start, experts.stop - experts.start)
             found: Array | None = None
             for layer, expert in np.ndindex(sizes):
-                path = f"model.layers.{layers.start + layer}.mlp.experts.{experts.start + expert}"
-                joined = np.concatenate([self._read(f"{path}.{module}.weight", stored, own) for module in modules]).T
+                one = read(layers.start + layer, experts.start + expert, *columns)
                 if found is None:
-                    found = empty((*sizes, *joined.shape), joined.dtype)
-                found[layer, expert] = joined
+                    found = empty((*sizes, *one.shape), one.dtype)
+                found[layer, expert] = one
             assert found is not None, "a model has at least one layer and one expert"
             return found
 
-        return self._put((config.num_layers, number, stored[1], stored[0] * len(modules)), spec, part)
+        shape = (config.num_layers, config.experts.num_experts, inputs, out * len(self._experts[name]))
+        return self._put(shape, spec, part)
 
-    def _joined(self, modules: Sequence[str], spec: Spec) -> Jax:
-        """Load matrices that files hold for all experts together, [E, in, out]. Gate and up alternate."""
-        name, whole = self._joined_tensor(modules)
-
-        def part(index: Index) -> Array:
-            layers, experts, inputs, outputs = index
-            found: Array | None = None
-            for layer, expert in np.ndindex((layers.stop - layers.start, experts.stop - experts.start)):
-                one = slice(experts.start + expert, experts.start + expert + 1)
-                tensor = self._read(
-                    f"model.layers.{layers.start + layer}.{name}", whole, (one, inputs, slice(0, whole[-1]))
-                )
-                sorted_ = np.concatenate([tensor[0][:, i :: len(modules)] for i in range(len(modules))], axis=1)
-                if found is None:
-                    sizes = (layers.stop - layers.start, experts.stop - experts.start)
-                    found = empty((*sizes, len(sorted_), outputs.stop - outputs.start), sorted_.dtype)
-                found[layer, expert] = sorted_[:, outputs]
-            assert found is not None, "a model has at least one layer and one expert"
-            return found
-
-        return self._put((self._config.num_layers, *whole), spec, part)
-
-    def _expert_bias(self, modules: Sequence[str], spec: Spec) -> Jax:
-        name, (number, _, width) = self._joined_tensor(modules)
+    def _expert_bias(self, name: str, spec: Spec) -> Jax:
+        config, modules = self._config, self._experts[name]
+        assert config.experts is not None, "the model has experts"
+        number, width = config.experts.num_experts, self._expert_shape(name)[0] * len(modules)
 
         def part(index: Index) -> Array:
             layers, experts, columns = index
             found = [
-                self._read(f"model.layers.{i}.{name}_bias", (number, width), (experts, slice(0, width)))
+                self._read(f"model.layers.{i}.{_joined_tensor(name)}_bias", (number, width), (experts, slice(0, width)))
                 for i in range(layers.start, layers.stop)
             ]
             parts = [np.stack(found)[..., i :: len(modules)] for i in range(len(modules))]
             whole: Array = np.concatenate(parts, axis=-1)
             return whole[..., columns]
 
-        return self._put((self._config.num_layers, number, width), spec, part)
+        return self._put((config.num_layers, number, width), spec, part)
 
-    def _joined_tensor(self, modules: Sequence[str]) -> tuple[str, tuple[int, int, int]]:
-        """Return the name within a layer and the shape of the tensor with these matrices of all experts."""
-        config = self._config
-        assert config.experts is not None
-        number, inner, hidden = config.experts.num_experts, config.experts.intermediate_size, config.hidden_size
-        if modules == _EXPERTS["expert_down"]:
-            return "mlp.experts.down_proj", (number, inner, hidden)
-        return "mlp.experts.gate_up_proj", (number, hidden, 2 * inner)
+    def _expert_shape(self, name: str) -> tuple[int, int]:
+        """Return (out, in) of each of an expert's matrices."""
+        assert self._config.experts is not None, "the model has experts"
+        inner, hidden = self._config.experts.intermediate_size, self._config.hidden_size
+        return (hidden, inner) if name == "expert_down" else (inner, hidden)
+
+
+def _joined_tensor(name: str) -> str:
+    """Return the name within a layer of the tensor with these matrices of all experts."""
+    return "mlp.experts.down_proj" if name == "expert_down" else "mlp.experts.gate_up_proj"
 
 
 def _share(columns: slice, width: int, total: int) -> slice:

@@ -14,7 +14,9 @@ from tinsmith_checkpoints.huggingface.decoder import (
     DecoderShape,
     decoder_shape,
 )
+from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
 from tinsmith_checkpoints.huggingface.known_shapes import known_config
+from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL, decoder_names, language_config
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
 from tinsmith_checkpoints.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
 from tinsmith_checkpoints.huggingface.rope import Rope, read_rope
@@ -30,10 +32,12 @@ __all__ = [
     "DELTA",
     "EXPERTS",
     "HEAD",
+    "LANGUAGE_MODEL",
     "MLP",
     "SHARED_EXPERT",
     "DecoderShape",
     "Delta",
+    "JoinedMatrix",
     "Json",
     "Kind",
     "Rope",
@@ -47,10 +51,13 @@ __all__ = [
     "WeightFiles",
     "adapter_config",
     "adapter_weights",
+    "decoder_names",
     "decoder_shape",
     "deltas",
     "draw_lora_A",
+    "joined_matrices",
     "known_config",
+    "language_config",
     "read_model_config",
     "read_rope",
     "weight_counts",

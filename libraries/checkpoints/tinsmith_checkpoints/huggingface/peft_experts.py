@@ -2,12 +2,14 @@
 
 transformers joins the experts of a layer in two parameters, gate_up_proj [E, 2 I, H] and down_proj [E, H, I], and PEFT
 gives each expert an A and a B of its own. So what our experts share is repeated, and gate and up, which have an A each,
-become one adapter of twice the rank. In gpt-oss, the outputs of gate and up alternate.
+become one adapter of twice the rank. In gpt-oss, the outputs of gate and up alternate. Likewise, where a base model
+joins the rows of several modules in one matrix, their adapters become one. The layers of a model that also sees are
+those of its language part.
 
 Legend: E = experts, I = inner size of an expert, H = hidden, r = rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +18,8 @@ import numpy as np
 from tinsmith_checkpoints.errors import UserError
 from tinsmith_checkpoints.huggingface import peft_layout
 from tinsmith_checkpoints.huggingface.decoder import EXPERTS
+from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
+from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
 from tinsmith_checkpoints.values import Array, LoraConfig
 
@@ -29,17 +33,57 @@ def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> 
 
     Raise UserError if it cannot be told how the base model lays out its experts.
     """
+    base = read_model_config(Path(base_model)) if Path(base_model, "config.json").is_file() else {}
+    weights, joined = _with_joined_rows(joined_matrices(base), lora, weights)
     experts = sorted({module for name in weights if (module := _experts_of(name)) is not None})
     renamed = {name: array for name, array in weights.items() if _experts_of(name) is None}
     config = peft_layout.adapter_config(base_model, lora, renamed)
+    for path, times in joined.items():
+        config["rank_pattern"][path] = times * lora.rank
+        config["alpha_pattern"][path] = times * config["lora_alpha"]
     alternate = bool(experts) and _alternate(base_model)
     for module in experts:
         renamed |= _joined(module, lora.rank, weights, alternate=alternate)
     if experts:
         config["target_parameters"] = list(_JOINED)
-        config["rank_pattern"] = {_JOINED[0]: 2 * lora.rank}
-        config["alpha_pattern"] = {_JOINED[0]: 2 * config["lora_alpha"]}
+        config["rank_pattern"][_JOINED[0]] = 2 * lora.rank
+        config["alpha_pattern"][_JOINED[0]] = 2 * config["lora_alpha"]
+    if "text_config" in base:
+        renamed = {_in_language_part(name): array for name, array in renamed.items()}
+        config["target_modules"] = sorted({peft_layout.parse(name)[0] for name in renamed if not _experts_of(name)})
     return renamed, config
+
+
+def _in_language_part(name: str) -> str:
+    return name.replace("base_model.model.model.", f"base_model.model.{LANGUAGE_MODEL}", 1)
+
+
+def _with_joined_rows(
+    matrices: Sequence[JoinedMatrix], lora: LoraConfig, weights: Mapping[str, Array]
+) -> tuple[Mapping[str, Array], dict[str, int]]:
+    """Make one adapter of those of modules whose rows the base model joins, of as many times the rank as there are.
+
+    Return the weights, and how many times for each such matrix, by its last name.
+    """
+    found, times = dict(weights), dict[str, int]()
+    for matrix in matrices:
+        first = f".{matrix.modules[0]}"
+        for name in weights:
+            module, side = peft_layout.parse(name)
+            if side == "A" and module.endswith(first):
+                layer = module.removesuffix(first)
+                pairs = [
+                    tuple(found.pop(peft_layout.weight_name(f"{layer}.{each}", s)) for s in peft_layout.SIDES)
+                    for each in matrix.modules
+                ]
+                B = np.zeros((matrix.num_rows, lora.rank * len(pairs)), np.float32)
+                for i, (each, (_, own)) in enumerate(zip(matrix.modules, pairs, strict=True)):
+                    B[matrix.rows_of(each), i * lora.rank : (i + 1) * lora.rank] = own
+                joined = f"{layer}.{matrix.path}"
+                found[peft_layout.weight_name(joined, "A")] = np.concatenate([A for A, _ in pairs])
+                found[peft_layout.weight_name(joined, "B")] = B
+                times[matrix.path.rpartition(".")[2]] = len(pairs)
+    return found, times
 
 
 def _alternate(base_model: str) -> bool:

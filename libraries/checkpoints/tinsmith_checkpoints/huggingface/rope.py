@@ -1,4 +1,4 @@
-"""Rotary frequencies from a Hugging Face config: default, linear, llama3 and yarn. NumPy only.
+"""Rotary frequencies from a Hugging Face config: default, linear, llama3, yarn and longrope. NumPy only.
 
 The formulas are those of transformers/modeling_rope_utils.py (Apache-2.0). Other types are refused by name.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tinsmith_checkpoints.errors import ConfigError
 from tinsmith_checkpoints.values import Json
 
-KNOWN_TYPES = ("default", "linear", "llama3", "yarn")
+KNOWN_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 Frequencies = npt.NDArray[np.float32]
 
@@ -50,6 +50,8 @@ def read_rope(config: Mapping[str, Json], head_dim: int, source: str, *, partial
                 return _rope(plain / np.float32(parameters["factor"]))
             case "llama3":
                 return _rope(_llama3(plain, parameters))
+            case "longrope":
+                return _longrope(plain, parameters, int(config["max_position_embeddings"]))
             case "yarn":
                 return _yarn(plain, theta, rotated, parameters, int(config["max_position_embeddings"]))
     except KeyError as error:
@@ -72,6 +74,17 @@ def _llama3(plain: Frequencies, parameters: Mapping[str, Any]) -> Frequencies:
     slowed = np.where(wavelength > old_context / low, plain / factor, plain)
     is_between = (wavelength >= old_context / high) & (wavelength <= old_context / low)
     return np.where(is_between, between, slowed).astype(np.float32)
+
+
+def _longrope(plain: Frequencies, parameters: Mapping[str, Any], max_position: int) -> Rope:
+    """Return the frequencies for sequences within the original context."""
+    old_context = float(parameters["original_max_position_embeddings"])
+    factor = float(parameters.get("factor") or max_position / old_context)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(old_context))
+    short: Frequencies = np.asarray(parameters["short_factor"], np.float32)
+    return _rope(plain / short, float(attention_factor))
 
 
 def _yarn(plain: Frequencies, theta: float, head_dim: int, parameters: Mapping[str, Any], max_position: int) -> Rope:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from tinsmith_checkpoints.errors import ConfigError, ServerError
 from tinsmith_checkpoints.huggingface import mxfp4
 from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, Int8, dequantised, packed_columns, unpacked
+from tinsmith_checkpoints.huggingface.language_part import decoder_names
 from tinsmith_checkpoints.huggingface.safetensors_files import tensor_files
 
 # Any below: the arrays of the framework, and safetensors' handles, which are untyped.
@@ -19,6 +20,8 @@ from tinsmith_checkpoints.huggingface.safetensors_files import tensor_files
 
 class WeightFiles(AbstractContextManager["WeightFiles"]):
     """The safetensors files of a model directory: one, or shards with an index. Each is opened once, on first use.
+
+    Of a model that also sees or hears, these are the tensors of the language part, named as if it stood alone.
 
     Every error is a ConfigError that names the directory or file, and the tensor.
     """
@@ -31,11 +34,13 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         self._handles: dict[Path, Any] = {}
         self._open = ExitStack()
         try:
-            self._files = tensor_files(directory, "model")
+            found = tensor_files(directory, "model")
         except ServerError as error:
             msg = f"{str(directory)!r}: the weight files cannot be read: {error}"
             raise ConfigError(msg) from error
-        if not self._files:
+        self._stored = decoder_names(found)
+        self._files = {name: found[stored] for name, stored in self._stored.items()}
+        if not found:
             msg = f"{str(directory)!r} has neither model.safetensors nor model.safetensors.index.json"
             raise ConfigError(msg)
 
@@ -43,6 +48,10 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._open.close()
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether there is such a tensor, as it is stored."""
+        return name in self._files
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Any:
         """Read a tensor, which must have the given shape."""
@@ -72,7 +81,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
 
     def matrix_types(self) -> set[str]:
         """Return the types of the tensors with several axes, as safetensors names them: {"BF16"} of most models."""
-        stored = (self._handle(path).get_slice(name) for name, path in self._files.items())
+        stored = (self._handle(path).get_slice(self._stored[name]) for name, path in self._files.items())
         return {each.get_dtype() for each in stored if len(each.get_shape()) > 1}
 
     def integers(self, name: str, shape: tuple[int, ...], cut: tuple[slice, slice]) -> npt.NDArray[np.int8]:
@@ -89,10 +98,10 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         path = self._files[name]
         try:
             handle = self._handle(path)
-            stored = handle.get_slice(name)
+            stored = handle.get_slice(self._stored[name])
             found = tuple(stored.get_shape())
             if found == shape:
-                return stored[cut] if cut else handle.get_tensor(name)
+                return stored[cut] if cut else handle.get_tensor(self._stored[name])
         except (OSError, SafetensorError) as error:
             msg = f"{str(path)!r}: tensor {name!r} cannot be read: {error}"
             raise ConfigError(msg) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import Json, read_model_config
+from tinsmith_checkpoints.huggingface import Json, language_config, read_model_config
 from tinsmith_jax.model_config import ModelConfig
 
 Family = Callable[[Mapping[str, Json], Path], ModelConfig]
@@ -43,7 +43,8 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def config_of(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    """Describe the decoder of a parsed config.json. `path` names it in errors."""
+    """Describe the decoder of a parsed config.json, of which a family sees the language part. `path`: for errors."""
+    config = language_config(config)
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
     ours = built_in()
     describe = _FAMILIES.get(class_name)

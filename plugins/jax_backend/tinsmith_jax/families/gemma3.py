@@ -1,4 +1,7 @@
-"""Gemma 3 without images: norms around attention and MLP, with weights stored less 1; most layers see a window."""
+"""Gemma 3, of which the language part is trained: norms around attention and MLP; most layers see a window.
+
+Norms' weights are stored less 1.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,11 +9,22 @@ from pathlib import Path
 from tinsmith_checkpoints.huggingface import Json
 from tinsmith_jax import Attention, ModelConfig, Norms, decoder, family, refuse, sliding_and_full
 
+_DEFAULTS: Mapping[str, Json] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}
+"""What files leave out."""
+
 
 @family("Gemma3ForCausalLM")
+@family("Gemma3ForConditionalGeneration")
 def gemma3(config: Mapping[str, Json], path: Path) -> ModelConfig:
     refuse(config, path, "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-    config = {"tie_word_embeddings": True, "head_dim": 256, **config}
+    config = {**_DEFAULTS, **config}
     kinds, layer_types = sliding_and_full(
         config,
         path,

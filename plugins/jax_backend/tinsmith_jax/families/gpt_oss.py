@@ -33,7 +33,7 @@ def gpt_oss(config: Mapping[str, Json], path: Path) -> ModelConfig:
         kinds=kinds,
         layer_types=layer_types,
         attention=Attention(qkv_bias=bias, o_bias=bias, sinks=True),
-        mixture=Mixture(router="mlp.router", bias=True, joined=True),
+        mixture=Mixture(router="mlp.router", bias=True, alternate=True),
         activation=Clamped(
             limit=float(config.get("swiglu_limit", 7.0)), alpha=float(config.get("swiglu_alpha", 1.702))
         ),

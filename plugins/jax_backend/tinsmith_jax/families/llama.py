@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tinsmith_checkpoints.huggingface import Json
-from tinsmith_jax import Attention, ModelConfig, decoder, family, refuse
+from tinsmith_jax import Attention, ModelConfig, decoder, family
 
 
 @family("LlamaForCausalLM")
 def llama(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    refuse(config, path, "mlp_bias")
     bias = bool(config.get("attention_bias"))
-    return decoder(config, path, attention=Attention(qkv_bias=bias, o_bias=bias))
+    return decoder(config, path, attention=Attention(qkv_bias=bias, o_bias=bias), mlp_bias=bool(config.get("mlp_bias")))

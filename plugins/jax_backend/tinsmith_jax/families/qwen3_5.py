@@ -1,4 +1,7 @@
-"""Qwen3.5: three layers of the gated delta rule to one of attention with gates; norms' weights are stored less 1."""
+"""Qwen3.5 and Qwen3-Next: three layers of the gated delta rule to one of attention with gates.
+
+Norms' weights are stored less 1.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,8 +10,11 @@ from tinsmith_checkpoints.huggingface import Json, read_rope
 from tinsmith_jax import Attention, DeltaRule, LayerKind, ModelConfig, Norms, decoder, family, head_dim
 
 
+@family("Qwen3NextForCausalLM")
 @family("Qwen3_5ForCausalLM")
+@family("Qwen3_5ForConditionalGeneration")
 @family("Qwen3_5MoeForCausalLM")
+@family("Qwen3_5MoeForConditionalGeneration")
 def qwen3_5(config: Mapping[str, Json], path: Path) -> ModelConfig:
     config = {"head_dim": 256, "norm_topk_prob": True, **config}
     bias = bool(config.get("attention_bias"))

@@ -9,7 +9,7 @@ from tinsmith_jax import Attention, LayerKind, ModelConfig, decoder, family, hea
 
 @family("SmolLM3ForCausalLM")
 def smollm3(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    refuse(config, path, "mlp_bias", "use_sliding_window")
+    refuse(config, path, "use_sliding_window")
     config = {"tie_word_embeddings": True, **config}
     number, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
     rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(number)]
@@ -24,4 +24,5 @@ def smollm3(config: Mapping[str, Json], path: Path) -> ModelConfig:
         kinds=kinds,
         layer_types=tuple("rotating" if each else "still" for each in rotates),
         attention=Attention(qkv_bias=bias, o_bias=bias),
+        mlp_bias=bool(config.get("mlp_bias")),
     )

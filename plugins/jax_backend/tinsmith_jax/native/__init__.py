@@ -74,7 +74,7 @@ def _know(model: ModelConfig) -> bool:
     (kind, *others) = model.kinds
     attention = model.attention in (Attention(), Attention(qk_norm="head"))
     rotates = kind.rope is not None and 2 * len(kind.rope.inv_freq) == model.head_dim
-    plain = model.norms == Norms() and model.activation == "silu"
+    plain = model.norms == Norms() and model.activation == "silu" and not model.mlp_bias and model.logits_cap is None
     scales = {model.embedding_scale, model.residual_scale, model.logits_scale}
     same = not others and kind.window is None and rotates
     return model.experts is None and attention and same and plain and scales == {1.0}

@@ -31,7 +31,7 @@ from tinsmith import (
     SampleOutput,
     SamplingParams,
 )
-from tinsmith_checkpoints.huggingface import StoredTensors, adapter_weights, weight_counts
+from tinsmith_checkpoints.huggingface import StoredTensors, adapter_weights, decoder_names, weight_counts
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.families import read_config
@@ -67,6 +67,7 @@ class FamilyContract:
 
     architecture: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}
+    other_parts: ClassVar[Mapping[str, Any]] = {}  # settings of what sees, of a class whose settings have `text_config`
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -74,7 +75,9 @@ class FamilyContract:
         """Write a model with random weights, those of norms and biases included."""
         torch.manual_seed(0)
         made = getattr(transformers, cls.architecture)
-        model = made(made.config_class(**{**TINY, **cls.settings}))
+        settings = {**TINY, **cls.settings}
+        has_parts = "text_config" in made.config_class.sub_configs
+        model = made(made.config_class(**({"text_config": settings, **cls.other_parts} if has_parts else settings)))
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)
@@ -113,7 +116,7 @@ class FamilyContract:
 
     def test_plans_count_all_weights(self, backend: JaxBackend, model_path: Path, model_id: str) -> None:
         config, stored = read_config(model_path), StoredTensors.of(model_path, "model").shapes()
-        assert weight_counts(config).total == sum(map(math.prod, stored.values()))
+        assert weight_counts(config).total == sum(math.prod(stored[name]) for name in decoder_names(stored).values())
         adapted = backend.capture_state(model_id).weights
         assert adapter_weights(config, _LORA.rank) == sum(array.size for array in adapted.values())
 

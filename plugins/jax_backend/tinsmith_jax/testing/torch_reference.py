@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from tinsmith import AdamParams, Array, Datum, ForwardBackward, LoraConfig
+from tinsmith_checkpoints.huggingface import (
+    LANGUAGE_MODEL,
+    JoinedMatrix,
+    joined_matrices,
+    read_model_config,
+    weight_name,
+)
 
 
 class _LoraLinear(torch.nn.Module):
@@ -23,6 +30,25 @@ class _LoraLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.linear(x) + self.scale * (x @ self.A.T) @ self.B.T
+        return out
+
+
+class _LoraJoined(torch.nn.Module):
+    """A matrix with the rows of several modules. `parts`: for each, where they are, A and B."""
+
+    def __init__(
+        self,
+        linear: torch.nn.Linear,
+        parts: Sequence[tuple[Array, torch.nn.Parameter, torch.nn.Parameter]],
+        scale: float,
+    ) -> None:
+        super().__init__()
+        self.linear, self.parts, self.scale = linear, parts, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        for rows, A, B in self.parts:
+            out = out.index_add(-1, torch.tensor(rows), self.scale * (x @ A.T) @ B.T)
         return out
 
 
@@ -84,7 +110,8 @@ class TorchModel:
 
     def __init__(self, directory: Path, lora: LoraConfig, weights: Mapping[str, Array], dtype: torch.dtype) -> None:
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain)
+        made = getattr(transformers, read_model_config(directory)["architectures"][0])
+        self.model: Any = made.from_pretrained(directory, dtype=dtype, **plain)
         self.model.requires_grad_(requires_grad=False)
         of_class: Any = sys.modules[type(self.model).__module__]
         if hasattr(of_class, "torch_chunk_gated_delta_rule"):
@@ -97,15 +124,34 @@ class TorchModel:
             if name.endswith(".mlp.experts.w1.lora_A.weight"):
                 self._adapt_experts(name.removesuffix("w1.lora_A.weight"), lora.scale)
             elif name.endswith(".lora_A.weight") and ".mlp.experts." not in name:
-                path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                path = self._path(name, ".lora_A.weight")
                 parent, _, leaf = path.rpartition(".")
                 module = self.model.get_submodule(parent) if parent else self.model
-                A, B = self.parameters[name], self.parameters[name.replace("lora_A", "lora_B")]
-                setattr(module, leaf, _LoraLinear(getattr(module, leaf), A, B, lora.scale))
+                if hasattr(module, leaf):
+                    setattr(module, leaf, _LoraLinear(getattr(module, leaf), *self._factors(name), lora.scale))
+        for joined in joined_matrices(self.model.config.to_dict()):
+            self._adapt_joined(joined, lora.scale)
         self.optimizer: Any = torch.optim.AdamW([*self.parameters.values()]) if weights else None
 
+    def _path(self, name: str, end: str) -> str:
+        """Return a module's path in the model, of which the decoder may be a part."""
+        path = name.removeprefix("base_model.model.").removesuffix(end)
+        return path.replace("model.", LANGUAGE_MODEL, 1) if hasattr(self.model.model, "language_model") else path
+
+    def _factors(self, name: str) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        return self.parameters[name], self.parameters[name.replace("lora_A", "lora_B")]
+
+    def _adapt_joined(self, joined: JoinedMatrix, scale: float) -> None:
+        parent, _, leaf = joined.path.rpartition(".")
+        for i, layer in enumerate(self.model.model.layers):
+            names = [weight_name(f"model.layers.{i}.{module}", "A") for module in joined.modules]
+            if names[0] in self.parameters:
+                parts = [(joined.rows_of(m), *self._factors(n)) for m, n in zip(joined.modules, names, strict=True)]
+                module = layer.get_submodule(parent)
+                setattr(module, leaf, _LoraJoined(getattr(module, leaf), parts, scale))
+
     def _adapt_experts(self, prefix: str, scale: float) -> None:
-        mlp: Any = self.model.get_submodule(prefix.removeprefix("base_model.model.").removesuffix(".experts."))
+        mlp: Any = self.model.get_submodule(self._path(prefix, ".experts."))
         factors = {name.removeprefix(prefix): each for name, each in self.parameters.items() if name.startswith(prefix)}
         mlp.experts = _LoraExperts(mlp.experts, factors, scale)
 

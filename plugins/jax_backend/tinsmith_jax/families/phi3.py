@@ -1,0 +1,27 @@
+"""Phi-3 and Phi-4: Llama's layers, with joined matrices in their files; some rotate a part of each head."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tinsmith_checkpoints.huggingface import Json, read_rope
+from tinsmith_jax import LayerKind, ModelConfig, decoder, family, head_dim
+
+
+@family("Phi3ForCausalLM")
+def phi3(config: Mapping[str, Json], path: Path) -> ModelConfig:
+    """Of frequencies for short and long sequences, the short ones are used, so sequences are no longer than these."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    original = int(rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings", 4096))
+    longest = int(config["max_position_embeddings"])
+    if (rope.get("rope_type") or rope.get("type") or "default") != "default":  # older files say "su" or "yarn"
+        of_long = {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
+        config, longest = {**config, "rope_parameters": of_long}, min(longest, original)
+    kind = LayerKind(
+        rope=read_rope(config, head_dim(config), str(path), partial=1.0), window=config.get("sliding_window")
+    )
+    return decoder(
+        {"rms_norm_eps": 1e-5, **config, "max_position_embeddings": longest},
+        path,
+        kinds={"all": kind},
+        layer_types=("all",) * config["num_hidden_layers"],
+    )
