@@ -23,7 +23,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
     """With the core in it, from its wheel, and a stranger's plugin."""
     environment = CleanEnvironment(tmp_path_factory.mktemp("stranger"), "tinsmith[testing,examples]")
     install = ("-m", "pip", "install", "--quiet", "--no-build-isolation")  # builds a wheel of each source first
-    environment.run("python", *install, str(ROOT))
+    environment.run("python", *install, str(ROOT), str(ROOT / "libraries/checkpoints"))
     environment.run("tinsmith", "new-plugin", "fresh", "--kind", "backend")
     environment.run("python", *install, "./tinsmith-fresh")
     return environment

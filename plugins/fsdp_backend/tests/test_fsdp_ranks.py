@@ -200,7 +200,7 @@ def killed_engine(model_path: Path, directory: Path) -> Iterator[IO[str]]:
     """A process with a backend of two ranks, which prints their process ids; it is killed at the end of the block."""
     code = f"""
         import sys, time
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = {sys.path!r}
         from pathlib import Path
         from fsdp_harness import make_backend
         backend = make_backend(Path({str(model_path)!r}), Path({str(directory)!r}), nproc_per_node=2)
