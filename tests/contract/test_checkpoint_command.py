@@ -24,9 +24,8 @@ from tinsmith.store import CheckpointRecord, StoreContext
 from tinsmith.testing.int8_model import write_int8_model
 from tinsmith.testing.saved_files import read_saved
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
-from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
+from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, StoredTensors
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith_checkpoints.tools import rewriting
 
 RANK = 4
 LORA = LoraConfig(rank=RANK, seed=0)
@@ -313,16 +312,15 @@ def test_interrupted_work_leaves_nothing(
 ) -> None:
     directory = saved(tmp_path, state(bases[True]), bases[True])
     (tmp_path / "outputs").mkdir()
-    real = rewriting._merged
-    calls: list[str] = []
+    writer, calls = ShardWriter.add, list[str]()
 
-    def merged(name: str, *rest: Any) -> Array:
+    def add(self: ShardWriter, name: str, array: Array) -> None:
         calls.append(name)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return real(name, *rest)
+        writer(self, name, array)
 
-    monkeypatch.setattr(rewriting, "_merged", merged)
+    monkeypatch.setattr(ShardWriter, "add", add)
     assert run("merge", directory, tmp_path / "outputs" / "merged").exit_code != 0
     assert list((tmp_path / "outputs").iterdir()) == []
 

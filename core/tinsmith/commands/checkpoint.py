@@ -112,9 +112,8 @@ def verify(
     if base_model is not None and directory is None:
         msg = f"no base model {base_model!r}: it is not a directory, and no plugin knows the name; pass its directory"
         raise UserError(msg)
-    base = None if directory is None else verifying.open_base(directory)
     with _progress("verifying") as progress:
-        found = list(verifying.faults(contents, base, progress))
+        found = list(verifying.faults(contents, directory, progress))
     if as_json:
         typer.echo(json.dumps({"faults": found, "base_model": directory and str(directory)}, indent=2))
     else:
@@ -159,6 +158,13 @@ def export_peft(
     contents = _open(context, path, config, data_dir)
     with _progress("exporting") as progress:
         rewriting.export_peft(contents, output, base_model=base_model, force=force, progress=progress, head=head)
+    named = base_model or contents.base_model or ""
+    if not Path(named, "config.json").is_file():
+        typer.echo(
+            f"note: {named!r} is no directory of a model here, so modules are named as in Llama; for a base model that "
+            "joins its projections (Phi-3, Qwen3-Next) or also sees, pass its directory with --base-model",
+            err=True,
+        )
     typer.echo(f"wrote {output}")
 
 

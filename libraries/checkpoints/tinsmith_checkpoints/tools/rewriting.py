@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,13 @@ from tinsmith_checkpoints.huggingface import peft_layout
 from tinsmith_checkpoints.huggingface.adapter_deltas import deltas
 from tinsmith_checkpoints.huggingface.decoder import HEAD
 from tinsmith_checkpoints.huggingface.safetensors_files import DTYPES, ShardWriter, StoredTensors
+from tinsmith_checkpoints.huggingface.weight_places import Place, weight_places
 from tinsmith_checkpoints.tools.adapters import adapter_of
 from tinsmith_checkpoints.tools.contents import Contents
 from tinsmith_checkpoints.values import Array, ModelState
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = f"{HEAD}.weight"
 
 Progress = Callable[[str], None]
 """Called with the name of each tensor before it is read."""
@@ -169,10 +172,10 @@ def merge(
     force: bool,
     progress: Progress,
 ) -> list[str]:
-    """Write base weights plus adapter as a Hugging Face model; return the names of the weights that changed.
+    """Write base weights plus adapter as a Hugging Face model; return the names of the tensors that changed.
 
     W + (alpha / r) * B @ A is computed in float32, then rounded once. A delta on a tied head unties it: the embedding
-    stays as it was.
+    stays as it was. Of a model that also sees, the language part changes.
     """
     if contents.layout == "model":
         msg = "this is a fully fine-tuned model already; there is nothing to merge"
@@ -183,33 +186,48 @@ def merge(
         msg = f"{str(base)!r} has neither model.safetensors nor shards of it"
         raise NotFoundError(msg)
     changes = deltas({name: array.shape for name, array in weights.items()})
-    tied = bool(hf_files.read_model_config(base).get("tie_word_embeddings"))
+    config = hf_files.read_model_config(base)
+    places = weight_places(config, originals.shapes())
+    tied = bool(config.get("tie_word_embeddings"))
     sources = {name: name for name in originals}
-    unties = f"{HEAD}.weight" in changes and (tied or f"{HEAD}.weight" not in originals)
+    unties = _HEAD in changes and (tied or _HEAD not in places)
     if unties:
-        sources[f"{HEAD}.weight"] = _EMBEDDING
-    if strange := sorted(changes.keys() - sources.keys()):
-        msg = f"the base model has no {strange[0]!r} ({len(strange)} such); is {str(base)!r} the right one?"
-        raise UserError(msg)
+        embedding = places[_EMBEDDING]
+        sources[_HEAD], places[_HEAD] = embedding.tensor, replace(embedding, tensor=_HEAD)
+    if strange := sorted(changes.keys() - places.keys()):
+        raise UserError(_strange(base, originals, strange))
     wanted = dtype or _dtype_of(originals)
+    parts = defaultdict[str, list[str]](list)
+    for name in changes:
+        parts[places[name].tensor].append(name)
     with fresh_directory(target, force=force) as fresh:
         with ShardWriter(fresh, "model", sources, shard_bytes=shard_bytes, dtype=wanted) as writer:
             for name, source in sources.items():
                 progress(name)
-                original = originals[source]
-                if name in changes:
-                    original = _merged(name, original, *changes[name].factors(weights), lora.scale)
-                writer.add(name, original)
+                array = originals[source]
+                if name in parts:
+                    array = array.copy()  # of what was read: the reader may share it
+                for part in parts[name]:
+                    _add(part, places[part], changes[part].factors(weights), lora.scale, array)
+                writer.add(name, array)
         hf_files.copy_model_files(base, fresh, dtype=wanted, tied=False if unties else None)
-    return sorted(changes)
+    return sorted(parts)
 
 
-def _merged(name: str, original: Array, a: Array, b: Array, scale: float) -> Array:
-    if (b.shape[0], a.shape[1]) != original.shape:
-        msg = f"{name} of the base model is {list(original.shape)}, the adapter's {[b.shape[0], a.shape[1]]}"
+def _strange(base: Path, originals: StoredTensors, names: Sequence[str]) -> str:
+    if any(name.endswith("_blocks") for name in originals):
+        return (
+            f"the experts in {str(base)!r} are stored as MXFP4, which cannot be changed; convert them to bfloat16 first"
+        )
+    return f"the base model has no {names[0]!r} ({len(names)} such); is {str(base)!r} the right one?"
+
+
+def _add(name: str, place: Place, factors: tuple[Array, Array], scale: float, array: Array) -> None:
+    a, b = factors
+    if (b.shape[0], a.shape[1]) != place.shape:
+        msg = f"{name} of the base model is {list(place.shape)}, the adapter's {[b.shape[0], a.shape[1]]}"
         raise UserError(msg)
-    result: Array = original + np.float32(scale) * (b @ a)
-    return result
+    place.add(np.float32(scale) * (b @ a), array)
 
 
 def _write_shards(

@@ -10,17 +10,22 @@ from tinsmith_checkpoints.errors import TinsmithError
 from tinsmith_checkpoints.huggingface import peft_layout
 from tinsmith_checkpoints.huggingface.adapter_shapes import AdaptedModule, adapted_modules
 from tinsmith_checkpoints.huggingface.decoder import HEAD
+from tinsmith_checkpoints.huggingface.model_files import read_model_config
 from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensor, StoredTensors
 from tinsmith_checkpoints.huggingface.state_files import M_PREFIX as _M
 from tinsmith_checkpoints.huggingface.state_files import V_PREFIX as _V
+from tinsmith_checkpoints.huggingface.weight_places import weight_places
 from tinsmith_checkpoints.tools.contents import Contents
 
 Progress = Callable[[str], None]
 """Called with the name of each file or tensor before it is read."""
 
 
-def faults(contents: Contents, base: StoredTensors | None, progress: Progress) -> Iterator[str]:
-    """Yield each fault. `base`: the base model's tensors, whose names and shapes are compared."""
+def faults(contents: Contents, base: Path | None, progress: Progress) -> Iterator[str]:
+    """Yield each fault. `base`: the base model's directory; the names and shapes of its tensors are compared.
+
+    Raise as `StoredTensors.of` if they cannot be read.
+    """
     yield from _files(contents, progress)
     yield from _names(contents, base)
     yield from _moments(contents)
@@ -56,13 +61,14 @@ def _files(contents: Contents, progress: Progress) -> Iterator[str]:
             yield f"{file.name}: is not listed in {checkpoints.MANIFEST}"
 
 
-def _names(contents: Contents, base: StoredTensors | None) -> Iterator[str]:
+def _names(contents: Contents, base: Path | None) -> Iterator[str]:
+    tensors = None if base is None else StoredTensors.of(base, "model")
     if contents.layout == "model":
-        if base is not None:
-            yield from _against_model(contents.weights, base)
+        if tensors is not None:
+            yield from _against_model(contents.weights, tensors)
         return
     rank = contents.manifest.lora.rank if contents.manifest is not None else contents.adapter_config.get("r")
-    modules = {} if base is None else adapted_modules(base.shapes())
+    modules = {} if base is None or tensors is None else _modules(base, tensors)
     for name, tensor in contents.weights.stored.items():
         try:
             module, side = peft_layout.parse(name)
@@ -77,6 +83,11 @@ def _names(contents: Contents, base: StoredTensors | None) -> Iterator[str]:
             yield f"weights: {name} has no {other.rsplit('.', 2)[1]} beside it"
         if base is not None:
             yield from _against_module(name, module, side, tensor, modules)
+
+
+def _modules(base: Path, tensors: StoredTensors) -> dict[str, AdaptedModule]:
+    places = weight_places(read_model_config(base), tensors.shapes())
+    return adapted_modules({name: place.shape for name, place in places.items()})
 
 
 def _against_module(
@@ -138,8 +149,3 @@ def _values(what: str, name: str, tensors: StoredTensors) -> Iterator[str]:
         yield f"{what}: {name} holds {bad} values that are not finite"
     if what == "optimizer" and name.startswith(_V) and (array < 0).any():
         yield f"optimizer: {name} holds {int((array < 0).sum())} negative values; a second moment has none"
-
-
-def open_base(directory: Path) -> StoredTensors:
-    """Open the base model's tensors; raises as `StoredTensors.of`."""
-    return StoredTensors.of(directory, "model")
