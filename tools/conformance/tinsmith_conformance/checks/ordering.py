@@ -9,8 +9,8 @@ import numpy as np
 
 from tinsmith_conformance.data import OTHER_TOKENS, TOKENS, learned, ragged
 from tinsmith_conformance.registry import Group
-from tinsmith_conformance.tester import Model, Sampler, Tester
-from tinsmith_conformance.verdicts import expect
+from tinsmith_conformance.tester import ADAM, Model, Sampler, Tester
+from tinsmith_conformance.verdicts import expect, skip
 
 GROUP: Final = Group("ordering", "In which order requests take effect.")
 
@@ -236,3 +236,33 @@ def contexts_matter(t: Tester) -> None:
     model = t.model()
     ours, others = model.logprobs(), model.logprobs((OTHER_TOKENS[0], *TOKENS[1:]))
     expect(not np.allclose(ours[1:], others[1:], atol=1e-6), "another first token changes nothing after it")
+
+
+@GROUP.check
+def unloading(t: Tester) -> None:
+    """A model that is unloaded finishes what it accepted, tells it to whoever asks again, and takes nothing more.
+
+    A pass is lost on the way, or a model that is done with holds its place until its session ends.
+    """
+    model = t.model()
+    passed = model.forward_backward([learned(TOKENS)])
+    response = t.http.post("unload_model", json={"model_id": model.id, "type": "unload_model"})
+    if response.status_code == 404:
+        skip("the server has no unload_model")
+    unloaded = t.future(response)
+    expect(passed.result().logprobs, "the pass before it has no result")
+    expect("error" not in unloaded.result(), "it must succeed")
+    expect(unloaded.id == t.ok("unload_model", {"model_id": model.id})["request_id"], "a repeat is another request")
+    t.refusal("optim_step", {"model_id": model.id, "seq_id": model.number(), "adam_params": dict(ADAM)})
+
+
+@GROUP.check
+def unloading_of_others(t: Tester) -> None:
+    """Nobody unloads the model of somebody else.
+
+    Another tenant ends a run of yours.
+    """
+    model = t.model()
+    before = model.logprobs()
+    t.other().refusal("unload_model", {"model_id": model.id}, 403, 404)
+    expect(np.array_equal(model.logprobs(), before), "the model is another one")
