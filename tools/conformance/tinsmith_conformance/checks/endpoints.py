@@ -1,4 +1,4 @@
-"""Endpoints for clients of OpenAI's API."""
+"""Endpoints for clients of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tinsmith_conformance.registry import Group
 from tinsmith_conformance.tester import Tester
 from tinsmith_conformance.verdicts import expect, skip
 
-GROUP: Final = Group("endpoints", "Endpoints for clients of OpenAI's API, where the server has them.")
+GROUP: Final = Group("endpoints", "Endpoints for clients of OpenAI's and Anthropic's APIs, where the server has them.")
 
 _PREFIXES: Final = ("oai/api/v1", "v1")
 
@@ -188,3 +188,101 @@ def unknown_fields(t: Tester) -> None:
     body = {"model": t.target.model, "prompt": "hi", "max_tokens": 1, "no_such_field": 1}
     status = _OpenAI(t).http.post("completions", json=body).status_code
     expect(status in (400, 422), f"status {status}")
+
+
+class _Anthropic:
+    """Calls as Anthropic's client makes them."""
+
+    def __init__(self, t: Tester) -> None:
+        headers = {"x-api-key": t.key, "anthropic-version": "2023-06-01"}
+        self.http = httpx.Client(base_url=f"{t.target.url}/anthropic/api/v1/", headers=headers, timeout=60)
+        if self.http.post("messages/count_tokens", json={}).status_code in (404, 405):
+            skip("the server has no endpoints of Anthropic's API")
+
+    def send(self, model: str, path: str = "messages", **body: Any) -> httpx.Response:
+        whole = {"model": model, "messages": [{"role": "user", "content": "hi"}], **body}
+        return self.http.post(path, json=whole if path.endswith("count_tokens") else {"max_tokens": 4, **whole})
+
+    def answer(self, model: str, path: str = "messages", **body: Any) -> Any:
+        answer = self.send(model, path, **body)
+        expect(answer.is_success, f"{path}: status {answer.status_code}, {answer.text[:300]}")
+        return answer.json()
+
+    def refused(self, allowed: tuple[int, ...], model: str, **body: Any) -> str:
+        answer = self.send(model, **body)
+        expect(
+            answer.status_code in allowed, f"it must be refused by {allowed}: {answer.status_code}, {answer.text[:300]}"
+        )
+        error = answer.json()
+        expect(error.get("type") == "error" and {"type", "message"} <= set(error["error"]), f"the error is {error}")
+        return str(error["error"]["message"])
+
+
+@GROUP.check
+def messages(t: Tester) -> None:
+    """A message answers as an assistant, with a reason for its end, and usage that the count of tokens tells before.
+
+    Anthropic's clients cannot chat, or count what a request will cost as something else.
+    """
+    anthropic = _Anthropic(t)
+    answer = anthropic.answer(t.target.model)
+    expect((answer["type"], answer["role"]) == ("message", "assistant"), f"it is {answer}")
+    expect(answer["stop_reason"] in ("end_turn", "max_tokens"), f"stop_reason is {answer['stop_reason']}")
+    counted = anthropic.answer(t.target.model, "messages/count_tokens")["input_tokens"]
+    expect(answer["usage"]["input_tokens"] == counted, f"{answer['usage']}, and {counted} were counted")
+
+
+@GROUP.check
+def adapters_answer_messages(t: Tester) -> None:
+    """A message to a saved snapshot is answered by its adapter, as a chat of OpenAI's API is.
+
+    A trained adapter is served as the base model on one of the two.
+    """
+    openai, anthropic, model = _OpenAI(t), _Anthropic(t), t.model()
+    for _ in range(3):
+        model.step([learned()], learning_rate=0.1)
+    path = model.save_for_sampling()
+    one, other = (
+        openai.chat(path, temperature=0)["choices"][0]["message"]["content"],
+        "".join(each["text"] for each in anthropic.answer(path, temperature=0)["content"]),
+    )
+    expect(one == other, f"'{one}', and '{other}'")
+
+
+@GROUP.check
+def streams_of_messages(t: Tester) -> None:
+    """A streamed message has the events of Anthropic's API in their order, and the text of one that is not streamed.
+
+    Clients that stream raise, or show another text.
+    """
+    anthropic = _Anthropic(t)
+    whole = anthropic.answer(t.target.model, temperature=0)
+    lines = anthropic.send(t.target.model, temperature=0, stream=True).text.splitlines()
+    events = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
+    kinds = [each["type"] for each in events if each["type"] != "ping"]
+    expect(kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"], f"they are {kinds}")
+    text = "".join(each["delta"].get("text", "") for each in events if each["type"] == "content_block_delta")
+    expect(text == "".join(each["text"] for each in whole["content"]), f"'{text}', and {whole['content']}")
+
+
+@GROUP.check
+def refused_messages(t: Tester) -> None:
+    """What messages refuse is refused in the form of Anthropic's errors, and named.
+
+    Clients cannot say what is wrong, or a field does nothing in silence.
+    """
+    anthropic = _Anthropic(t)
+    anthropic.refused((400, 404), "no-such/model")
+    words = anthropic.refused((400,), t.target.model, no_such_field=1)
+    expect("no_such_field" in words, f"the refusal does not name the field: {words}")
+
+
+@GROUP.check
+def messages_without_a_key(t: Tester) -> None:
+    """A message without a key gets a 401.
+
+    Anybody in the network uses the server.
+    """
+    anthropic = _Anthropic(t)
+    anthropic.http.headers.pop("x-api-key")
+    anthropic.refused((401,), t.target.model)
