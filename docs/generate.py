@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -304,6 +305,9 @@ def _definition(module: str, name: str) -> tuple[str, str]:
         match node:
             case ast.ImportFrom(module=str(home)) if any(alias.name == name for alias in node.names):
                 return _definition(home, name)
+            case ast.ImportFrom(module=str(home), names=[ast.alias(name="*")]):
+                with suppress(LookupError):
+                    return _definition(home, name)
             case ast.ClassDef(name=defined) | ast.FunctionDef(name=defined) if defined == name:
                 return module, ast.get_docstring(node) or ""
             case ast.Assign(targets=[ast.Name(id=defined)]) | ast.AnnAssign(target=ast.Name(id=defined)):

@@ -22,7 +22,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.hookspecs import hookimpl
 from tinsmith.processes.assembly import check_routing_replay
 from tinsmith.settings import ModelSettings, PluginSection, RoutingReplaySettings
-from tinsmith.store.routed_experts import digest_of
+from tinsmith.store.codec import digest_of
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import TOKENS, datum, rl_datum
 

@@ -31,7 +31,7 @@ from tinsmith.store import (
     StoreContext,
     Waiting,
 )
-from tinsmith.store.model_places import Applicant, Taken, next_ones
+from tinsmith.store.shares import Applicant, Taken, next_ones
 from tinsmith.testing.engine_driver import EngineDriver, make_engine
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)

@@ -29,8 +29,7 @@ from tinsmith.settings import ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import CheckpointRecord, OperationState, StoreContext
-from tinsmith.store.codec import encode_result
-from tinsmith.store.value_sizes import largest_result, size_bound
+from tinsmith.store.codec import encode_result, largest_result, size_bound
 from tinsmith.testing.contract import assert_same_arrays
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, make_engine
 from tinsmith.testing.harness import TOY

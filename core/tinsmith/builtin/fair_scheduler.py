@@ -16,7 +16,7 @@ than the longest operation of i, L. Proof:
 
 With weights, a debt is the tokens served divided by the tenant's weight, and so is the bound: of i, L divided by its
 weight. It holds end to end, because an engine always holds some operations of every tenant that has any waiting, unless
-what it holds of j fills less than a batch (`store/claim_room.py`).
+what it holds of j fills less than a batch (`store/shares.py`).
 
 The bound is exact: of two tenants that are level, one is served first. It does not hold for j, whose shorter operations
 may also fill room that is too small for any operation of i; that costs i nothing.

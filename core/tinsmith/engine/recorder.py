@@ -16,8 +16,7 @@ from tinsmith.engine.failures import with_retries
 from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import OperationFinished
 from tinsmith.store import Completion
-from tinsmith.store.codec import encode_result
-from tinsmith.store.value_sizes import size_bound
+from tinsmith.store.codec import encode_result, size_bound
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.scheduler import Limits, Pending, Scheduler
 from tinsmith.store import ExpertsSampled, OperationRecord
-from tinsmith.store.routed_experts import digest_of, encode_experts
+from tinsmith.store.codec import digest_of, encode_experts
 
 _STAYS_S: Final = 60.0  # for which a tenant counts after its last sample; a clock that is set back ends it
 _TIDY_S: Final = 30.0

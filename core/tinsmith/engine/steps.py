@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tinsmith import operations as ops
 from tinsmith.engine.failures import with_retries
-from tinsmith.store import EngineLog, FailedPass, OperationRecord
+from tinsmith.store import FailedPass, OperationRecord, RequestStore
 
 _CLEARING = frozenset({"create_model", "optim_step", "load_state"})  # the pending gradient
 
@@ -29,7 +29,7 @@ class _Window:
 class Steps:
     """Belongs to one engine, which is told of everything that it runs, in order."""
 
-    def __init__(self, store: EngineLog) -> None:
+    def __init__(self, store: RequestStore) -> None:
         self._store = store
         self._made: dict[str, int] = {}  # by model_id
         self._windows: dict[str, _Window] = {}  # by model_id

@@ -13,7 +13,7 @@ from typing import Final
 from tinsmith.backend import OnTokens
 from tinsmith.errors import StoreError
 from tinsmith.store import DrawnTokens, OperationRecord, RequestStore
-from tinsmith.store.token_streams import MOST_TOKENS
+from tinsmith.store.records import MOST_TOKENS
 
 _log = logging.getLogger(__name__)
 

@@ -36,9 +36,9 @@ from tinsmith.store import (
 )
 from tinsmith.store.codec import encode_operation, encode_result, kind_of
 from tinsmith.store.metrics import encode_values, row_bytes
-from tinsmith.store.model_places import Applicant, Taken
+from tinsmith.store.records import SILENCE
 from tinsmith.store.request_ids import new_request_id
-from tinsmith.store.sessions import SILENCE
+from tinsmith.store.shares import Applicant, Taken
 from tinsmith.store.wakeups import done_topic, metrics_topic, places_topic, samples_topic, work_topic
 
 

@@ -62,13 +62,11 @@ from tinsmith.store import (
     Waiting,
     refusals,
 )
-from tinsmith.store.checkpoints import is_version
 from tinsmith.store.codec import decode_result
-from tinsmith.store.engine_log import CLEARING, PASS
-from tinsmith.store.metrics import OF_CLIENT, merged
-from tinsmith.store.model_places import next_ones, place_wait
+from tinsmith.store.metrics import merged
+from tinsmith.store.records import CLEARING, OF_CLIENT, PASS, SILENCE
 from tinsmith.store.refusals import refuse_large_metadata
-from tinsmith.store.sessions import SILENCE
+from tinsmith.store.shares import next_ones, place_wait
 from tinsmith.store.wakeups import (
     WakeUps,
     done_topic,
@@ -399,7 +397,7 @@ class MemoryStore(RequestStore):
 
     @_transaction
     def delete_version(self, read: CheckpointRecord) -> CheckpointRecord:
-        if not is_version(self._memory.checkpoint(read.path), read):
+        if not self._memory.checkpoint(read.path).is_version(read):
             raise refusals.version_gone(read)
         return self._delete(read.path)
 

@@ -8,7 +8,8 @@ from typing import Final
 
 from tinsmith.protocol import wire
 from tinsmith.store import MetricsRow
-from tinsmith.store.metrics import ENGINE_S, OF_CLIENT, TOKENS
+from tinsmith.store.metrics import ENGINE_S, TOKENS
+from tinsmith.store.records import OF_CLIENT
 
 TOKENS_PER_S: Final = "tokens_per_s"
 """Trained tokens of a step, for each second that its passes and the step took on the device."""

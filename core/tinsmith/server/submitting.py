@@ -21,8 +21,7 @@ from tinsmith.server.context import ServerContext
 from tinsmith.server.known import KnownRequest, KnownRun
 from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
 from tinsmith.store import EngineCapabilities, NewOperation, SamplingSessionRecord
-from tinsmith.store.codec import decode_operation, decoded_bytes, encode_operation, kind_of
-from tinsmith.store.routed_experts import decode_experts, digest_of
+from tinsmith.store.codec import decode_experts, decode_operation, decoded_bytes, digest_of, encode_operation, kind_of
 
 _NONE: Final = np.zeros((0, 0, 0), np.uint16)
 

@@ -1,14 +1,15 @@
 """What the request store holds: a frozen record for each kind of row, and the effects that change rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final, Literal, Self
 
+import msgspec
+
 from tinsmith.backend import SamplerCapabilities, TrainerCapabilities
 from tinsmith.operations import Failed, LoraConfig, Result
-from tinsmith.store.metrics import Measured
 from tinsmith_checkpoints.values import CheckpointKind as CheckpointKind
 from tinsmith_checkpoints.values import Json
 
@@ -22,6 +23,19 @@ MANY_AHEAD: Final = 1001
 
 SEQ_IDS_PER_CLONE: Final = 10**9
 """Each clone of a sampling client numbers its samples in a range of this size: clone = seq_id // this."""
+
+PASS: Final = "forward_backward"
+CLEARING: Final = ("optim_step", "load_state")
+"""The kinds of operations that clear the pending gradient, if they succeed."""
+
+SILENCE: Final = timedelta(seconds=30)
+"""A client sends a heartbeat every 10 s. If none arrives for longer than this, the server may be at fault."""
+
+OF_CLIENT: Final = -1
+"""The `seq_id` of metrics that a client logged."""
+
+MOST_TOKENS: Final = 512
+"""Of one `DrawnTokens`."""
 
 
 class OperationState(StrEnum):
@@ -128,6 +142,10 @@ class CheckpointRecord:
     public: bool = False  # belongs to the path: a save that overwrites a published checkpoint leaves it published
     expires_at: datetime | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
+
+    def is_version(self, read: Self) -> bool:
+        """Return whether this is the version that was read, with the same expiry time."""
+        return all(getattr(self, name) == getattr(read, name) for name in ("created_at", "directory", "expires_at"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,6 +360,15 @@ class OperationRecord:
     num_bytes: int = 0  # of memory, once decoded
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What an engine has taken from the log."""
+
+    records: list[OperationRecord]
+    left_some: bool
+    """Whether something that could run may have been left for want of room. If not, only new work needs a claim."""
+
+
 # Effects: what a completed operation changes beside its own row, in the same transaction -----------------------------
 
 
@@ -401,6 +428,14 @@ class Usage:
     prefilled_tokens: int = 0  # of prompts, and of forward passes without a gradient
     sampled_tokens: int = 0
     engine_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What an operation of a model measured. A value may be NaN or infinite."""
+
+    step: int
+    values: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -541,3 +576,35 @@ class StoredCheckpoints:
     project_id: str | None
     number: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRow:
+    """The metrics of one operation, or those that the client logged for one step."""
+
+    step: int
+    seq_id: int  # OF_CLIENT: the client's
+    time: datetime
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnTokens:
+    """Tokens of one sequence of a sample, in the order in which they were drawn."""
+
+    sampling_session_id: str
+    seq_id: int
+    sequence: int
+    first: int  # how many tokens of the sequence come before
+    tokens: Sequence[int]  # at most MOST_TOKENS
+
+    def encoded(self) -> str:
+        """Return what is not the sample's name as a text without tabs and line breaks, of at most 7 KB."""
+        return msgspec.json.encode((self.sequence, self.first, self.tokens)).decode()
+
+    @classmethod
+    def decoded(cls, sampling_session_id: str, seq_id: int, text: str) -> Self:
+        sequence, first, tokens = msgspec.json.decode(text, type=tuple[int, int, list[int]])
+        return cls(
+            sampling_session_id=sampling_session_id, seq_id=seq_id, sequence=sequence, first=first, tokens=tokens
+        )

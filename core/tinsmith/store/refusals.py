@@ -17,13 +17,7 @@ from tinsmith.errors import (
     UserError,
 )
 from tinsmith.operations import Failed
-from tinsmith.store.records import (
-    CheckpointRecord,
-    Lease,
-    NewOperation,
-    RecoveryPointRecord,
-    RunState,
-)
+from tinsmith.store.records import CheckpointRecord, Lease, NewOperation, RecoveryPointRecord, RunState
 from tinsmith.store.request_ids import created_at
 from tinsmith_checkpoints.values import Json
 

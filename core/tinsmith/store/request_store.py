@@ -6,12 +6,11 @@ is durable. One `RequestStore` object belongs to one process; several processes 
 An operation is submitted (queued), claimed (running) and completed (succeeded or failed). Operations that are `ordered`
 address a model and are claimed in seq_id order without gaps. Operations of a sampling session have no order; their
 seq_ids only have to be unique within it.
-
-The methods are grouped by reader, with a file for each group; `RequestStore` is all of them together.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,43 +18,50 @@ from typing import Generic, TypeVar
 
 from tinsmith.backend import BackendConfig
 from tinsmith.figures import Figures
-from tinsmith.store.checkpoints import Checkpoints
-from tinsmith.store.engine_log import EngineLog
-from tinsmith.store.engine_states import EngineStates
-from tinsmith.store.leases import Leases
-from tinsmith.store.log_inspection import LogInspection
-from tinsmith.store.metrics import Metrics
-from tinsmith.store.model_places import ModelPlaces
-from tinsmith.store.recovery import Recovery
-from tinsmith.store.routed_experts import RoutedExperts
-from tinsmith.store.runs import Runs
-from tinsmith.store.sampling_sessions import SamplingSessions
-from tinsmith.store.server_log import ServerLog
-from tinsmith.store.sessions import Sessions
-from tinsmith.store.token_streams import TokenStreams
-from tinsmith.store.usage import UsageLog
+from tinsmith.store.records import (
+    CheckpointRecord,
+    Claim,
+    Completion,
+    DrawnTokens,
+    EngineRecord,
+    FailedPass,
+    FinishedSamples,
+    KeptBytes,
+    KeptCheckpoints,
+    Lease,
+    LeaseHeld,
+    LiveModel,
+    LoggedOperation,
+    LogTotals,
+    Measured,
+    MetricsRow,
+    NewOperation,
+    OperationRecord,
+    PendingCounts,
+    PendingWork,
+    PlaceLimits,
+    RecoveryPointRecord,
+    ReportedFigures,
+    RunLog,
+    RunRecord,
+    SamplingSessionRecord,
+    SessionEnd,
+    SessionRecord,
+    StoredCheckpoints,
+    UsageRecord,
+    Waiting,
+)
+from tinsmith.store.shares import ClaimRoom
+
+_Config = TypeVar("_Config", bound=BackendConfig)
 
 
-class RequestStore(
-    Sessions,
-    Runs,
-    SamplingSessions,
-    Checkpoints,
-    ServerLog,
-    EngineLog,
-    ModelPlaces,
-    LogInspection,
-    Leases,
-    Recovery,
-    EngineStates,
-    UsageLog,
-    RoutedExperts,
-    Metrics,
-    TokenStreams,
-):
+class RequestStore(ABC):
     """Every method may be called concurrently from the process's event loop.
 
-    Methods raise NotFoundError for an id that does not exist, and StoreError if the database cannot be reached.
+    Methods raise NotFoundError for an id that does not exist, and StoreError if the database cannot be reached. Those
+    that take a lease raise LeaseLostError, and change nothing, once another engine has taken the lease over. A lease
+    that has expired but was not taken over is renewed in the same transaction.
     """
 
     @property
@@ -92,8 +98,475 @@ class RequestStore(
         database can guarantee that.
         """
 
+    # sessions
 
-C = TypeVar("C", bound=BackendConfig)
+    @abstractmethod
+    async def create_session(self, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
+        """Insert the session. A second call with the same tenant and key returns the first session."""
+
+    @abstractmethod
+    async def get_session(self, session_id: str) -> SessionRecord: ...
+
+    @abstractmethod
+    async def find_sessions(self, session_ids: Collection[str]) -> dict[str, SessionRecord]:
+        """Return those of these sessions that exist, by their ids: up to 1,000 in one read."""
+
+    @abstractmethod
+    async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
+        """Return sessions, newest first. `tenant` None lists every tenant's."""
+
+    @abstractmethod
+    async def count_live_sessions(self, tenant: str) -> int:
+        """Return how many of a tenant's sessions have not ended."""
+
+    @abstractmethod
+    async def hear_session(self, session_id: str, at: datetime, *, server_id: str | None = None) -> SessionRecord:
+        """Record a heartbeat, and which server heard it. A session that has ended stays as it is."""
+
+    @abstractmethod
+    async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord: ...
+
+    @abstractmethod
+    async def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
+        """Record the end, and queue an UnloadModel behind each live model's last operation.
+
+        The first reason wins.
+        """
+
+    @abstractmethod
+    async def unload_run(self, model_id: str) -> str:
+        """Queue an UnloadModel behind a model's last operation, and return its request_id; a repeat gets the first one.
+
+        Later requests are refused, and what waits behind a missing seq_id fails. Raise UserError if the model is lost.
+        """
+
+    @abstractmethod
+    async def forget_sessions(self, last_seen_before: datetime) -> int:
+        """Delete sessions that have ended and were last heard before then, with all that they own.
+
+        A sampling session is kept while the log holds samples of it; a model while it is live, or has operations in the
+        log or checkpoints; a session while it has models or sampling sessions. Return how many sessions, models and
+        sampling sessions were deleted.
+        """
+
+    @abstractmethod
+    async def expire_sessions(self, last_seen_before: datetime, *, heard_by: str | None = None) -> list[str]:
+        """End the sessions without a heartbeat since then, with reason "expired". Return their ids.
+
+        With `heard_by`, only those that this server heard last, if several servers may share the store.
+        """
+
+    # models, which the REST API calls training runs
+
+    @abstractmethod
+    async def create_run(self, run: RunRecord, operation: NewOperation) -> str:
+        """Insert the run and submit its creation (seq_id 0) in one transaction. Return the request_id.
+
+        A repeat returns the first request_id.
+        """
+
+    @abstractmethod
+    async def count_live_models(self, tenant: str) -> int:
+        """Return how many of a tenant's models are created or being created."""
+
+    @abstractmethod
+    async def get_run(self, model_id: str) -> RunRecord: ...
+
+    @abstractmethod
+    async def list_runs(
+        self, tenant: str | None, *, session_id: str | None = None, limit: int, offset: int
+    ) -> tuple[list[RunRecord], int]:
+        """Return one page of runs, newest first, and the total number of runs."""
+
+    # sampling sessions
+
+    @abstractmethod
+    async def create_sampling_session(self, sampler: SamplingSessionRecord) -> SamplingSessionRecord:
+        """Insert the sampling session. A second call with the same sampling_session_id returns the first one."""
+
+    @abstractmethod
+    async def get_sampling_session(self, sampling_session_id: str) -> SamplingSessionRecord: ...
+
+    @abstractmethod
+    async def count_open_sampling_sessions(self, tenant: str) -> int:
+        """Return how many sampling sessions a tenant has in sessions that have not ended."""
+
+    @abstractmethod
+    async def list_sampling_session_ids(self, session_id: str) -> list[str]:
+        """Return the ids of a session's sampling sessions, oldest first: there may be a hundred thousand."""
+
+    # what is known of checkpoints; their files are not the store's business
+
+    @abstractmethod
+    async def get_checkpoint(self, path: str) -> CheckpointRecord: ...
+
+    @abstractmethod
+    async def list_checkpoints(
+        self, tenant: str | None, *, model_id: str | None = None, limit: int | None = None, offset: int = 0
+    ) -> tuple[list[CheckpointRecord], int]:
+        """Return one page of checkpoints, newest first, and the total number of checkpoints."""
+
+    @abstractmethod
+    async def newest_checkpoints(self, model_ids: Collection[str]) -> list[CheckpointRecord]:
+        """Return the newest checkpoint of each kind of each of these models."""
+
+    @abstractmethod
+    async def recorded_directories(self, paths: Collection[str]) -> set[str]:
+        """Return the directories of the checkpoints that exist."""
+
+    @abstractmethod
+    async def kept_checkpoints(self, tenant: str) -> KeptCheckpoints:
+        """Return how many checkpoints a tenant has, and their size."""
+
+    @abstractmethod
+    async def add_checkpoint(self, record: CheckpointRecord) -> None:
+        """Record a checkpoint that no operation has written. Raise UserError if its path is taken."""
+
+    @abstractmethod
+    async def update_checkpoint(
+        self, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]
+    ) -> CheckpointRecord:
+        """Replace `public` or `expires_at` atomically. `change` may raise to refuse the update."""
+
+    @abstractmethod
+    async def delete_checkpoint(self, path: str) -> CheckpointRecord: ...
+
+    @abstractmethod
+    async def delete_version(self, read: CheckpointRecord) -> CheckpointRecord:
+        """Delete a checkpoint if it is still the version that was read, with the same expiry time.
+
+        Raise NotFoundError if it is not. All in one transaction.
+        """
+
+    @abstractmethod
+    async def deleted_checkpoint(self, path: str) -> CheckpointRecord:
+        """Return a checkpoint that `delete_checkpoint` has deleted, until `prune` removes its last trace."""
+
+    @abstractmethod
+    async def expired_checkpoints(self, now: datetime) -> list[CheckpointRecord]:
+        """Return the checkpoints whose time to live is over."""
+
+    # the log, for servers: submit operations, and wait for their results
+
+    @abstractmethod
+    async def submit(self, operation: NewOperation) -> str:
+        """Record the operation durably, and return its request_id.
+
+        A repeat (same subject_id, seq_id and digest) returns the first request_id; another digest raises
+        ConflictError. An operation that cannot run is recorded as failed at once: its model is lost, or its engine
+        has been given up. The exception is an operation of a model that exists; it waits for the next engine.
+        Raise NotFoundError if the model does not exist, UserError if its session has ended.
+        """
+
+    @abstractmethod
+    async def get_operation(self, request_id: str) -> OperationRecord:
+        """Raise ResultExpiredError if retention has removed the operation."""
+
+    @abstractmethod
+    async def wait_for(self, request_id: str, timeout_s: float) -> OperationRecord:
+        """Return the operation as soon as it is finished, or as it stands after `timeout_s`."""
+
+    @abstractmethod
+    async def finished_samples(
+        self, sampling_session_id: str, clone: int, *, after: int, limit: int, timeout_s: float
+    ) -> FinishedSamples:
+        """Return at most `limit` entries behind the cursor `after` (0 is the start), in order.
+
+        If there are none yet, wait for one, up to `timeout_s`. An operation that succeeds, fails or is cancelled gets
+        its place in the transaction that finishes it; if one transaction finishes several, they keep their order of
+        arrival. Entries become visible in this order, whichever process finishes them, so nothing ever appears behind
+        a cursor. An entry outlives its operation by hours: a client that was away learns that a result is gone
+        instead of waiting for it. Raise UserError if the cursor is ahead of everything recorded.
+        """
+
+    @abstractmethod
+    async def waiting(self, request_id: str) -> Waiting:
+        """Return why the operation is still pending."""
+
+    @abstractmethod
+    async def pending(self, tenant: str) -> PendingCounts:
+        """Return what a tenant has queued or running."""
+
+    @abstractmethod
+    async def list_pending(self) -> list[PendingWork]:
+        """Return what is queued or running of all tenants, by base model, tenant, kind and state."""
+
+    @abstractmethod
+    async def is_awaited(self, model_id: str, seq_id: int) -> bool:
+        """Return whether operations of the model wait with a higher seq_id."""
+
+    @abstractmethod
+    async def cancel(self, request_id: str) -> OperationRecord:
+        """Cancel an unordered operation that is queued or running; leave any other as it is."""
+
+    # the log, for engines: claim operations, and record their results
+
+    @abstractmethod
+    async def claim(self, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
+        """Take operations that can run, as much as the rooms allow: some of every tenant that has work.
+
+        Return at once, also if there are none. Of each model, the operations queued from `next_seq_id` on without a gap
+        can run; samples always can. Of each tenant, the oldest operation is first. What this costs must depend neither
+        on how much is waiting nor on what is missing.
+        """
+
+    @abstractmethod
+    async def claim_suspect(self, lease: Lease) -> OperationRecord | None:
+        """Take one operation that `requeue` has marked to run by itself, if there is one."""
+
+    @abstractmethod
+    async def complete(self, lease: Lease, completions: Sequence[Completion]) -> None:
+        """Record results, effects and the models' applied positions in one transaction, and wake waiting calls.
+
+        Operations that were cancelled in the meantime are skipped, and so are those that another engine has claimed. An
+        operation whose effect SamplingSessionCreated finds its id taken fails, and has no effect.
+        """
+
+    @abstractmethod
+    async def failed_pass(self, model_id: str, *, after_seq_id: int | None, before_seq_id: int) -> FailedPass | None:
+        """Return the first forward_backward that failed between two operations of a model, for any reason.
+
+        What `fail_gaps` has failed counts, of whichever kind: what never arrived may have been a pass. `after_seq_id`
+        None: since the last operation that cleared the pending gradient, a succeeded optim_step or load_state, or the
+        creation.
+        """
+
+    @abstractmethod
+    async def cancelled(self, lease: Lease) -> list[str]:
+        """Return the request_ids of claimed operations that were cancelled since the last call."""
+
+    @abstractmethod
+    async def fail_gaps(self, base_model: str, *, older_than: datetime) -> int:
+        """Fail operations that have waited behind a missing seq_id since before `older_than`. Return how many failed.
+
+        The error names the missing seq_id, and the model moves past it. No lease is needed: the decision depends on
+        the log alone, and a model with a running operation is left as it is.
+        """
+
+    @abstractmethod
+    async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
+        """Return when an operation may have become claimable or cancelled, or after `timeout_s`."""
+
+    # places for models on an engine's backend, which holds a limited number of them
+
+    @abstractmethod
+    async def admit_models(self, lease: Lease, limits: PlaceLimits) -> None:
+        """Give the free places to models that wait, and fail those that have waited for too long.
+
+        A place is taken from the admission of a model until it is unloaded or lost. The tenant with the fewest places
+        is next, with the model that has waited longest. The last `limits.kept` places go only to tenants that have
+        none. At most `limits.max_full_models` models with LoRA rank 0 have a place; one that waits for that holds up no
+        other.
+        """
+
+    @abstractmethod
+    async def wait_for_places(self, base_model: str, timeout_s: float) -> None:
+        """Return when a place may have become free or a model may have begun to wait, or after `timeout_s`."""
+
+    # what a model's log holds, for people
+
+    @abstractmethod
+    async def run_log(self, model_id: str) -> RunLog:
+        """Return where the model's log begins, and its recovery points."""
+
+    @abstractmethod
+    async def list_log(self, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
+        """Return operations in order, from `from_seq_id` on; None returns the last ones."""
+
+    @abstractmethod
+    async def log_totals(self, model_id: str) -> list[LogTotals]:
+        """Return one entry for each kind and state in the log, sorted by kind."""
+
+    # leases: at most one engine of a base model records anything
+
+    @abstractmethod
+    async def acquire_lease(
+        self, base_model: str, *, engine_id: str, duration_s: float, dead: str | None = None
+    ) -> Lease | LeaseHeld:
+        """Take the lease if it is free, was released, or has expired. It is durable, and its epoch only grows.
+
+        `dead` names an engine known to have ended; its lease counts as released. An engine that already holds the
+        lease renews it.
+        """
+
+    @abstractmethod
+    async def renew_lease(self, lease: Lease) -> None:
+        """Extend the lease to `duration_s` from now, even if it had expired but was not taken over.
+
+        Raise LeaseLostError if another engine has taken it over, or if it was released.
+        """
+
+    @abstractmethod
+    async def release_lease(self, base_model: str, engine_id: str) -> None:
+        """Release the lease if this engine holds it, and wake the engines that wait for it."""
+
+    @abstractmethod
+    async def wait_for_lease(self, base_model: str, timeout_s: float) -> None:
+        """Return when the lease may have been released, or after `timeout_s`."""
+
+    # a starting engine: interrupted operations, and the models to rebuild and their sources
+
+    @abstractmethod
+    async def requeue(
+        self,
+        lease: Lease,
+        *,
+        max_attempts: int,
+        reason: str | None,
+        max_interruptions: int | None = None,
+        held: Collection[str] = (),
+    ) -> list[str]:
+        """Put running operations back into the queue. Return the request_ids of those that failed instead.
+
+        `reason` describes the death of the engine before; None is an orderly stop, which counts as nothing. After a
+        crash, any running operation may be its cause: operations of models, and samples with one attempt left, are
+        marked to run alone. An operation that has used up `max_attempts` fails, and its model continues from the
+        state before it. With `max_interruptions`, the engine was killed from outside: that counts as an interruption,
+        not as an attempt. Operations in `held`, by request_id, are left running: an engine that did not receive the
+        answer to a claim requeues everything else.
+        """
+
+    @abstractmethod
+    async def live_models(self, base_model: str) -> list[LiveModel]:
+        """Return the models that exist and are neither lost nor unloaded, oldest first."""
+
+    @abstractmethod
+    async def begin_rebuild(self, lease: Lease, model_id: str, *, interrupted: bool) -> int:
+        """Count one more rebuild of the model. Return how many have begun since the last one that finished.
+
+        With `interrupted`, the engine before was killed from outside, so the rebuild that it had begun is not counted.
+        """
+
+    @abstractmethod
+    async def end_rebuild(self, lease: Lease, model_id: str) -> None:
+        """Reset the count: the model is rebuilt."""
+
+    @abstractmethod
+    async def replayable(self, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
+        """Return the succeeded operations after `after_seq_id` in order, with payloads and results."""
+
+    @abstractmethod
+    async def add_recovery_point(self, lease: Lease, record: RecoveryPointRecord, *, keep: int) -> None:
+        """Register a recovery point, and forget all but the newest `keep` of its model.
+
+        Raise ServerError if the results up to its seq_id are not recorded yet, or if its model is no longer live.
+        """
+
+    @abstractmethod
+    async def list_recovery_points(self, model_id: str) -> list[RecoveryPointRecord]:
+        """Return the recovery points, newest first. A lost or unloaded model has none."""
+
+    @abstractmethod
+    async def drop_recovery_point(self, lease: Lease, model_id: str, seq_id: int) -> None:
+        """Forget a recovery point that turned out to be damaged."""
+
+    @abstractmethod
+    async def lose_run(self, lease: Lease, model_id: str, reason: str) -> None:
+        """Mark a model as lost, and fail its pending operations."""
+
+    @abstractmethod
+    async def note_run(self, lease: Lease, model_id: str, note: str) -> None:
+        """Show `note` as the `state_reason` of a model that stays live."""
+
+    # what each engine last reported of itself
+
+    @abstractmethod
+    async def report_engine(self, record: EngineRecord, *, lease: Lease | None = None) -> None:
+        """Replace the record of the engine's base model.
+
+        A report without a lease comes from a supervisor; it is ignored while an engine holds the lease. With a lease,
+        raise LeaseLostError once another engine has taken it over.
+
+        State FAILED fails everything pending for the base model, with `detail` in the error. Operations of models that
+        exist are kept, and continue when an engine starts again.
+        """
+
+    @abstractmethod
+    async def list_engines(self) -> list[EngineRecord]: ...
+
+    @abstractmethod
+    async def overdue_engines(self) -> dict[str, float]:
+        """Return, by engine_id, how many seconds ago each lease ran out that was not released."""
+
+    @abstractmethod
+    async def running_since(self) -> dict[str, datetime]:
+        """Return, by base model, when its engine took the oldest of the operations that it is running."""
+
+    @abstractmethod
+    async def report_figures(self, lease: Lease, report: bytes) -> None:
+        """Replace what the engine of a base model counts: `tinsmith.figures.Report`, encoded.
+
+        A power cut may undo it.
+        """
+
+    @abstractmethod
+    async def list_figures(self) -> list[ReportedFigures]:
+        """Return what each engine reported last, also one that has ended."""
+
+    # what tenants have used and keep: `complete` counts each operation once, in the transaction that records its result
+
+    @abstractmethod
+    async def hourly_usage(self, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
+        """Return the usage by hour, from the hour of `first` to the hour of `last`, oldest first.
+
+        Both times are in UTC. `tenant` None lists every tenant's.
+        """
+
+    @abstractmethod
+    async def total_usage(self, tenant: str | None) -> list[UsageRecord]:
+        """Return what has been used since counting began, one entry for each tenant and base model."""
+
+    @abstractmethod
+    async def stored_checkpoints(self, tenant: str | None, *, project_id: str | None = None) -> list[StoredCheckpoints]:
+        """Return the checkpoints kept now, one entry for each tenant and project."""
+
+    @abstractmethod
+    async def kept_bytes(self, tenant: str | None) -> list[KeptBytes]:
+        """Return how many bytes a tenant keeps; None: each tenant that keeps any, by name."""
+
+    # routing replay
+
+    @abstractmethod
+    async def find_routed_experts(self, tenant: str, model_id: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return what is kept of sequences that this tenant sampled from this model, by digest.
+
+        `prune` deletes what was recorded before the time that it is given.
+        """
+
+    # curves: what passes, steps and clients measured, kept as long as its run
+
+    @abstractmethod
+    async def log_metrics(self, model_id: str, points: Sequence[Measured]) -> int:
+        """Keep what a client logs. A value replaces the one with its step and name. Return `metric_bytes` of the run.
+
+        Repeating a call changes nothing. Raise UserError if a step would have more than `MOST_NAMES` metrics.
+        """
+
+    @abstractmethod
+    async def read_metrics(
+        self, model_id: str, *, from_step: int = 0, after: int | None = None, limit: int
+    ) -> list[MetricsRow]:
+        """Return rows by step and seq_id, from a step on. `after`: only those of `from_step` with a larger seq_id."""
+
+    @abstractmethod
+    async def wait_for_metrics(self, model_id: str, *, known: int, timeout_s: float) -> int:
+        """Return `metric_bytes` of the run once they are more than `known`, or after `timeout_s`."""
+
+    # tokens on their way to a client that reads them while they are drawn
+
+    async def tell_drawn(self, pieces: Sequence[DrawnTokens]) -> None:
+        """Pass tokens on to whoever listens, in this process and in the others."""
+        del pieces
+
+    def drawn(
+        self, sampling_session_id: str, seq_id: int, hear: Callable[[DrawnTokens], None]
+    ) -> AbstractContextManager[None]:
+        """Call `hear` with what is told of a sample meanwhile, in the thread of the event loop.
+
+        The sample may be submitted later.
+        """
+        del sampling_session_id, seq_id, hear
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +577,12 @@ class StoreContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSpec(Generic[C]):
+class StoreSpec(Generic[_Config]):
     """An offer of a store. `create` does no I/O; `open` does."""
 
     name: str
-    config: type[C]
-    create: Callable[[C, StoreContext], RequestStore]
+    config: type[_Config]
+    create: Callable[[_Config, StoreContext], RequestStore]
     description: str = ""
     in_process: bool = False
     """Whether only the process that makes the store can open it.
@@ -117,7 +590,7 @@ class StoreSpec(Generic[C]):
     Then the server runs its engine in a thread, serves one base model and ends with it, and no other command can read
     what it keeps.
     """
-    diagnose: Callable[[C, StoreContext], str] | None = None
+    diagnose: Callable[[_Config, StoreContext], str] | None = None
     """Look at the store without changing it, before each start of a server and for `tinsmith doctor`.
 
     Return what it is and how it does, in a line. Raise ConfigError if it cannot be opened as configured, StoreError if

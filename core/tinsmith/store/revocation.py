@@ -10,12 +10,12 @@ from datetime import datetime
 
 from tinsmith.errors import NotFoundError, RevokedError
 from tinsmith.operations import ReadRight
-from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.records import CheckpointRecord, SamplingSessionRecord
+from tinsmith.store.request_store import RequestStore
 
 
 async def usable_checkpoint(
-    store: Checkpoints, session: SamplingSessionRecord, now: datetime
+    store: RequestStore, session: SamplingSessionRecord, now: datetime
 ) -> CheckpointRecord | None:
     """Return the checkpoint that a sampling session rests on; None if it rests on none.
 
@@ -36,7 +36,7 @@ async def usable_checkpoint(
 
 
 async def loadable_checkpoint(
-    store: Checkpoints, path: str, *, tenant: str, right: ReadRight, now: datetime
+    store: RequestStore, path: str, *, tenant: str, right: ReadRight, now: datetime
 ) -> CheckpointRecord:
     """Return the checkpoint that an operation of this tenant loads.
 

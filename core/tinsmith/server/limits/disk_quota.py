@@ -13,14 +13,7 @@ from tinsmith.errors import CapacityError, UserError
 from tinsmith.server.limits.tallies import STALE_AFTER_S, Tallies
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import KeptBytes, RequestStore
-from tinsmith.store.disk_room import (
-    DiskSpace,
-    ReadSpace,
-    allowed_bytes,
-    reserve_bytes,
-    why_in_reserve,
-    why_over_share,
-)
+from tinsmith.store.disk_room import DiskSpace, ReadSpace, allowed_bytes, reserve_bytes, why_in_reserve, why_over_share
 
 _RETRY_AFTER_S: Final = 10.0  # only a tenant, or the operator, can make room
 _FOR_AWAITED: Final = 0.5  # the part of the reserve that stays closed to requests that others wait for

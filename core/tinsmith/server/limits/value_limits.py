@@ -2,8 +2,8 @@
 
 from tinsmith import operations as ops
 from tinsmith.errors import UserError
+from tinsmith.store.codec import largest_result
 from tinsmith.store.refusals import refuse_large_metadata
-from tinsmith.store.value_sizes import largest_result
 
 
 def refuse_unstorable(operation: ops.Operation, max_bytes: int) -> None:

@@ -11,7 +11,6 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.statements import Change, Query, chunks, fields_of, put_into, query, total, values_of, wanted
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints
-from tinsmith.store.checkpoints import is_version
 from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_large_metadata, version_gone
 
 T = TypeVar("T")
@@ -149,7 +148,7 @@ def delete(tx: Transaction, path: str) -> CheckpointRecord:
 
 
 def delete_version(tx: Transaction, read: CheckpointRecord) -> CheckpointRecord:
-    if not is_version(get(tx.connection, read.path, lock=True), read):
+    if not get(tx.connection, read.path, lock=True).is_version(read):
         raise version_gone(read)
     return delete(tx, read.path)
 

@@ -20,8 +20,8 @@ from tinsmith.sql_store.subjects import log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import RunState
+from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import behind_a_gap, lost
-from tinsmith.store.sessions import SILENCE
 from tinsmith.store.wakeups import work_topic
 
 

@@ -18,7 +18,7 @@ from tinsmith.sql_store.statements import Change, Query, chunks, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Finished, Transaction
 from tinsmith.store import FailedPass, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result, encode_result
-from tinsmith.store.engine_log import CLEARING, PASS
+from tinsmith.store.records import CLEARING, PASS
 from tinsmith.store.refusals import no_request
 from tinsmith.store.wakeups import done_topic, request_of
 

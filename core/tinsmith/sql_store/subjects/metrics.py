@@ -10,7 +10,8 @@ from sqlalchemy import Connection
 from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import Measured, MetricsRow
-from tinsmith.store.metrics import OF_CLIENT, decode_values, encode_values, merged, row_bytes
+from tinsmith.store.metrics import decode_values, encode_values, merged, row_bytes
+from tinsmith.store.records import OF_CLIENT
 from tinsmith.store.refusals import missing
 from tinsmith.store.wakeups import metrics_topic
 

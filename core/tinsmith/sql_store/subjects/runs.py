@@ -14,8 +14,8 @@ from tinsmith.sql_store.subjects import leases, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import WAITS_FOR_PLACE, Lease, NewOperation, PlaceLimits, PlaceWait, RunRecord, RunState
-from tinsmith.store.model_places import Applicant, Taken, next_ones, place_wait
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata
+from tinsmith.store.shares import Applicant, Taken, next_ones, place_wait
 from tinsmith.store.wakeups import places_topic, work_topic
 
 

@@ -17,8 +17,8 @@ from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
 from tinsmith.store import NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.codec import encode_operation, kind_of
+from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata, unloaded
-from tinsmith.store.sessions import SILENCE
 from tinsmith.store.wakeups import work_topic
 
 _PAUSE_S: Final = 0.02  # for which heartbeats gather after a transaction

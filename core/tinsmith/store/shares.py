@@ -1,28 +1,21 @@
-"""How much an engine may claim, and from which tenants: their shares of its claims.
+"""Shares: how much of its claims an engine takes of each tenant, and which models get its places.
 
 The engine always holds some work of every tenant that has any. So the scheduler sees all of them, and can serve them
 fairly.
 """
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Final, Generic, TypeVar
 
-from tinsmith.store.records import OperationRecord
+from tinsmith.store.records import PlaceLimits, PlaceWait
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _READ_AHEAD: Final = 64  # operations of a tenant that uses what others leave
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """What an engine has taken from the log."""
-
-    records: list[OperationRecord]
-    left_some: bool
-    """Whether something that could run may have been left for want of room. If not, only new work needs a claim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +27,10 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claimable(Generic[T]):
+class Claimable(Generic[_T]):
     """An operation that could be claimed."""
 
-    key: T
+    key: _T
     num_bytes: int  # once decoded
     arrival: int  # orders operations of different tenants, roughly by age
 
@@ -76,12 +69,12 @@ class ClaimRoom:
         """Return each tenant's share of `operations`, if these have something waiting."""
         return max(1, self.operations // max(1, len(self.held.keys() | set(waiting))))
 
-    def choose(self, waiting: Mapping[str, Sequence[Claimable[T]]]) -> list[T]:
+    def choose(self, waiting: Mapping[str, Sequence[Claimable[_T]]]) -> list[_T]:
         """Choose from the operations of each tenant, which are in order. The tenant that holds least goes first."""
         tally = _Tally(self, waiting)
         order = [(tally.operations(tenant), each[0].arrival, tenant, 0) for tenant, each in waiting.items() if each]
         heapq.heapify(order)
-        chosen: list[T] = []
+        chosen: list[_T] = []
         while order:
             _, _, tenant, number = heapq.heappop(order)
             operation = waiting[tenant][number]
@@ -134,3 +127,53 @@ class _Tally:
 
     def _beyond_reserve(self, num_bytes: int) -> int:
         return max(0, num_bytes - self._room.reserved_bytes)
+
+
+# places on a backend
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """A model that waits for a place."""
+
+    model_id: str
+    tenant: str
+    since: datetime
+    full: bool = False  # all weights are trained
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The places that are taken."""
+
+    by_tenant: Counter[str]
+    full: int = 0  # by models with all weights trained
+
+
+def next_ones(waiting: Sequence[Applicant], taken: Taken, limits: PlaceLimits) -> Iterator[Applicant]:
+    """Yield the models that get the free places; `waiting` begins with the model that has waited longest."""
+    waiting, by_tenant, full = list(waiting), taken.by_tenant.copy(), taken.full
+    while (free := limits.max_models - by_tenant.total()) > 0:
+        full_is_free = limits.max_full_models is None or full < limits.max_full_models
+        able = [
+            each
+            for each in waiting
+            if (full_is_free or not each.full) and (free > limits.kept or not by_tenant[each.tenant])
+        ]
+        if not able:
+            return
+        chosen = min(able, key=lambda each: (by_tenant[each.tenant], each.since))
+        yield chosen
+        waiting.remove(chosen)
+        by_tenant[chosen.tenant] += 1
+        full += chosen.full
+
+
+def place_wait(model_id: str, tenant: str, waiting: Sequence[Applicant], taken: Taken) -> PlaceWait:
+    """Return what a model that waits for a place waits for."""
+    return PlaceWait(
+        taken=taken.by_tenant.total(),
+        taken_by_tenant=taken.by_tenant[tenant],
+        num_waiting=len(waiting),
+        taken_full=taken.full if any(each.full for each in waiting if each.model_id == model_id) else None,
+    )
