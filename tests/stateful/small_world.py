@@ -31,8 +31,7 @@ from tinsmith.engine.context import EngineContext
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, ServerError, TinsmithError
 from tinsmith.hook_values import Principal
-from tinsmith.processes.housekeeping import Housekeeping
-from tinsmith.processes.orphans import remove_orphans
+from tinsmith.processes.housekeeping import Housekeeping, remove_orphans
 from tinsmith.server.auth import own_checkpoint, read_right
 from tinsmith.server.download_links import make_grant, refuse_revoked
 from tinsmith.server.routes import runs

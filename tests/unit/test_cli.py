@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import tinsmith
 from tinsmith.commands import cli
 from tinsmith.commands.cli import ELSEWHERE
-from tinsmith.commands.flags import base_model_name_of, settings_flags, take_model
+from tinsmith.commands.options import base_model_name_of, settings_flags, take_model
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag

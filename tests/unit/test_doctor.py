@@ -14,8 +14,8 @@ from processes import Launcher
 from stand_in_hub import StandInHub
 
 from tinsmith.backend import Device
-from tinsmith.commands.doctor import data_directory, models
-from tinsmith.commands.doctor.data_directory import check_data_directory
+from tinsmith.commands.doctor import machine, models
+from tinsmith.commands.doctor.machine import check_data_directory
 from tinsmith.placement.machine import Machine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DataDir, ModelSettings, PluginSection
@@ -220,12 +220,12 @@ def about_data(directory: Path, *, with_database: bool = True) -> list[tuple[str
 
 
 def test_a_full_disk_and_file_systems_with_cautions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(data_directory, "file_system_of", lambda _: "ext4")
+    monkeypatch.setattr(machine, "file_system_of", lambda _: "ext4")
     for free, status in ((20e9, "ok"), (5e9, "note"), (1e8, "problem")):
         monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=int(free)))
         [_, (space, _)] = about_data(tmp_path)
         assert space == status
-    monkeypatch.setattr(data_directory, "file_system_of", lambda _: "nfs4")
+    monkeypatch.setattr(machine, "file_system_of", lambda _: "nfs4")
     for with_database, status in ((False, "note"), (True, "problem")):
         [_, _, (caution, words)] = about_data(tmp_path, with_database=with_database)
         assert caution == status

@@ -18,7 +18,7 @@ from tinsmith.figures import (
     encode_report,
     quantile,
 )
-from tinsmith.processes.gpus import Gpus
+from tinsmith.processes.figure_reports import Gpus
 from tinsmith.server.backlog import Backlog
 from tinsmith.store import PendingWork, ReportedFigures
 

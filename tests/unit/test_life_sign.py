@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.processes import life_sign
-from tinsmith.processes.life_sign import LifeSign, forget, forget_ended, has_ended
+from tinsmith.processes import lease
+from tinsmith.processes.lease import forget, forget_ended, has_ended, life_sign
 
 LIVE = """
-import pathlib, sys, tinsmith.processes.life_sign
-with tinsmith.processes.life_sign.LifeSign(pathlib.Path(sys.argv[1]), "e"):
+import pathlib, sys, tinsmith.processes.lease
+with tinsmith.processes.lease.life_sign(pathlib.Path(sys.argv[1]), "e"):
     print(flush=True)
     input()
 """
@@ -28,7 +28,7 @@ def test_a_living_engine_a_dead_one_and_one_never_seen(tmp_path: Path) -> None:
     assert has_ended(tmp_path, "e")
     assert has_ended(tmp_path, "e")  # looking takes nothing away
     assert not has_ended(tmp_path, "never seen")
-    with LifeSign(tmp_path, "alive"):
+    with life_sign(tmp_path, "alive"):
         forget_ended(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["alive.alive"]
         forget(tmp_path, "alive")
@@ -36,9 +36,9 @@ def test_a_living_engine_a_dead_one_and_one_never_seen(tmp_path: Path) -> None:
 
 
 def test_a_lock_proves_nothing_under_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LifeSign(tmp_path, "e"):
+    with life_sign(tmp_path, "e"):
         pass
     assert has_ended(tmp_path, "e")
     for kernel in ("another", ""):  # another machine or a reboot; a system that does not say
-        monkeypatch.setattr(life_sign, "_kernel", lambda kernel=kernel: kernel)
+        monkeypatch.setattr(lease, "_kernel", lambda kernel=kernel: kernel)
         assert not has_ended(tmp_path, "e")

@@ -16,8 +16,8 @@ from tinsmith import operations as ops
 from tinsmith.errors import StoreError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.engine_child import EngineChild
-from tinsmith.processes.lost_engines import LostEngine
 from tinsmith.processes.reports import EngineReports
+from tinsmith.processes.supervisor import LostEngine
 from tinsmith.server.app import create_app
 from tinsmith.settings import Settings
 from tinsmith.sql_store.config import SqlStoreConfig

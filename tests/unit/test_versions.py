@@ -25,8 +25,7 @@ from tinsmith.engine.engine import Engine
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.housekeeping import Housekeeping
-from tinsmith.processes.orphans import remove_orphans
+from tinsmith.processes.housekeeping import Housekeeping, remove_orphans
 from tinsmith.server.app import create_app
 from tinsmith.settings import ApiKey, ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig

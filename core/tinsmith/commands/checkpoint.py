@@ -17,9 +17,15 @@ from rich.table import Table
 
 from tinsmith.checkpoints import atomic_directory, importing
 from tinsmith.checkpoints.tinker_path import TinkerPath, newest_on_disk
-from tinsmith.commands.flags import base_model_name_of
 from tinsmith.commands.open_store import opened_store
-from tinsmith.commands.options import AsJson, ConfigFile, DataDir, plugins_of, settings_without_models
+from tinsmith.commands.options import (
+    AsJson,
+    ConfigFile,
+    DataDir,
+    base_model_name_of,
+    plugins_of,
+    settings_without_models,
+)
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_shared_store

@@ -19,8 +19,7 @@ from typing import IO, Annotated, Final
 import typer
 from rich.console import Console
 
-from tinsmith.commands.flags import base_model_name_of
-from tinsmith.commands.options import Backend
+from tinsmith.commands.options import Backend, base_model_name_of
 from tinsmith.errors import ServerError, UserError
 from tinsmith.lifeline import Tethered
 from tinsmith.processes.data_dir_lock import read_server_url

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from tinsmith.commands.flags import setting_flag
 from tinsmith.commands.load_settings import load_api_keys, load_settings
 from tinsmith.commands.options import (
     ANY_SETTING,
@@ -22,6 +21,7 @@ from tinsmith.commands.options import (
     Name,
     flags_of,
     plugins_of,
+    setting_flag,
     settings_of,
 )
 from tinsmith.processes.before_start import obstacles, refuse

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Final, NoReturn
 
 import uvloop
@@ -27,13 +26,12 @@ from tinsmith.processes.assembly import make_scheduler, make_shared_store, make_
 from tinsmith.processes.deaths import EXIT_MISCONFIGURED, EXIT_STORE, EXIT_SUPERSEDED, Cause
 from tinsmith.processes.engine_child import ENGINE_ID, LAST_WORDS, SUPERVISED, new_engine_id
 from tinsmith.processes.engine_run import EngineRun, Previous, StoppedWhileLoadingError
-from tinsmith.processes.lease import give_back, hold_lease, take_lease
-from tinsmith.processes.life_sign import LifeSign
+from tinsmith.processes.lease import give_back, hold_lease, life_sign, take_lease
 from tinsmith.processes.logs import log_to_stderr
-from tinsmith.processes.reports import EngineReports
+from tinsmith.processes.reports import EngineReports, last_report
 from tinsmith.settings import Settings
 from tinsmith.stopping import unless_stopped
-from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
+from tinsmith.store import EngineRecord, EngineState, Lease
 
 SWITCH_S: Final = 1e-6
 """How long a thread may hold the interpreter while another waits for it. By default 5 ms: a backend that computes in
@@ -129,7 +127,7 @@ async def serve_engine(
     signs = settings.data_dir.life_signs(model_name)
     await store.open()
     try:
-        with LifeSign(signs, engine_id):
+        with life_sign(signs, engine_id):
             try:
                 lease_s = settings.recovery.lease_s
                 taken = await unless_stopped(
@@ -137,7 +135,7 @@ async def serve_engine(
                 )
                 if taken is None:
                     return
-                record = await _found_record(store, model_name)
+                record = await last_report(store, model_name)
                 engine_run = EngineRun(
                     settings=settings,
                     model=model,
@@ -159,15 +157,16 @@ async def serve_engine(
         await store.close()
 
 
-async def _found_record(store: RequestStore, base_model: str) -> EngineRecord:
-    """Return what the supervisor, or the previous engine, reported last."""
-    fresh = EngineRecord(base_model=base_model, state=EngineState.STARTING, updated_at=datetime.now(UTC))
-    return next((record for record in await store.list_engines() if record.base_model == base_model), fresh)
-
-
 def _first_record(found: EngineRecord, lease: Lease) -> EngineRecord:
     """Take over the record. The counts start again."""
-    taken_over = replace(
-        found, engine_id=lease.engine_id, pid=os.getpid(), consistency=None, turn=None, sampler_trouble=None
+    return replace(
+        found,
+        engine_id=lease.engine_id,
+        pid=os.getpid(),
+        state=EngineState.STARTING,
+        detail="",
+        progress=None,
+        consistency=None,
+        turn=None,
+        sampler_trouble=None,
     )
-    return replace(taken_over, state=EngineState.STARTING, detail="", progress=None)

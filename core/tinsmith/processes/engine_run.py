@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,10 @@ from tinsmith.processes.deaths import Cause
 from tinsmith.processes.figure_reports import reporting
 from tinsmith.processes.lease import Taken
 from tinsmith.processes.reports import EngineReports
-from tinsmith.processes.sampler_watch import watching
 from tinsmith.processes.watchdog import Watchdog
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, Settings
-from tinsmith.stopping import unless_stopped
+from tinsmith.stopping import alongside, unless_stopped
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 
 P = ParamSpec("P")
@@ -95,7 +94,7 @@ class EngineRun:
         try:
             async with self._loaded(thread, stopping) as (backend, sampler):
                 check_routing_replay(self.model, backend, sampler)
-                await self._serve(backend, sampler, thread, stopping)
+                await self.serve(backend, sampler, thread, stopping)
         finally:
             thread.shutdown(wait=False)
         await self.reports.say(EngineState.STOPPED)
@@ -138,7 +137,7 @@ class EngineRun:
 
         return progress
 
-    async def _serve(
+    async def serve(
         self,
         backend: TrainingBackend,
         sampler: SamplingBackend | None,
@@ -185,12 +184,12 @@ class EngineRun:
         await self.reports.say(EngineState.READY)
         capabilities = backend.trainer_capabilities
         _log.info("ready: %s, on %s in %s", self.model.name, capabilities.device, capabilities.dtype or "its own type")
-        stop = asyncio.create_task(_call_when_set(stopping, engine.stop))
-        try:
-            with watching(sampler, self.reports, self.watch):
-                await engine.run()
-        finally:
-            stop.cancel()
+        async with AsyncExitStack() as beside:
+            await beside.enter_async_context(alongside(_call_when_set(stopping, engine.stop), name="stop"))
+            if sampler is not None:
+                watching = self.reports.watch_sampler(sampler, self.watch)
+                await beside.enter_async_context(alongside(watching, name="sampler-watch"))
+            await engine.run()
 
     async def _recovered(self, engine: Engine) -> bool:
         started = time.monotonic()

@@ -12,7 +12,6 @@ import logging
 import sys
 import threading
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Final
 
 import uvloop
@@ -22,10 +21,11 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.deaths import EXIT_MISCONFIGURED
 from tinsmith.processes.engine import SWITCH_S, serve_engine
 from tinsmith.processes.engine_run import StoppedWhileLoadingError
+from tinsmith.processes.reports import fresh_report
 from tinsmith.processes.watchdog import end_process
 from tinsmith.references import log_privately
 from tinsmith.settings import ModelSettings, Settings
-from tinsmith.store import EngineRecord, EngineState, RequestStore
+from tinsmith.store import EngineState, RequestStore
 
 _STOP_S: Final = 20.0  # to finish the running batch
 _GONE: Final = "the server ends, and every session, model, operation and result that it held in memory is gone"
@@ -112,5 +112,4 @@ class EngineThread:
             self.failed.set()
 
     async def _report(self, state: EngineState, detail: str) -> None:
-        record = EngineRecord(base_model=self._model.name, state=state, updated_at=datetime.now(UTC), detail=detail)
-        await self._store.report_engine(record)
+        await self._store.report_engine(fresh_report(self._model.name, state, detail))

@@ -1,6 +1,7 @@
 """Reports an engine's figures to the store, every few seconds in which something has changed."""
 
 import asyncio
+import importlib
 import logging
 import os
 import resource
@@ -8,14 +9,15 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tinsmith.errors import LeaseLostError, ServerError
-from tinsmith.figures import Figures, HostReport, Report, encode_report
-from tinsmith.processes.gpus import Gpus
+from tinsmith.figures import Figures, Gpu, HostReport, Report, encode_report
+from tinsmith.stopping import alongside
 from tinsmith.store import Lease, RequestStore
 
 _EVERY_S: Final = 5.0
+_PERCENT: Final = 100
 
 _log = logging.getLogger(__name__)
 
@@ -23,19 +25,16 @@ _log = logging.getLogger(__name__)
 @asynccontextmanager
 async def reporting(store: RequestStore, lease: Lease, figures: Figures) -> AsyncIterator[None]:
     """Report in the background while the block runs, and once more at its end."""
-    reports = FigureReports(store, lease, figures)
-    task = asyncio.create_task(reports.run(), name="figure-reports")
+    reports = _FigureReports(store, lease, figures)
     try:
-        yield
+        async with alongside(reports.run(), name="figure-reports"):
+            yield
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
         with suppress(LeaseLostError, ServerError):
             await reports.send()
 
 
-class FigureReports:
+class _FigureReports:
     def __init__(self, store: RequestStore, lease: Lease, figures: Figures) -> None:
         self._store = store
         self._lease = lease
@@ -78,3 +77,48 @@ def resident_bytes() -> int:
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+class Gpus:
+    """The GPUs of this host, as NVIDIA's management library tells. `any` is constant from the first look on.
+
+    The package `nvidia-ml-py` is optional. Without it, the library or a card there are none.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: Any = None  # the package has no types
+        self._handles: list[tuple[int, Any]] = []
+        try:
+            self._nvml = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            number = self._nvml.nvmlDeviceGetCount()
+            self._handles = [(index, self._nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(number)]
+        except ModuleNotFoundError:
+            _log.debug("nvidia-ml-py is not installed, so no figures of GPUs are reported")
+        except self._nvml.NVMLError as error:  # it is installed also where there is no driver
+            _log.debug("no figures of GPUs: %s", error)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._handles)
+
+    def read(self) -> tuple[Gpu, ...]:
+        """Return those that answer. Takes milliseconds."""
+        found = (self._read(number, handle) for number, handle in self._handles)
+        return tuple(gpu for gpu in found if gpu is not None)
+
+    def _read(self, number: int, handle: Any) -> Gpu | None:
+        try:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            uuid, name = self._nvml.nvmlDeviceGetUUID(handle), self._nvml.nvmlDeviceGetName(handle)
+        except self._nvml.NVMLError as error:
+            _log.debug("GPU %d does not answer: %s", number, error)
+            return None
+        return Gpu(uuid, number, name, self._utilisation(handle), int(memory.used), int(memory.total))
+
+    def _utilisation(self, handle: Any) -> float | None:
+        """A card that is divided (MIG) does not tell."""
+        try:
+            return float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / _PERCENT
+        except self._nvml.NVMLError:
+            return None

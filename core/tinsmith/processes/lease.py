@@ -1,20 +1,28 @@
-"""The lease of an engine: a standby waits for it, and a working engine renews it."""
+"""The lease of an engine: a standby waits for it, and a working engine renews it.
+
+Whoever waits sees that the other engine is dead before its lease expires: every engine locks a file of its own in the
+data directory, and the kernel releases the lock when the process dies, however it dies. A free lock proves death only
+to processes under the same kernel, so the file names the boot of its kernel. An engine on another machine, or after a
+reboot, waits for the lease.
+"""
 
 import asyncio
+import fcntl
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from tinsmith.errors import LeaseLostError, ServerError
-from tinsmith.processes import life_sign
 from tinsmith.store import Lease, LeaseHeld, RequestStore
 
 _RENEWALS: Final = 4  # during the time that a lease lasts
 _LOOK_S: Final = 1.0  # how often a standby checks whether the process that it waits for is dead
+_SUFFIX: Final = ".alive"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +48,12 @@ async def take_lease(
     while True:
         found = await store.acquire_lease(base_model, engine_id=engine_id, duration_s=duration_s, dead=gone)
         if isinstance(found, Lease):
-            life_sign.forget_ended(directory)
+            forget_ended(directory)
             _log.info("serving %r with epoch %d as %s", base_model, found.epoch, engine_id)
             if how is None and waited_for is not None:
                 how = f"engine {waited_for} stopped or did not renew its lease in time"
             return Taken(found, how)
-        if life_sign.has_ended(directory, found.engine_id):
+        if has_ended(directory, found.engine_id):
             gone, how = found.engine_id, f"the process of engine {found.engine_id} died"
             continue
         if silence.lasts_s(found) >= duration_s:
@@ -114,4 +122,55 @@ async def give_back(store: RequestStore, base_model: str, engine_id: str, *, dir
     """Release the lease for the next engine, which sees the end of this process if the store cannot be reached."""
     with suppress(ServerError):
         await store.release_lease(base_model, engine_id)
-        life_sign.forget(directory, engine_id)
+        forget(directory, engine_id)
+
+
+@contextmanager
+def life_sign(directory: Path, engine_id: str) -> Iterator[None]:
+    """Use it from before the engine asks for its lease until the process ends."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = _sign(directory, engine_id)
+    fresh = path.with_suffix(".new")
+    with fresh.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(_kernel())
+        file.flush()
+        fresh.rename(path)  # a file of this name is always locked by a living process
+        yield
+
+
+def has_ended(directory: Path, engine_id: str) -> bool:
+    """Return whether that engine is certainly dead. False if it lives or nothing is known."""
+    kernel = _kernel()
+    try:
+        with _sign(directory, engine_id).open() as file:
+            if not kernel or file.read() != kernel:
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    except OSError:  # there is no file, or it is locked
+        return False
+
+
+def forget(directory: Path, engine_id: str) -> None:
+    """Remove the file of an engine that has released its lease."""
+    _sign(directory, engine_id).unlink(missing_ok=True)
+
+
+def forget_ended(directory: Path) -> None:
+    """Remove the files of dead engines."""
+    for path in directory.glob(f"*{_SUFFIX}"):
+        if has_ended(directory, path.stem):
+            path.unlink(missing_ok=True)
+
+
+def _sign(directory: Path, engine_id: str) -> Path:
+    return directory / f"{engine_id}{_SUFFIX}"
+
+
+def _kernel() -> str:
+    """Return an id of this boot of this machine, empty if it is unknown."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any, Final
 
+from tinsmith.backend import SamplingBackend
+from tinsmith.engine.backend_calls import SAMPLER_CALLS
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.operations import Consistency
 from tinsmith.settings.secrets import cleaned
+from tinsmith.stopping import alongside
 from tinsmith.store import (
     ConsistencyCounts,
     DeviceTurn,
@@ -20,7 +24,19 @@ from tinsmith.store import (
     RequestStore,
 )
 
+_LOOK_S: Final = 0.5  # at the sampler
+
 _log = logging.getLogger(__name__)
+
+
+def fresh_report(base_model: str, state: EngineState = EngineState.STARTING, detail: str = "") -> EngineRecord:
+    return EngineRecord(base_model=base_model, state=state, updated_at=datetime.now(UTC), detail=detail)
+
+
+async def last_report(store: RequestStore, base_model: str) -> EngineRecord:
+    """Return what an engine or its supervisor has reported last, or a fresh report."""
+    known = (record for record in await store.list_engines() if record.base_model == base_model)
+    return next(known, fresh_report(base_model))
 
 
 class EngineReports:
@@ -33,16 +49,9 @@ class EngineReports:
         self._changed = asyncio.Event()
         self._silence: str | None = None
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Send reports in the background while the block runs."""
-        task = asyncio.create_task(self._send_changes(), name="engine-reports")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        return alongside(self._send_changes(), name="engine-reports")
 
     async def say(
         self, state: EngineState, detail: str = "", *, capabilities: EngineCapabilities | None = None
@@ -54,9 +63,7 @@ class EngineReports:
 
     def progress(self, stage: str, fraction: float | None) -> None:
         """Record the backend's progress, to be sent soon."""
-        if (stage, fraction) != (self.record.detail, self.record.progress):
-            self.record = replace(self.record, detail=stage, progress=fraction)
-            self._changed.set()
+        self._change(detail=stage, progress=fraction)
 
     def saved_for_sampling(self, found: Consistency) -> None:
         """Count a save by the verdict of the consistency gate, to be sent soon."""
@@ -70,24 +77,33 @@ class EngineReports:
                 last_mean_difference=found.mean_difference,
                 largest_difference=max(found.max_difference, before.largest_difference or 0.0),
             )
-        self.record = replace(self.record, consistency=counts)
-        self._changed.set()
+        self._change(consistency=counts)
 
     def turn(self, turn: DeviceTurn) -> None:
         """Record who has the devices that trainer and sampler share, to be sent soon."""
-        self.record = replace(self.record, turn=turn)
-        self._changed.set()
+        self._change(turn=turn)
 
-    def sampler(self, trouble: str | None) -> None:
-        """Record why nothing can be sampled for now, to be sent soon."""
-        if trouble != self.record.sampler_trouble:
-            self.record = replace(self.record, sampler_trouble=trouble)
-            self._changed.set()
+    async def watch_sampler(self, sampler: SamplingBackend, watch: CallWatch) -> None:
+        """Report the sampler's trouble until cancelled. Meanwhile its calls wait, and do not count as hung."""
+        while True:
+            trouble = sampler.trouble
+            if trouble is not None:
+                watch.progressed(SAMPLER_CALLS)
+            if trouble != self.record.sampler_trouble:
+                _log.warning("the sampler of %r: %s", self.record.base_model, trouble or "it works again")
+                self._change(sampler_trouble=trouble)
+            await asyncio.sleep(_LOOK_S)
 
     def silence(self, why: str | None) -> None:
         """Report the engine as silent, or with None as before, soon."""
         if why != self._silence:
             self._silence = why
+            self._changed.set()
+
+    def _change(self, **fields: Any) -> None:
+        changed = replace(self.record, **fields)
+        if changed != self.record:
+            self.record = changed
             self._changed.set()
 
     def _shown(self) -> EngineRecord:

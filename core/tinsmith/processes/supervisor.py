@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
@@ -11,12 +13,14 @@ from typing import Final
 from tinsmith.errors import ServerError
 from tinsmith.processes.deaths import Cause, Death, Restarts
 from tinsmith.processes.engine_child import Ended, EngineChild
-from tinsmith.processes.lost_engines import LostEngine
+from tinsmith.processes.reports import fresh_report, last_report
 from tinsmith.references import log_privately
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.settings.secrets import cleaned
-from tinsmith.store import EngineFailure, EngineRecord, EngineState, RequestStore
+from tinsmith.stopping import alongside
+from tinsmith.store import EngineFailure, EngineState, RequestStore
 
+_LOOKS: Final = 10  # in the time that an engine may be silent
 _STOP_S: Final = 20.0  # to finish the running batch
 _REMEDY: Final = "fix it and restart the server: existing models then continue"
 
@@ -93,24 +97,17 @@ class Supervisor:
     async def _run(self, child: EngineChild, before: Cause | None) -> Ended:
         """Run the process until it ends, or is killed because it gives no sign of life."""
         lost = LostEngine(child, self._store, self._settings.watchdog.lost_s)
-        watching = asyncio.create_task(lost.watch(), name=f"look after {child.model.name}")
-        try:
+        async with alongside(lost.watch(), name=f"look after {child.model.name}"):
             return await child.run(before)
-        finally:
-            watching.cancel()
-            await asyncio.wait([watching])
 
     async def _was_ready(self, child: EngineChild, engine_id: str) -> bool:
         """Return whether the process that has just ended was ready. A standby was not, even if another engine is."""
         try:
-            records = await self._store.list_engines()
+            last = await last_report(self._store, child.model.name)
         except ServerError:
             _log.exception("cannot read whether the engine of %r was ready", child.model.name)
             return False
-        return any(
-            each.base_model == child.model.name and each.engine_id == engine_id and each.state in _WAS_READY
-            for each in records
-        )
+        return last.engine_id == engine_id and last.state in _WAS_READY
 
     async def _free_lease(self, child: EngineChild, engine_id: str) -> bool:
         """Release the lease of a dead process, so that nobody has to wait until it runs out. Return whether it is."""
@@ -132,16 +129,13 @@ class Supervisor:
     ) -> bool:
         """Return whether it is written."""
         name = child.model.name
-        now = datetime.now(UTC)
-        fresh = EngineRecord(base_model=name, state=state, updated_at=now)
         try:
-            known = next((each for each in await self._store.list_engines() if each.base_model == name), fresh)
             await self._store.report_engine(
                 replace(
-                    known,
+                    await last_report(self._store, name),
                     state=state,
                     detail=detail,
-                    updated_at=now,
+                    updated_at=datetime.now(UTC),
                     progress=None,
                     engine_id=None,
                     pid=None,
@@ -153,6 +147,75 @@ class Supervisor:
             _log.exception("cannot report that the engine of %r is %s", name, state)
             return False
         return True
+
+
+class LostEngine:
+    """Watches one process from outside, and in the end kills it if it lives and no longer renews its lease.
+
+    Measures for how long the engine's lease has been out, by looks that follow each other closely.
+
+    Time between two looks counts only if both could be made when they were due: a supervisor that was paused learns
+    nothing about the engine. If the store cannot be read or written, or only slowly, the time starts again: a healthy
+    engine could not renew its lease either. A stopped process is not healthy, so nothing is written for it.
+    """
+
+    def __init__(
+        self, child: EngineChild, store: RequestStore, lost_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._child = child
+        self._store = store
+        self._lost_s = lost_s
+        self._clock = clock
+        self._engine_id = ""
+        self._silent_s = 0.0
+        self._looked_at_s: float | None = None
+        self.check_s = min(5.0, lost_s / _LOOKS)
+
+    async def watch(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(self.check_s)
+            await self.check()
+
+    async def check(self) -> None:
+        engine_id, began_s = self._child.engine_id, self._clock()
+        try:
+            is_overdue = engine_id in await self._store.overdue_engines()
+            if is_overdue and not self._child.is_stopped:  # a stopped one may hold a lock that keeps all from writing
+                await self._write()
+        except ServerError as error:
+            _log.debug("cannot tell whether the engines are alive: %s", error)
+            self._learnt_nothing()
+            return
+        now_s, before_s = self._clock(), self._looked_at_s
+        if now_s - began_s > self.check_s:
+            self._learnt_nothing()
+            return
+        self._looked_at_s = now_s
+        if engine_id != self._engine_id or not is_overdue:
+            self._say_that_it_is_back()
+            self._engine_id, self._silent_s = engine_id, 0.0
+            return
+        if before_s is not None:
+            if self._silent_s == 0.0:
+                _log.warning("the engine of %r gives no sign of life: its lease has run out", self._child.model.name)
+            self._silent_s += min(now_s - before_s, 2 * self.check_s)
+        if self._silent_s >= self._lost_s:
+            self._child.kill_lost(engine_id, self._silent_s)
+
+    def _learnt_nothing(self) -> None:
+        self._looked_at_s, self._silent_s = None, 0.0
+
+    async def _write(self) -> None:
+        """Write as little as a renewal of the lease does. Once the engine has renewed it, this changes nothing."""
+        ours = await last_report(self._store, self._child.model.name)
+        if ours.state is EngineState.FAILED:  # by another supervisor, before ours took the lease
+            ours = fresh_report(ours.base_model)
+        await self._store.report_engine(replace(ours, updated_at=datetime.now(UTC)))
+
+    def _say_that_it_is_back(self) -> None:
+        if self._silent_s and self._engine_id == self._child.engine_id:
+            _log.warning("the engine of %r gives signs of life again", self._child.model.name)
 
 
 def _failure(name: str, death: Death, attempt: int) -> EngineFailure:

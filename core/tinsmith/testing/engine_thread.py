@@ -2,22 +2,19 @@
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
-from datetime import UTC, datetime
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 
 from tinsmith.backend import SamplingBackend, TrainingBackend
-from tinsmith.engine.assembly import assemble_engine
-from tinsmith.engine.context import EngineContext, EngineOptions
-from tinsmith.engine.engine import Engine
+from tinsmith.engine.call_watch import CallWatch
 from tinsmith.figures import Figures
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import capabilities_of, make_backends, make_scheduler, make_turns
+from tinsmith.processes.assembly import make_backends, make_scheduler
+from tinsmith.processes.engine_run import EngineRun, Previous
 from tinsmith.processes.figure_reports import reporting
-from tinsmith.processes.reports import EngineReports
-from tinsmith.processes.sampler_watch import watching
+from tinsmith.processes.reports import EngineReports, fresh_report
 from tinsmith.settings import ModelSettings, PluginSection, Settings
-from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
+from tinsmith.store import EngineCapabilities, EngineState, Lease, RequestStore
 from tinsmith.testing.engine_driver import take_over
 from tinsmith.testing.loop_thread import LoopThread
 
@@ -39,52 +36,49 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
         stack.callback(lambda: loop.call(store.close()))
         lease = loop.call(take_over(store, model.name))
         stack.callback(lambda: loop.call(store.release_lease(model.name, lease.engine_id)))
-        engine, reports = loop.call(_start(settings, model, plugins, store, lease, backend, sampler, figures))
-        running: Future[None] = asyncio.run_coroutine_threadsafe(
-            _run(engine, reports, sampler, reporting(store, lease, figures)), loop.loop
+        reports, stopping = _Reports(store, lease, model.name), asyncio.Event()
+        run = EngineRun(
+            settings=settings,
+            model=model,
+            data_dir=settings.data_dir,
+            plugins=plugins,
+            store=store,
+            lease=lease,
+            scheduler=make_scheduler(settings, plugins),
+            reports=reports,
+            previous=Previous("the engine was restarted", interrupted=False),
+            watch=CallWatch(settings.watchdog),
+            figures=figures,
+            on_hung=None,
         )
+        running = asyncio.run_coroutine_threadsafe(_run(run, backend, sampler, stopping), loop.loop)
+        if running in wait([running, reports.ready], return_when=FIRST_COMPLETED).done:
+            running.result()
         try:
             yield
         finally:
-            loop.loop.call_soon_threadsafe(engine.stop)
+            loop.loop.call_soon_threadsafe(stopping.set)
             running.result(_STOP_TIMEOUT_S)
 
 
-async def _start(
-    settings: Settings,
-    model: ModelSettings,
-    plugins: Plugins,
-    store: RequestStore,
-    lease: Lease,
-    backend: TrainingBackend,
-    sampler: SamplingBackend | None,
-    figures: Figures,
-) -> tuple[Engine, EngineReports]:
-    thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
-    starting = EngineRecord(base_model=model.name, state=EngineState.STARTING, updated_at=datetime.now(UTC))
-    reports = EngineReports(store, lease, starting)
-    options = EngineOptions.configured(settings, model, model_path=model.path)
-    engine = assemble_engine(
-        EngineContext(store=store, lease=lease, data_dir=settings.data_dir, options=options, figures=figures),
-        backend=backend,
-        sampler=sampler,
-        scheduler=make_scheduler(settings, plugins),
-        losses=plugins.losses.all(),
-        on_finished=plugins.operation_finished,
-        thread=thread,
-        turns=make_turns(model, backend, sampler, thread, tell=reports.turn),
-    )
-    await engine.recover("the engine was restarted", lambda _what, _share: None)
-    await reports.say(EngineState.READY, capabilities=capabilities_of(backend, sampler))
-    return engine, reports
+class _Reports(EngineReports):
+    """Tells other threads when the engine is ready."""
+
+    def __init__(self, store: RequestStore, lease: Lease, base_model: str) -> None:
+        super().__init__(store, lease, fresh_report(base_model))
+        self.ready: Future[None] = Future()
+
+    async def say(
+        self, state: EngineState, detail: str = "", *, capabilities: EngineCapabilities | None = None
+    ) -> None:
+        await super().say(state, detail, capabilities=capabilities)
+        if state is EngineState.READY:
+            self.ready.set_result(None)
 
 
 async def _run(
-    engine: Engine,
-    reports: EngineReports,
-    sampler: SamplingBackend | None,
-    reporting_figures: AbstractAsyncContextManager[None],
+    run: EngineRun, backend: TrainingBackend, sampler: SamplingBackend | None, stopping: asyncio.Event
 ) -> None:
-    async with reports.running(), reporting_figures:
-        with watching(sampler, reports):
-            await engine.run()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="tinsmith-training")
+    async with run.reports.running(), reporting(run.store, run.lease, run.figures):
+        await run.serve(backend, sampler, thread, stopping)

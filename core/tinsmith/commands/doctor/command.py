@@ -10,11 +10,8 @@ from typing import Annotated, Final
 import typer
 from rich.table import Table
 
-from tinsmith.commands.doctor.data_directory import check_data_directory
-from tinsmith.commands.doctor.finding import Finding
-from tinsmith.commands.doctor.installation import check_installation
+from tinsmith.commands.doctor.machine import Finding, check_data_directory, check_installation, check_port
 from tinsmith.commands.doctor.models import check_backends, check_gpus, check_hub, check_model, check_sampler
-from tinsmith.commands.doctor.port import check_port
 from tinsmith.commands.options import (
     WITH_MODEL,
     AsJson,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, Device, Placement
-from tinsmith.commands.doctor.finding import Finding, gigabytes
+from tinsmith.commands.doctor.machine import Finding, gigabytes
 from tinsmith.commands.doctor.probe import probe
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.host_memory import machine_memory
