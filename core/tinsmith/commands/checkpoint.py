@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from tinsmith.checkpoints import atomic_directory, importing
 from tinsmith.checkpoints.tinker_path import TinkerPath, newest_on_disk
-from tinsmith.commands.open_store import opened_store
+from tinsmith.commands.open_store import use_store
 from tinsmith.commands.options import (
     AsJson,
     ConfigFile,
@@ -27,12 +26,9 @@ from tinsmith.commands.options import (
     settings_without_models,
 )
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_shared_store
 from tinsmith.processes.logs import console as new_console
 from tinsmith.processes.logs import escape, printable
 from tinsmith.settings import Settings
-from tinsmith.store import CheckpointRecord, RequestStore
 from tinsmith_checkpoints.format import SHARD_BYTES
 from tinsmith_checkpoints.huggingface.safetensors_files import DTYPES
 from tinsmith_checkpoints.tools import rewriting, verifying
@@ -230,21 +226,16 @@ def import_weights(
         fill_missing=fill_missing,
         force=force,
     )
+    root = settings.data_dir.checkpoints
     with _progress("importing") as progress:
-        store = make_shared_store(settings, plugins_of(context))
-        records = asyncio.run(_import(store, request, settings.data_dir.checkpoints, progress))
+        records = use_store(
+            settings,
+            plugins_of(context),
+            lambda store: importing.run_import(request, store, root, progress),
+            create=True,
+        )
     for record in records:
         typer.echo(record.path)
-
-
-async def _import(
-    store: RequestStore, request: importing.Import, root: Path, progress: importing.Progress
-) -> list[CheckpointRecord]:
-    await store.open()
-    try:
-        return await importing.run_import(request, store, root, progress)
-    finally:
-        await store.close()
 
 
 def _tenant_of(settings: Settings, api_key: str | None) -> str:
@@ -262,15 +253,11 @@ def _open(context: typer.Context, path: str, config: Path | None, data_dir: Path
     settings, wanted = settings_without_models(context, config, data_dir), TinkerPath.parse(path)
     root = settings.data_dir.checkpoints
     try:
-        directory = asyncio.run(_recorded_directory(settings, plugins_of(context), wanted))
+        record = use_store(settings, plugins_of(context), lambda store: store.get_checkpoint(str(wanted)))
+        directory = record.directory
     except ConfigError:  # no store: a copy of the checkpoints alone
         directory = newest_on_disk(root, wanted)
     return open_contents(atomic_directory.find(root, directory))
-
-
-async def _recorded_directory(settings: Settings, plugins: Plugins, path: TinkerPath) -> str:
-    async with opened_store(settings, plugins) as store:
-        return (await store.get_checkpoint(str(path))).directory
 
 
 def _find_base(context: typer.Context, name: str | None) -> Path | None:

@@ -14,13 +14,14 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from tinsmith.commands.checkpoint import add_checkpoint_commands
-from tinsmith.commands.demo import add_demo_command
-from tinsmith.commands.doctor.command import add_doctor_command
-from tinsmith.commands.plan import add_plan_command
+from tinsmith.commands.demo import demo
+from tinsmith.commands.doctor.command import doctor
+from tinsmith.commands.options import WITH_MODEL
+from tinsmith.commands.plan import plan
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
-from tinsmith.commands.track import add_track_command
+from tinsmith.commands.track import track
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.logs import escape_lines
@@ -83,12 +84,12 @@ def build_group(plugins: Plugins) -> typer.Typer:
     )
     group.callback()(_of_the_group)
     add_serving_commands(group)
-    add_plan_command(group)
-    add_doctor_command(group)
+    group.command("plan", context_settings=WITH_MODEL)(plan)
+    group.command("doctor", context_settings=WITH_MODEL)(doctor)
     add_run_commands(group)
-    add_track_command(group)
+    group.command("track")(track)
     add_plugin_commands(group)
-    add_demo_command(group)
+    group.command("demo")(demo)
     add_checkpoint_commands(group)
     group.command("version")(version)
     plugins.add_commands(group)

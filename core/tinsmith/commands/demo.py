@@ -42,10 +42,6 @@ _EXIT_INTERRUPTED: Final = 130
 _INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
-def add_demo_command(group: typer.Typer) -> None:
-    group.command("demo")(demo)
-
-
 def demo(
     directory: Annotated[Path, typer.Option(help="directory for the model, the data and the log")] = Path(".demo"),
     backend: Backend = None,

@@ -1,8 +1,9 @@
 """The request store for commands that read it, whether the server runs or not, and how people name a run in it."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from tinsmith.errors import ConfigError, NotFoundError, UserError
 from tinsmith.plugins.loading import Plugins
@@ -13,12 +14,26 @@ from tinsmith.store import RequestStore
 _PAGE: Final = 1000
 _NAMED: Final = 3  # in a message
 
+T = TypeVar("T")
+
+
+def use_store(
+    settings: Settings, plugins: Plugins, use: Callable[[RequestStore], Awaitable[T]], *, create: bool = False
+) -> T:
+    """Return what `use` returns for the store of the settings. Raise ConfigError as `opened_store` does."""
+
+    async def opened() -> T:
+        async with opened_store(settings, plugins, create=create) as store:
+            return await use(store)
+
+    return asyncio.run(opened())
+
 
 @asynccontextmanager
-async def opened_store(settings: Settings, plugins: Plugins) -> AsyncIterator[RequestStore]:
-    """Open the store of the settings. Raise ConfigError if the data directory contains none; never create one."""
+async def opened_store(settings: Settings, plugins: Plugins, *, create: bool = False) -> AsyncIterator[RequestStore]:
+    """Open the store of the settings. Raise ConfigError if the data directory contains none, unless `create` is set."""
     default = settings.store.plugin == "sql" and settings.store.options().get("url") is None
-    if default and not settings.data_dir.database.is_file():
+    if default and not create and not settings.data_dir.database.is_file():
         msg = (
             f"server.data_dir: {str(settings.data_dir.root)!r} contains no tinsmith.db; pass the server's directory "
             "with --data-dir, or its configuration file with --config"

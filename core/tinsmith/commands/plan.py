@@ -9,7 +9,6 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from tinsmith.commands.options import (
-    WITH_MODEL,
     Backend,
     BaseModel,
     ConfigFile,
@@ -25,10 +24,6 @@ from tinsmith.placement.report import described
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import Settings
 from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
-
-
-def add_plan_command(group: typer.Typer) -> None:
-    group.command("plan", context_settings=WITH_MODEL)(plan)
 
 
 def plan(

@@ -1,4 +1,7 @@
-"""`tinsmith runs` and `replay`: the runs that a server keeps, their logs, their curves, and their past states."""
+"""`tinsmith runs` and `replay`: the runs that a server keeps, their logs, their curves, and their past states.
+
+Each command of `runs` reads plain values, and prints them as they are with --json, else as tables or curves.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tinsmith.commands.open_store import use_store
 from tinsmith.commands.options import (
     ANY_SETTING,
     AsJson,
@@ -45,10 +49,15 @@ def list_runs(
     data_dir: DataDir = None,
 ) -> None:
     """List the runs that a server keeps, newest first. Works while the server runs and when it is stopped."""
-    from tinsmith.commands.runs_tables import print_runs
+    from tinsmith.commands.runs_tables import print_json, print_runs
+    from tinsmith.server.run_views import list_summaries  # these imports are here, because other commands need none
 
-    settings = settings_without_models(context, config, data_dir)
-    print_runs(settings, plugins_of(context), tenant=tenant, limit=limit, offset=offset, as_json=json)
+    settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
+    page = use_store(settings, plugins, lambda store: list_summaries(store, tenant, limit=limit, offset=offset))
+    if json:
+        print_json(page.model_dump(mode="json", exclude_none=True))
+    else:
+        print_runs(page, tenant=tenant, offset=offset, where=str(settings.server.data_dir))
 
 
 def show_run(
@@ -63,10 +72,12 @@ def show_run(
     data_dir: DataDir = None,
 ) -> None:
     """Show a run and the operations in its log: times, sizes, results and retries, and how far back replay can go."""
-    from tinsmith.commands.runs_tables import print_run
+    from tinsmith.commands.runs_report import report
+    from tinsmith.commands.runs_tables import print_json, print_run
 
-    settings = settings_without_models(context, config, data_dir)
-    print_run(settings, plugins_of(context), run=run, from_seq_id=from_, limit=limit, as_json=json)
+    settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
+    found = use_store(settings, plugins, lambda store: report(store, run, from_seq_id=from_, limit=limit))
+    (print_json if json else print_run)(found)
 
 
 def plot_run(
@@ -81,10 +92,14 @@ def plot_run(
     data_dir: DataDir = None,
 ) -> None:
     """Draw the curves of a run in the terminal."""
-    from tinsmith.commands.runs_plot import print_plot
+    from tinsmith.commands.runs_plot import print_plot, read_curves
 
-    settings = settings_without_models(context, config, data_dir)
-    print_plot(settings, plugins_of(context), run=run, metrics=metric or (), as_json=json)
+    settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
+    curves = use_store(settings, plugins, lambda store: read_curves(store, run))
+    if json:
+        typer.echo(curves.model_dump_json(indent=2))
+    else:
+        print_plot(curves, metric or ())
 
 
 def replay(

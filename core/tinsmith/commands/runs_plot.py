@@ -1,6 +1,5 @@
-"""`tinsmith runs plot`: the curves of a run, drawn with braille dots, or as the JSON that the page draws."""
+"""The curves of a run, drawn with braille dots."""
 
-import asyncio
 import shutil
 import sys
 from collections.abc import Sequence
@@ -9,14 +8,13 @@ from typing import Final
 
 from rich.console import Console
 
-from tinsmith.commands.open_store import find_run, opened_store
+from tinsmith.commands.open_store import find_run
 from tinsmith.errors import UserError
-from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.logs import escape
 from tinsmith.protocol import wire
 from tinsmith.server.curves import joined, series_of
 from tinsmith.server.run_views import read_measured
-from tinsmith.settings import Settings
+from tinsmith.store import RequestStore
 
 _FIRST: Final = ("loss", "reward", "norm", "kl", "tokens_per_s")  # as on the page
 _DEFAULT: Final = 4  # charts, unless metrics are named
@@ -27,21 +25,17 @@ _BRAILLE: Final = 0x2800
 _DOTS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column and row of a character
 
 
-def print_plot(settings: Settings, plugins: Plugins, *, run: str, metrics: Sequence[str], as_json: bool) -> None:
+async def read_curves(store: RequestStore, run: str) -> wire.RunCurves:
+    """Raise TinsmithError as `find_run` does."""
+    model_id = await find_run(store, run)
+    record = await store.get_run(model_id)
+    series = series_of(joined(await read_measured(store, model_id)), max_points=1000)
+    return wire.RunCurves(run_id=model_id, steps=record.steps, series=series)
+
+
+def print_plot(curves: wire.RunCurves, metrics: Sequence[str]) -> None:
     """Print the metrics whose names hold one of these words. Raise UserError if none does, or nothing is measured."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-
-    async def read() -> wire.RunCurves:
-        async with opened_store(settings, plugins) as store:
-            model_id = await find_run(store, run)
-            record = await store.get_run(model_id)
-            series = series_of(joined(await read_measured(store, model_id)), max_points=1000)
-            return wire.RunCurves(run_id=model_id, steps=record.steps, series=series)
-
-    curves = asyncio.run(read())
-    if as_json:
-        print(curves.model_dump_json(indent=2))  # noqa: T201 - the command's answer
-        return
     console = Console(width=width, emoji=False, highlight=False)
     console.print(f"[bold]{escape(curves.run_id)}[/], {curves.steps} steps", soft_wrap=True)
     for each in _chosen(curves, metrics):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from tinsmith import operations as ops
+from tinsmith.commands.open_store import find_run
 from tinsmith.engine.replay import oldest_reachable
 from tinsmith.errors import ServerError
 from tinsmith.store import (
@@ -54,8 +55,9 @@ class RunReport:
     totals: list[LogTotals]
 
 
-async def report(store: RequestStore, model_id: str, *, from_seq_id: int | None, limit: int) -> RunReport:
-    """Read a run and a page of its log, by default the last page. Raise NotFoundError if there is no such run."""
+async def report(store: RequestStore, run: str, *, from_seq_id: int | None, limit: int) -> RunReport:
+    """Read a run and a page of its log, by default the last page. Raise TinsmithError as `find_run` does."""
+    model_id = await find_run(store, run)
     log = await store.run_log(model_id)
     checkpoints, _ = await store.list_checkpoints(None, model_id=model_id)
     totals = await store.log_totals(model_id)

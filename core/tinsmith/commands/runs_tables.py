@@ -1,6 +1,5 @@
-"""The tables that `tinsmith runs list` and `runs show` print, or the same as JSON."""
+"""The tables that `tinsmith runs list` and `runs show` print."""
 
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -8,45 +7,28 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
+from pydantic import ByteSize
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith.commands.open_store import find_run, opened_store
-from tinsmith.commands.runs_report import OperationReport, RunReport, report
-from tinsmith.plugins.loading import Plugins
+from tinsmith.commands.runs_report import OperationReport, RunReport
 from tinsmith.processes.logs import escape
 from tinsmith.protocol import wire
-from tinsmith.server.run_views import list_summaries
-from tinsmith.settings import Settings
 from tinsmith.store import LogTotals, RunState
 
 _WIDE: Final = 200  # columns, if the output is not a terminal
 _LEAST_FOR_TABLE: Final = 120  # columns
 _KEPT_WHOLE: Final = {"run", "seq", "kind", "in the log"}
 """Columns that a narrow terminal does not break: what people copy, and what tells the rows apart."""
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _STATES: Final = {RunState.READY: "green", RunState.LOST: "red", RunState.UNLOADED: "dim"}
 
 
-def print_runs(
-    settings: Settings, plugins: Plugins, *, tenant: str | None, limit: int, offset: int, as_json: bool
-) -> None:
-    """Print the runs, newest first."""
-
-    async def read() -> wire.RunSummaries:
-        async with opened_store(settings, plugins) as store:
-            return await list_summaries(store, tenant, limit=limit, offset=offset)
-
-    page = asyncio.run(read())
-    total = page.cursor.total_count
-    if as_json:
-        _print_json(page.model_dump(mode="json", exclude_none=True))
-        return
-    console = _console()
+def print_runs(page: wire.RunSummaries, *, tenant: str | None, offset: int, where: str) -> None:
+    """Print the runs, newest first. `tenant`, if they are those of one. `where`: the data directory."""
+    console, total = _console(), page.cursor.total_count
     if not page.runs:
         of = "" if tenant is None else f" of tenant {escape(repr(tenant))}"
-        where = str(settings.server.data_dir)
         empty = f"no runs{of} in {where}; a run begins when a client creates a training client"
         console.print(empty if total == 0 else f"there are {total} runs; --offset {offset} is past the last")
         return
@@ -88,23 +70,9 @@ def _print_in_lines(console: Console, runs: Sequence[wire.RunSummary]) -> None:
         console.print(f"  {', '.join([*about, escape(run.tenant), _moment(run.last_request_at)])}", highlight=False)
 
 
-def print_run(
-    settings: Settings, plugins: Plugins, *, run: str, from_seq_id: int | None, limit: int, as_json: bool
-) -> None:
-    """Print one run and a page of its log. Raise TinsmithError as `find_run` does."""
-
-    async def read() -> RunReport:
-        async with opened_store(settings, plugins) as store:
-            return await report(store, await find_run(store, run), from_seq_id=from_seq_id, limit=limit)
-
-    found = asyncio.run(read())
-    if as_json:
-        _print_json(found)
-    else:
-        _show(_console(), found)
-
-
-def _show(console: Console, found: RunReport) -> None:
+def print_run(found: RunReport) -> None:
+    """Print one run and a page of its log."""
+    console = _console()
     for name, value in _facts(found):
         console.print(f"[bold]{name:<17}[/]{value}", highlight=False, soft_wrap=True)
     console.print()
@@ -176,31 +144,25 @@ def _outcome(operation: OperationReport) -> str:
 
 def _totals_table(totals: Sequence[LogTotals]) -> Table:
     table = _table("in the log", "state", ">number", ">retried", ">tokens", ">requests", ">results", ">queued", ">run")
-    for each in totals:
+
+    def add(kind: str, state: str, of: Sequence[LogTotals]) -> None:
         table.add_row(
-            each.kind,
-            _operation_state(each.state),
-            str(each.number),
-            str(each.retried or ""),
-            str(each.num_tokens or ""),
-            _bytes(each.payload_bytes),
-            _bytes(each.result_bytes),
-            _seconds(each.queued_s),
-            _seconds(each.run_s),
+            kind,
+            state,
+            str(sum(each.number for each in of)),
+            str(sum(each.retried for each in of) or ""),
+            str(sum(each.num_tokens for each in of) or ""),
+            _bytes(sum(each.payload_bytes for each in of)),
+            _bytes(sum(each.result_bytes for each in of)),
+            _seconds(sum(each.queued_s for each in of)),
+            _seconds(sum(each.run_s for each in of)),
         )
+
+    for each in totals:
+        add(each.kind, _operation_state(each.state), [each])
     if len(totals) > 1:
         table.add_section()
-        table.add_row(
-            "all",
-            "",
-            str(sum(each.number for each in totals)),
-            str(sum(each.retried for each in totals) or ""),
-            str(sum(each.num_tokens for each in totals) or ""),
-            _bytes(sum(each.payload_bytes for each in totals)),
-            _bytes(sum(each.result_bytes for each in totals)),
-            _seconds(sum(each.queued_s for each in totals)),
-            _seconds(sum(each.run_s for each in totals)),
-        )
+        add("all", "", totals)
     return table
 
 
@@ -238,16 +200,13 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _bytes(number: int) -> str:
-    value, unit = float(number), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{number} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+    return ByteSize(number).human_readable(separator=" ")
 
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDE, emoji=False)  # run ids contain :train:
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     # In ASCII, of which a terminal obeys nothing: msgspec escapes fewer characters.
     print(json.dumps(json.loads(msgspec.json.encode(value)), indent=2))  # noqa: T201 - the command's answer

@@ -23,10 +23,6 @@ _AT_ONCE: Final = 500  # steps
 _LOOK_EVERY_S: Final = 1.0
 
 
-def add_track_command(group: typer.Typer) -> None:
-    group.command("track")(track)
-
-
 def track(
     log_dir: Annotated[Path, typer.Argument(help="directory of `metrics.jsonl`, as the cookbook writes it")],
     run: Annotated[str, typer.Option(help="id of the run; `last`: the newest of this key")] = "last",

@@ -13,7 +13,6 @@ from rich.table import Table
 from tinsmith.commands.doctor.machine import Finding, check_data_directory, check_installation, check_port
 from tinsmith.commands.doctor.models import check_backends, check_gpus, check_hub, check_model, check_sampler
 from tinsmith.commands.options import (
-    WITH_MODEL,
     AsJson,
     Backend,
     BaseModel,
@@ -33,10 +32,6 @@ from tinsmith.settings.secrets import cleaned
 
 _UNHEALTHY: Final = 1
 _COLOURS: Final = {"ok": "green", "note": "yellow", "problem": "red"}
-
-
-def add_doctor_command(group: typer.Typer) -> None:
-    group.command("doctor", context_settings=WITH_MODEL)(doctor)
 
 
 def doctor(
