@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tinsmith.backend import (
+    AnyBackendSpec,
     BackendContext,
     Placement,
     Progress,
@@ -62,8 +64,8 @@ def make_backends(
 
     They may count in `figures`.
     """
-    figures = figures or Figures()
-    backend = make_trainer(model, plugins, data_dir, progress, figures, samples=model.sampler is None)
+    make = _Maker(model, plugins, data_dir, progress, figures or Figures())
+    backend = make.trainer(samples=model.sampler is None)
     if model.sampler is None:
         return backend, backend if isinstance(backend, SamplingBackend) else None
     if model.sampler.plugin == NO_SAMPLER:
@@ -72,34 +74,75 @@ def make_backends(
         if model.turns.enabled:
             _check_sleep(model, backend)
             backend.sleep_trainer()  # while the sampler loads, it has the devices
-        sampler = _make_sampler(model, model.sampler, plugins, data_dir, progress, figures)
+        sampler = make.sampler(model.sampler)
     except BaseException:
         backend.close()
         raise
     return backend, sampler
 
 
-def _make_sampler(
-    model: ModelSettings,
-    section: PluginSection,
-    plugins: Plugins,
-    data_dir: DataDir,
-    progress: Progress,
-    figures: Figures,
-) -> SamplingBackend:
-    spec = plugins.samplers.get(section.plugin)
-    config = spec.config.model_validate(own_options(section, spec))
-    sampler = spec.create(config, _context(model, plugins, data_dir, spec, section, progress, figures, samples=True))
-    if model.turns.enabled and not overrides(sampler, SamplingBackend.sleep_sampler):
-        sampler.close()
-        raise _cannot_sleep(model, f"the sampler {spec.name!r}")
-    return sampler
+def make_trainer(
+    model: ModelSettings, plugins: Plugins, data_dir: DataDir, progress: Progress, *, samples: bool
+) -> TrainingBackend:
+    """Return the backend that trains; `samples` says whether it will be asked to sample as well."""
+    return _Maker(model, plugins, data_dir, progress, Figures()).trainer(samples=samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """What the backends of a model are made from."""
+
+    model: ModelSettings
+    plugins: Plugins
+    data_dir: DataDir
+    progress: Progress
+    figures: Figures
+
+    def trainer(self, *, samples: bool) -> TrainingBackend:
+        spec, section = _trainer_spec(self.model, self.plugins), self.model.backend
+        return spec.create(_config(spec, section), self._context(spec, section, samples=samples))
+
+    def sampler(self, section: PluginSection) -> SamplingBackend:
+        spec = self.plugins.samplers.get(section.plugin)
+        sampler = spec.create(_config(spec, section), self._context(spec, section, samples=True))
+        if self.model.turns.enabled and not overrides(sampler, SamplingBackend.sleep_sampler):
+            sampler.close()
+            raise _cannot_sleep(self.model, f"the sampler {spec.name!r}")
+        return sampler
+
+    def _context(self, spec: AnySpec, section: PluginSection | None, *, samples: bool) -> BackendContext:
+        cache_dir = self.data_dir.cache(spec.name, self.model.name)
+        cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return BackendContext(
+            model_name=self.model.name,
+            model_path=model_directory(self.model, self.plugins, self.progress),
+            cache_dir=cache_dir,
+            losses=self.plugins.losses.all(),
+            placement=_placement(section, spec, samples=samples),
+            progress=self.progress,
+            figures=self.figures,
+            checkpoint_shard_bytes=self.model.checkpoint_shard_bytes,
+            routing_replay=self.model.routing_replay.enabled,
+            sleeps=self.model.turns.enabled,
+        )
+
+
+def _trainer_spec(model: ModelSettings, plugins: Plugins) -> AnyBackendSpec:
+    return plugins.default_backend() if model.backend is None else plugins.backends.get(model.backend.plugin)
+
+
+def _trainer_of(model: ModelSettings, backend: TrainingBackend) -> str:
+    """Name it in messages."""
+    return type(backend).__name__ if model.backend is None else repr(model.backend.plugin)
+
+
+def _config(spec: AnySpec, section: PluginSection | None) -> Any:  # of the plugin's own class
+    return spec.config.model_validate(own_options(section, spec))
 
 
 def _check_sleep(model: ModelSettings, backend: TrainingBackend) -> None:
     if not overrides(backend, TrainingBackend.sleep_trainer):
-        name = type(backend).__name__ if model.backend is None else repr(model.backend.plugin)
-        raise _cannot_sleep(model, f"the backend {name}")
+        raise _cannot_sleep(model, f"the backend {_trainer_of(model, backend)}")
 
 
 def _cannot_sleep(model: ModelSettings, who: str) -> ConfigError:
@@ -125,69 +168,23 @@ def make_turns(
     return DeviceTurns(sleepers(backend, sampler, thread), least_s=model.turns.least_s, tell=tell)
 
 
-def make_trainer(
-    model: ModelSettings,
-    plugins: Plugins,
-    data_dir: DataDir,
-    progress: Progress,
-    figures: Figures | None = None,
-    *,
-    samples: bool,
-) -> TrainingBackend:
-    """Return the backend that trains; `samples` says whether it will be asked to sample as well."""
-    section = model.backend
-    spec = plugins.default_backend() if section is None else plugins.backends.get(section.plugin)
-    config = spec.config.model_validate(own_options(section, spec))
-    return spec.create(
-        config, _context(model, plugins, data_dir, spec, section, progress, figures or Figures(), samples=samples)
-    )
-
-
 def model_directory(model: ModelSettings, plugins: Plugins, progress: Progress) -> Path | None:
     """Find a model's directory; download it if only the hub has it. Return None if the backend brings its own model.
 
     Raise ConfigError if only a person can help, ServerError if trying again may.
     """
     found = model.path or plugins.resolve_base_model(model.source)
-    spec = plugins.default_backend() if model.backend is None else plugins.backends.get(model.backend.plugin)
-    if found is not None or not spec.needs_model_path:
+    if found is not None or not _trainer_spec(model, plugins).needs_model_path:
         return found
     reference = HubReference.parse(model.source)
     return None if reference is None else download_model(reference, progress)
-
-
-def _context(
-    model: ModelSettings,
-    plugins: Plugins,
-    data_dir: DataDir,
-    spec: AnySpec,
-    section: PluginSection | None,
-    progress: Progress,
-    figures: Figures,
-    *,
-    samples: bool,
-) -> BackendContext:
-    cache_dir = data_dir.cache(spec.name, model.name)
-    cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return BackendContext(
-        model_name=model.name,
-        model_path=model_directory(model, plugins, progress),
-        cache_dir=cache_dir,
-        losses=plugins.losses.all(),
-        placement=_placement(section, spec, samples=samples),
-        progress=progress,
-        figures=figures,
-        checkpoint_shard_bytes=model.checkpoint_shard_bytes,
-        routing_replay=model.routing_replay.enabled,
-        sleeps=model.turns.enabled,
-    )
 
 
 def check_routing_replay(model: ModelSettings, backend: TrainingBackend, sampler: SamplingBackend | None) -> None:
     """Raise ConfigError, with who lacks what, if the model's routing is to be replayed and cannot be."""
     if not model.routing_replay.enabled:
         return
-    trainer = repr(model.backend.plugin) if model.backend is not None else type(backend).__name__
+    trainer = _trainer_of(model, backend)
     sampling = trainer if model.sampler is None else repr(model.sampler.plugin)
     returns = sampler is not None and sampler.sampler_capabilities.returns_routed_experts
     lacking = [

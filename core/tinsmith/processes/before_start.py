@@ -9,7 +9,7 @@ import errno
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from tinsmith.errors import ConfigError, PluginError, StoreError
 from tinsmith.placement.sections import AnySpec, own_options
@@ -35,22 +35,16 @@ class Obstacle:
         return f"{self.check}: {self.reason}"
 
 
-class Check(NamedTuple):
-    name: str
-    look: Callable[[Settings, Plugins], Iterator[str]]
-    """Yield what is wrong, or raise ConfigError, or StoreError if it may pass."""
-
-
 def obstacles(settings: Settings, plugins: Plugins) -> list[Obstacle]:
     """Return everything that keeps a server with these settings from starting on this machine now."""
     found: list[Obstacle] = []
-    for check in CHECKS:
+    for name, look in CHECKS.items():
         try:
-            found.extend(Obstacle(check.name, reason) for reason in check.look(settings, plugins))
+            found.extend(Obstacle(name, reason) for reason in look(settings, plugins))
         except (ConfigError, PluginError) as error:
-            found.append(Obstacle(check.name, str(error)))
+            found.append(Obstacle(name, str(error)))
         except StoreError as error:
-            found.append(Obstacle(check.name, str(error), may_pass=True))
+            found.append(Obstacle(name, str(error), may_pass=True))
     return found
 
 
@@ -87,12 +81,6 @@ def _quotas(settings: Settings, plugins: Plugins) -> Iterator[str]:
             yield f"quotas.tenants.{name}: without `server.api_keys`, there is no such tenant; add its key"
 
 
-def _port(settings: Settings, plugins: Plugins) -> Iterator[str]:
-    del plugins
-    listen(settings.server).close()
-    return iter(())
-
-
 def listen(server: ServerSettings) -> socket.socket:
     """Bind the address before anything is loaded, so that a port in use is reported at once."""
     try:
@@ -121,17 +109,6 @@ def _bind_failure(server: ServerSettings, error: OSError) -> str:
             return f"server.port: {server.port} needs privileges; choose one above 1023"
         case _:
             return f"server.host: cannot listen on {server.host!r}: {error.strerror}; use an address of this machine"
-
-
-def _data_directory(settings: Settings, plugins: Plugins) -> Iterator[str]:
-    del plugins
-    refuse_if_in_use(settings.data_dir, shared=settings.server.share_data_dir)
-    return iter(())
-
-
-def _database(settings: Settings, plugins: Plugins) -> Iterator[str]:
-    look_at_store(settings, plugins)
-    return iter(())
 
 
 def _engine_of_the_server(settings: Settings, plugins: Plugins) -> Iterator[str]:
@@ -178,12 +155,25 @@ def _obstacles_of(who: str, spec: AnySpec, section: PluginSection, model: ModelS
         yield from (f"{who}: {reason}" for reason in spec.check(config, model.path))
 
 
-CHECKS: Final = (
-    Check("quotas", _quotas),
-    Check("port", _port),
-    Check("data directory", _data_directory),
-    Check("database", _database),
-    Check("engine", _engine_of_the_server),
-    Check("backend", _trainers),
-    Check("sampler", _samplers),
-)
+def _raising(look: Callable[[Settings, Plugins], object]) -> Callable[[Settings, Plugins], Iterator[str]]:
+    """Make a check of what raises an error if something is wrong."""
+
+    def check(settings: Settings, plugins: Plugins) -> Iterator[str]:
+        look(settings, plugins)
+        return iter(())
+
+    return check
+
+
+CHECKS: Final[dict[str, Callable[[Settings, Plugins], Iterator[str]]]] = {
+    "quotas": _quotas,
+    "port": _raising(lambda settings, _: listen(settings.server).close()),
+    "data directory": _raising(
+        lambda settings, _: refuse_if_in_use(settings.data_dir, shared=settings.server.share_data_dir)
+    ),
+    "database": _raising(look_at_store),
+    "engine": _engine_of_the_server,
+    "backend": _trainers,
+    "sampler": _samplers,
+}
+"""Each yields what is wrong, or raises ConfigError, or StoreError if it may pass."""
