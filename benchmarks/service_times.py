@@ -201,7 +201,7 @@ async def store_round(store: SqlStore, lease: Lease, clients: Sequence[EngineDri
     empty = Holdings()
     submit_s = await seconds(asyncio.gather(*(each.submit(a_sample(64, 8, 1, each.session_id)) for each in clients)))
     began = time.perf_counter()
-    claimed = (await store.claim(lease, training=empty.training, samples=empty.samples)).records
+    claimed = (await store.claim(lease, training=empty.room(ordered=True), samples=empty.room(ordered=False))).records
     claim_s = time.perf_counter() - began
     assert len(claimed) == len(clients)
     drawn = ops.SampledSequence(tokens=np.ones(8, np.int32), logprobs=np.zeros(8, np.float32), stop_reason="length")

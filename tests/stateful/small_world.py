@@ -282,9 +282,8 @@ class World:
     async def write(self, store: Any, record: OperationRecord, lease: Lease, *, ttl_s: int | None = None) -> None:
         number = next(self.numbers)
         writer = Checkpoints(self.engine(store, lease))
-        written = await writer.write(
-            self.path, self.kind, self._state(number), record, ttl_seconds=ttl_s, overwrite=True
-        )
+        save = ops.SaveState(model_id=self.model_id, path=self.path, ttl_seconds=ttl_s, overwrite=True)
+        written = await writer.write(save, self._state(number), record)
         self.number_of[written.created_at] = number
         saved = ops.WeightsSaved(path=self.path)
         effects = (CheckpointWritten(record=written),)
@@ -379,8 +378,8 @@ class World:
         reader = CheckpointReader(self.store_of("load"), self.root, base_model="toy")
 
         async def read() -> int:
-            found = await reader.state_at(self.path, load_optimizer=True, right=self.right, tenant="bob")
-            return number_in(found.state.weights)
+            state, _ = await reader.state_at(self.path, load_optimizer=True, right=self.right, tenant="bob")
+            return number_in(state.weights)
 
         await self.reads(read)
 

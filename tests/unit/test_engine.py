@@ -237,7 +237,7 @@ async def test_what_was_queued_runs_in_order_and_merged(setup: Setup, client: En
         for each in (client, other):
             for operation in (a_pass(each), a_pass(each), a_step(each)):
                 last = await each.submit(operation)
-        while len(engine.training.waiting) < 6:  # noqa: ASYNC110 - the engine has no event to wait for
+        while len(engine.training.queue.waiting) < 6:  # noqa: ASYNC110 - the engine has no event to wait for
             await asyncio.sleep(0)  # until the engine has claimed them all
         setup.backend.training_held.set()
         await client.result(held)
@@ -583,7 +583,7 @@ async def test_an_ephemeral_snapshot_is_dropped_before_its_session_ends_only_whe
             publish = ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=f"s1:sample:{number}")
             await client.run(publish)
             wanted.append(await sampled(number))
-        await engine.sampling.drop_snapshots()  # what the engine does every half minute
+        await engine.sampling.snapshots.drop_unused()  # what the engine does every half minute
         assert len(kept()) == 9
     async with setup.running(keeping=Keeping(max_resident=2, max_bytes=1 << 30, idle_s=0.0)) as engine:
         assert await sampled(0) == wanted[0], "an old client samples again, after many newer ones and a new engine"
@@ -593,7 +593,7 @@ async def test_an_ephemeral_snapshot_is_dropped_before_its_session_ends_only_whe
         other = client.model_id(1)
         await client.create_model(1)
         await client.run(ops.SaveForSampler(model_id=other, sampling_session_id="s1:sample:9"))
-        await engine.sampling.drop_snapshots()
+        await engine.sampling.snapshots.drop_unused()
         assert kept() == {"s1:sample:3", "s1:sample:9"}, "in use, and the last used of the other model"
         setup.backend.sampling_held.set()
         result = await client.result(request_id)
@@ -820,7 +820,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
             await asyncio.sleep(0)
         lost += lost % 2  # lose the next answer
         behind = await client.submit(a_pass(client))
-        while behind not in engine.training.waiting:  # noqa: ASYNC110 - the engine has no event to wait for
+        while behind not in engine.training.queue.waiting:  # noqa: ASYNC110 - the engine has no event to wait for
             await asyncio.sleep(0)
         setup.backend.training_held.set()
         await client.result(held)

@@ -196,7 +196,7 @@ async def test_no_tenant_gets_ahead_in_training_by_more_than_one_operation(
 def holds_some_of_each(engine: Engine, left: Mapping[str, int]) -> bool:
     """Whether a batch of any tenant's operations could be made of what the engine holds."""
     held = Counter[str]()
-    for claimed in engine.training.waiting.values():
+    for claimed in engine.training.queue.waiting.values():
         held[claimed.record.tenant] += claimed.record.num_tokens
     return all(held[tenant] >= BATCH_TOKENS or left[tenant] < BATCH_TOKENS // 64 for tenant in SIZES)
 
@@ -238,7 +238,7 @@ async def test_a_newcomer_does_not_wait_for_the_queue_of_another(world: World) -
     await submit(world.store, a_pass, "hog", 600)
     backend = world.backend
     async with world.engine() as engine, asyncio.timeout(WAIT_S):
-        while len(engine.training.waiting) < 400 or not backend.batches:  # noqa: ASYNC110 - no event to wait for
+        while len(engine.training.queue.waiting) < 400 or not backend.batches:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.001)
         before = len(backend.started)
         ann = EngineDriver(world.store, "toy", tenant="ann", session_id="ann")
@@ -248,7 +248,7 @@ async def test_a_newcomer_does_not_wait_for_the_queue_of_another(world: World) -
         while len(backend.started) == before:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.001)
         assert backend.started[before].sampling_session_id == "ann:sample:0"
-        while "ann:train:0" not in {each.record.subject_id for each in engine.training.waiting.values()}:  # noqa: ASYNC110
+        while "ann:train:0" not in {each.record.subject_id for each in engine.training.queue.waiting.values()}:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         held = len(backend.batches)
         backend.passes.release(3)  # the one that runs, one because ann starts level, one in line for the device already

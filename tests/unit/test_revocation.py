@@ -229,7 +229,7 @@ async def test_the_end_of_a_checkpoint_ends_every_sampler_on_every_server(servic
             for client in each:
                 assert_closed(await client.asample(sampler, 1), path, why)
         assert service.backend.holds(path)
-        await engine.sampling.drop_snapshots()  # what the engine does every half minute
+        await engine.sampling.snapshots.drop_unused()  # what the engine does every half minute
         assert not service.backend.holds(path)
 
 
@@ -283,7 +283,7 @@ async def test_a_sample_that_runs_may_finish(service: Service) -> None:
         running = ok(await bob[0].asample(sampler, 0))["request_id"]
         await asyncio.wait_for(service.backend.sampling.wait(), WAIT_S)
         ok(await ann[0].http.delete(of(path)))
-        await engine.sampling.drop_snapshots()
+        await engine.sampling.snapshots.drop_unused()
         assert service.backend.holds(path)
         service.backend.may_sample.set()
         answer = await bob[0].result(running)

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import ReadRight
 from tinsmith.settings import WatchdogSettings
-from tinsmith.store import CheckpointKind, CheckpointRecord, OperationRecord, RequestStore
+from tinsmith.store import CheckpointRecord, OperationRecord, RequestStore
 from tinsmith.store.codec import decode_result
 from tinsmith.store.revocation import loadable_checkpoint, why_gone
 from tinsmith_checkpoints.format import Checkpoint
@@ -28,12 +28,7 @@ from tinsmith_checkpoints.sizes import size_of
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The state that loading a checkpoint restores, and the directory of the version that it is of."""
-
-    state: ModelState
-    version: str
+Save = ops.SaveState | ops.SaveForSampler | ops.ExportAdapter
 
 
 class CheckpointReader:
@@ -45,8 +40,10 @@ class CheckpointReader:
         self._root = root
         self._base_model = base_model
 
-    async def state_at(self, path: str, *, load_optimizer: bool, right: ReadRight, tenant: str) -> Loaded:
-        """Return the state that loading `path` restores.
+    async def state_at(
+        self, path: str, *, load_optimizer: bool, right: ReadRight, tenant: str
+    ) -> tuple[ModelState, str]:
+        """Return the state that loading `path` restores, and the directory of the version that it is of.
 
         Raise RevokedError if the right that the operation had when it was submitted does not hold any more.
         """
@@ -55,7 +52,7 @@ class CheckpointReader:
             return loadable_checkpoint(self._store, path, tenant=tenant, right=right, now=datetime.now(UTC))
 
         record, checkpoint = await self._read(find)
-        return Loaded(_loaded(checkpoint, load_optimizer=load_optimizer), record.directory)
+        return _loaded(checkpoint, load_optimizer=load_optimizer), record.directory
 
     async def state_at_replay(self, path: str, *, load_optimizer: bool, of: OperationRecord) -> ModelState:
         """Return the state that a recorded operation loaded. Raise ServerError if `path` was overwritten since."""
@@ -95,49 +92,43 @@ class Checkpoints(CheckpointReader):
 
     @durable_boundary("checkpoint.write")
     async def write(
-        self,
-        path: str,
-        kind: CheckpointKind,
-        state: ModelState,
-        record: OperationRecord,
-        *,
-        ttl_seconds: int | None,
-        directory: str | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
+        self, operation: Save, state: ModelState, record: OperationRecord, *, directory: str | None = None
     ) -> CheckpointRecord:
-        """Make a checkpoint durable, and return its record. `tidy` must follow.
+        """Make the checkpoint that an operation asks for durable, and return its record. `tidy` must follow.
 
         `directory` is one that `TinkerPath.new_directory` returned; None: a new one. Raise UserError if the name is
         taken, the disk has no room for it, or the model has diverged.
         """
-        num_bytes = size_of(state, kind)
+        assert operation.path is not None
+        path, now = TinkerPath.parse(operation.path), datetime.now(UTC)
+        num_bytes, directory = size_of(state, path.kind), directory or path.new_directory()
+        metadata = {} if isinstance(operation, ops.ExportAdapter) else operation.user_metadata
+        ttl_s = operation.ttl_seconds
         await self._engine.room.expect(record.tenant, num_bytes)
-        now = datetime.now(UTC)
-        directory = directory or TinkerPath.parse(path).new_directory()
-        await self._begin_version(path, directory, now, overwrite=overwrite)
+        replaces = isinstance(operation, ops.SaveState) and operation.overwrite
+        await self._begin_version(operation.path, directory, now, overwrite=replaces)
         size = await self._engine.write_state(
             self._root,
             directory,
-            kind,
+            path.kind,
             lambda: state,
             num_bytes=num_bytes,
             created_at=now,
-            asked_with=user_metadata or {},
+            asked_with=metadata,
         )
         return CheckpointRecord(
-            path=path,
-            model_id=TinkerPath.parse(path).model_id,
+            path=operation.path,
+            model_id=path.model_id,
             tenant=record.tenant,
-            kind=kind,
+            kind=path.kind,
             base_model=self._base_model,
             lora=state.lora,
             created_at=now,
             size_bytes=size,
             directory=directory,
             step=state.step,
-            expires_at=None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds),
-            user_metadata=dict(user_metadata or {}),
+            expires_at=None if ttl_s is None else now + timedelta(seconds=ttl_s),
+            user_metadata=dict(metadata),
         )
 
     async def _begin_version(self, path: str, directory: str, now: datetime, *, overwrite: bool) -> None:

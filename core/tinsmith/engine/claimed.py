@@ -55,11 +55,6 @@ class Outcome:
     loaded_steps: int = 0  # of the state that the operation has loaded into its model
     applied: bool = False  # the result is a failure, but the operation has changed its model
 
-    @classmethod
-    def of(cls, result: ops.Result) -> "Outcome":
-        """Return the outcome of an operation of a batch."""
-        return cls(result=result, applied=isinstance(result, ops.Failed) and result.gradient_dropped)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:

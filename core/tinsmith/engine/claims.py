@@ -3,10 +3,9 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, NamedTuple
 
-from tinsmith import operations as ops
 from tinsmith.checks import check_operation
 from tinsmith.engine.claimed import Claimed, failed
 from tinsmith.engine.context import EngineContext
@@ -36,7 +35,8 @@ class Holdings:
     """Counts what an engine holds, claimed and not yet recorded, for each tenant: operations of models, and samples."""
 
     def __init__(self) -> None:
-        self._held: Mapping[bool, dict[str, _One]] = {True: {}, False: {}}  # by `ordered` and request_id
+        self._held: Mapping[bool, dict[str, tuple[str, int]]] = {True: {}, False: {}}
+        """By `ordered` and request_id: the tenant, and bytes."""
 
     @property
     def request_ids(self) -> set[str]:
@@ -46,28 +46,18 @@ class Holdings:
     def has_samples(self) -> bool:
         return bool(self._held[False])
 
-    @property
-    def training(self) -> ClaimRoom:
-        return self._room(ordered=True)
-
-    @property
-    def samples(self) -> ClaimRoom:
-        return self._room(ordered=False)
-
-    def _room(self, *, ordered: bool) -> ClaimRoom:
-        operations: Counter[str] = Counter()
-        num_bytes: Counter[str] = Counter()
-        for each in self._held[ordered].values():
-            operations[each.tenant] += 1
-            num_bytes[each.tenant] += each.num_bytes
-        held = {
-            tenant: Holding(operations=number, num_bytes=num_bytes[tenant]) for tenant, number in operations.items()
-        }
+    def room(self, *, ordered: bool) -> ClaimRoom:
+        """Return the room for operations of models, or for samples."""
+        operations, num_bytes = Counter[str](), Counter[str]()
+        for tenant, size in self._held[ordered].values():
+            operations[tenant] += 1
+            num_bytes[tenant] += size
+        held = {each: Holding(operations=number, num_bytes=num_bytes[each]) for each, number in operations.items()}
         return replace(_EMPTY[ordered], held=held)
 
     def add(self, records: Iterable[OperationRecord]) -> None:
         for record in records:
-            self._held[record.ordered][record.request_id] = _One(record.tenant, record.num_bytes)
+            self._held[record.ordered][record.request_id] = record.tenant, record.num_bytes
 
     def remove(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -79,38 +69,6 @@ class Holdings:
             held.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
-    """Decodes what was claimed, and checks it against what trainer and sampler can do."""
-
-    capabilities: EngineCapabilities
-    losses: Mapping[str, LossSpec]
-
-    async def decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
-        if sum(record.num_bytes for record in records) >= _LARGE_BYTES:
-            return await asyncio.to_thread(self._decode_all, records)
-        return self._decode_all(records)
-
-    def _decode_all(self, records: Sequence[OperationRecord]) -> list[Claimed]:
-        return [self._decode(record) for record in records]
-
-    def _decode(self, record: OperationRecord) -> Claimed:
-        """A bad operation is refused by itself. What is claimed no longer holds the encoded bytes."""
-        assert record.payload is not None
-        claimed = replace(record, payload=None)
-        operation: ops.Operation | None = None
-        try:
-            operation = decode_operation(record.kind, record.payload)
-            check_operation(operation, self.capabilities, self.losses)
-        except TinsmithError as error:
-            return Claimed(
-                record=claimed,
-                operation=operation,
-                refused=failed(error, during=f"{claimed.kind} {claimed.request_id}"),
-            )
-        return Claimed(record=claimed, operation=operation)
-
-
 class Claims:
     """Takes operations from the queue, and puts back what the engine does not finish.
 
@@ -118,10 +76,12 @@ class Claims:
     lease was claimed by an earlier engine, or in a claim whose answer was lost, and goes back into the queue.
     """
 
-    def __init__(self, engine: EngineContext, decoder: Decoder) -> None:
+    def __init__(self, engine: EngineContext, capabilities: EngineCapabilities, losses: Mapping[str, LossSpec]) -> None:
+        """`capabilities` and `losses` decide what is refused."""
         self._store = engine.store
         self._lease = engine.lease
-        self._decoder = decoder
+        self._capabilities = capabilities
+        self._losses = losses
         self._settings = engine.options.recovery
         self._wake = asyncio.Event()
         self._held = Holdings()
@@ -153,17 +113,15 @@ class Claims:
         records = await self._claim(self._claim_shares)
         if self._left_some and len(records) >= _MANY:
             self.wake()
-        return await self._decoder.decode_all(records)
+        return await self._decoded(records)
 
     async def claim_suspect(self) -> Claimed | None:
         """Claim one operation that must run alone, because it may have killed the previous engine."""
-        for claimed in await self._decoder.decode_all(await self._claim(self._claim_one_alone)):
-            return claimed
-        return None
+        return next(iter(await self._decoded(await self._claim(self._claim_one_alone))), None)
 
     async def _claim_shares(self) -> list[OperationRecord]:
         held = self._held
-        claim = await self._store.claim(self._lease, training=held.training, samples=held.samples)
+        claim = await self._store.claim(self._lease, training=held.room(ordered=True), samples=held.room(ordered=False))
         self._left_some = claim.left_some
         return claim.records
 
@@ -184,6 +142,25 @@ class Claims:
         records = await claim()
         self._answer_lost = False
         return records
+
+    async def _decoded(self, records: Sequence[OperationRecord]) -> list[Claimed]:
+        if sum(record.num_bytes for record in records) >= _LARGE_BYTES:
+            return await asyncio.to_thread(lambda: [self._decode(each) for each in records])
+        return [self._decode(each) for each in records]
+
+    def _decode(self, record: OperationRecord) -> Claimed:
+        """Check against what trainer and sampler can do. A bad operation is refused by itself.
+
+        What is claimed no longer holds the encoded bytes.
+        """
+        assert record.payload is not None
+        operation, refused = None, None
+        try:
+            operation = decode_operation(record.kind, record.payload)
+            check_operation(operation, self._capabilities, self._losses)
+        except TinsmithError as error:
+            refused = failed(error, during=f"{record.kind} {record.request_id}")
+        return Claimed(record=replace(record, payload=None), operation=operation, refused=refused)
 
     async def cancelled(self) -> list[str]:
         """Return the request_ids that clients have cancelled since the last call. Only samples can be."""

@@ -17,7 +17,7 @@ from typing import Final
 
 from tinsmith.backend import Snapshot
 from tinsmith.engine.context import EngineContext
-from tinsmith.engine.failures import engine_failed, with_retries
+from tinsmith.engine.failures import ending_the_engine, with_retries
 from tinsmith.engine.probes import Probes, Scoring, figures
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import ServerError, TinsmithError
@@ -105,39 +105,29 @@ class ConsistencyGate:
     async def _in_background(
         self, model_id: str, snapshot: Snapshot, scoring: Scoring | None, due: asyncio.Event
     ) -> Consistency | None:
-        try:
+        with ending_the_engine(self._engine.base_model, "in the check of a snapshot"):
             return await self._judge(model_id, snapshot, scoring, due)
-        except TinsmithError:
-            raise
-        except Exception as error:
-            raise engine_failed(self._engine.base_model, "the check of a snapshot", error) from error
 
     async def _judge(
         self, model_id: str, snapshot: Snapshot, scoring: Scoring | None = None, due: asyncio.Event | None = None
     ) -> Consistency | None:
-        """Compare a loaded snapshot once it is due, and take it back if it is refused."""
-        found = await self._compare(model_id, snapshot, scoring, due)
-        if found is not None and self.refuses(found):
-            why = f"sampling snapshot {snapshot.snapshot_id!r} was taken back, because {_why_refused(found)}"
-            self._refused[snapshot.snapshot_id] = _Refused(model_id, why)
-            await self._snapshots.discard(snapshot.snapshot_id)
-            await with_retries(self._engine.store.note_run, self._engine.lease, model_id, why)
-        return found
-
-    async def _compare(
-        self, model_id: str, snapshot: Snapshot, scoring: Scoring | None, due: asyncio.Event | None
-    ) -> Consistency | None:
-        """The snapshot stays in the sampler until it is compared."""
+        """Compare a loaded snapshot once it is due, and take it back if it is refused. It stays loaded until then."""
         try:
             async with self._snapshots.use(snapshot.snapshot_id):
                 if due is not None:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(_LATEST_S):
                             await due.wait()
-                return await self._probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
+                found = await self._probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
         except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk
             why = told(error, _log, during=f"the check of {snapshot.snapshot_id}").public
-            return Consistency(verdict="inconsistent", reason=why)
+            found = Consistency(verdict="inconsistent", reason=why)
+        if found is not None and self.refuses(found):
+            why = f"sampling snapshot {snapshot.snapshot_id!r} was taken back, because {_why_refused(found)}"
+            self._refused[snapshot.snapshot_id] = _Refused(model_id, why)
+            await self._snapshots.discard(snapshot.snapshot_id)
+            await with_retries(self._engine.store.note_run, self._engine.lease, model_id, why)
+        return found
 
     def hurry(self, snapshot_id: str | None) -> None:
         """Somebody samples from a snapshot, and will wait for its verdict."""

@@ -73,21 +73,19 @@ async def in_a_thread(write: Callable[[], T]) -> T:
 
 @contextmanager
 def ending_the_engine(base_model: str, during: str) -> Iterator[None]:
-    """Turn a failure of the backend into the end of the engine."""
-    try:
-        yield
-    except BackendFailedError as error:
-        raise engine_failed(base_model, during, error) from error
-
-
-def engine_failed(base_model: str, during: str, error: Exception) -> EngineFailedError:
-    """Log the failure and return the error to raise.
+    """Turn what the backend's contract does not allow into the end of the engine. `during`: "in forward".
 
     Whatever was running stays "running" in the store; the next engine retries it, alone.
     """
-    _log.error("the backend failed in %s", during, exc_info=error)
-    failure = error if isinstance(error, BackendFailedError) else backend_failed(error)
-    return EngineFailedError(f"the engine of {base_model!r} failed in {during}: {failure}")
+    try:
+        yield
+    except TinsmithError:
+        raise
+    except Exception as error:
+        _log.exception("the backend failed %s", during)
+        failure = error if isinstance(error, BackendFailedError) else backend_failed(error)
+        msg = f"the engine of {base_model!r} failed {during}: {failure}"
+        raise EngineFailedError(msg) from error
 
 
 async def with_retries(call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -3,16 +3,15 @@
 `replay.py` defines what the same operations mean to a model that is rebuilt.
 """
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import assert_never
 
 from tinsmith import operations as ops
-from tinsmith.backend import ModelState
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.engine.checkpoint_files import Checkpoints
+from tinsmith.engine.checkpoint_files import Checkpoints, Save
 from tinsmith.engine.claimed import Outcome, failed
 from tinsmith.engine.consistency_gate import ConsistencyGate, refusal
 from tinsmith.engine.context import EngineContext
@@ -23,7 +22,6 @@ from tinsmith.engine.snapshots import Snapshots, persisted_id
 from tinsmith.engine.steps import Steps
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.store import (
-    CheckpointRecord,
     CheckpointWritten,
     Effect,
     LoraResolved,
@@ -40,25 +38,16 @@ ModelOperation = (
 )
 
 
+@dataclass(slots=True, eq=False)
 class ModelOperations:
-    def __init__(
-        self,
-        engine: EngineContext,
-        models: Models,
-        steps: Steps,
-        checkpoints: Checkpoints,
-        snapshots: Snapshots,
-        gate: ConsistencyGate,
-        recovery_points: RecoveryPoints,
-    ) -> None:
-        self._engine = engine
-        self._models = models
-        self._steps = steps
-        self._checkpoints = checkpoints
-        self._snapshots = snapshots
-        self._gate = gate
-        self._recovery_points = recovery_points
-        self._saving: set[str] = set()  # ids of sampling sessions
+    engine: EngineContext
+    models: Models
+    steps: Steps
+    checkpoints: Checkpoints
+    snapshots: Snapshots
+    gate: ConsistencyGate
+    recovery_points: RecoveryPoints
+    _saving: set[str] = field(default_factory=set, init=False)  # ids of sampling sessions
 
     async def run(self, operation: ModelOperation, record: OperationRecord) -> Outcome:
         """Run one. If the request or the disk is at fault, the outcome says so."""
@@ -69,15 +58,15 @@ class ModelOperations:
 
     async def tidy_after(self, operation: ops.Operation | None) -> None:
         """Call this when the operation's result is recorded."""
-        if isinstance(operation, ops.SaveState | ops.SaveForSampler | ops.ExportAdapter) and operation.path is not None:
-            await self._checkpoints.tidy(operation.path)
+        if isinstance(operation, Save) and operation.path is not None:
+            await self.checkpoints.tidy(operation.path)
 
     def refuse(self, operation: ops.Operation | None, failure: ops.Failed) -> Outcome:
         """Return the outcome of an operation that failed. A model whose creation failed is lost."""
         if not isinstance(operation, ops.CreateModel):
             return Outcome(result=failure)
         reason = f"it could not be created: {failure.message}"
-        self._models.mark_gone(operation.model_id, reason)
+        self.models.mark_gone(operation.model_id, reason)
         lost = RunStateChanged(model_id=operation.model_id, state=RunState.LOST, reason=reason)
         return Outcome(result=failure, effects=(lost,))
 
@@ -85,14 +74,12 @@ class ModelOperations:
         match operation:
             case ops.CreateModel():
                 return await self._create(operation, record)
-            case ops.SaveState():
+            case ops.SaveState() | ops.ExportAdapter():
                 return await self._save_state(operation, record)
             case ops.LoadState():
                 return await self._load_state(operation, record)
             case ops.SaveForSampler():
                 return await self._save_for_sampler(operation, record)
-            case ops.ExportAdapter():
-                return await self._export(operation, record)
             case ops.UnloadModel():
                 return await self._unload(operation.model_id)
             case _:
@@ -102,50 +89,31 @@ class ModelOperations:
         effects: tuple[Effect, ...] = ()
         state, version = None, None
         if operation.checkpoint is not None:
-            loaded = await self._checkpoints.state_at(
+            state, version = await self.checkpoints.state_at(
                 operation.checkpoint,
                 load_optimizer=operation.load_optimizer,
                 right=operation.right,
                 tenant=record.tenant,
             )
-            state, version = loaded.state, loaded.version
             operation = replace(operation, lora=state.lora)
-            kept = await self._recovery_points.keep(operation.model_id, state, record)
+            kept = await self.recovery_points.keep(operation.model_id, state, record)
             effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), kept)
-        await self._models.create(operation, state)
+        await self.models.create(operation, state)
         ready = RunStateChanged(model_id=operation.model_id, state=RunState.READY)
         created = ops.ModelCreated(model_id=operation.model_id, version=version)
         steps = 0 if state is None else state.step
         return Outcome(result=created, effects=(*effects, ready), loaded_steps=steps)
 
-    async def _save_state(self, operation: ops.SaveState, record: OperationRecord) -> Outcome:
-        spoilt = await self._steps.failed_pass(record) is not None
-        async with self._captured(operation.model_id) as state:
-            written = await self._checkpoints.write(
-                operation.path,
-                "training",
-                replace(state, gradients={}) if spoilt else state,  # which no step will apply
-                record,
-                overwrite=operation.overwrite,
-                ttl_seconds=operation.ttl_seconds,
-                user_metadata=operation.user_metadata,
-            )
-        return _saved(written)
-
-    @asynccontextmanager
-    async def _captured(self, model_id: str) -> AsyncIterator[ModelState]:
-        """Capture a state when there is room for it, which is kept until the block ends."""
-        async with self._engine.waiting.reserve(self._models.lora(model_id)) as reservation:
-            state = await self._models.capture(model_id)
+    async def _save_state(self, operation: ops.SaveState | ops.ExportAdapter, record: OperationRecord) -> Outcome:
+        """Capture the state when there is memory for it, which it takes until it is written."""
+        spoilt = await self.steps.failed_pass(record) is not None
+        async with self.engine.waiting.reserve(self.models.lora(operation.model_id)) as reservation:
+            state = await self.models.capture(operation.model_id)
             reservation.holds(state)
-            yield state
-
-    async def _export(self, operation: ops.ExportAdapter, record: OperationRecord) -> Outcome:
-        ttl_seconds = operation.ttl_seconds
-        async with self._captured(operation.model_id) as state:
-            return _saved(
-                await self._checkpoints.write(operation.path, "external", state, record, ttl_seconds=ttl_seconds)
-            )
+            state = replace(state, gradients={}) if spoilt else state  # which no step will apply
+            written = await self.checkpoints.write(operation, state, record)
+        result = ops.WeightsSaved(path=written.path, size_bytes=written.size_bytes)
+        return Outcome(result=result, effects=(CheckpointWritten(record=written),))
 
     async def _save_for_sampler(self, operation: ops.SaveForSampler, record: OperationRecord) -> Outcome:
         """Raise UserError if an ephemeral snapshot is asked for and its id is taken or the model has no sampler."""
@@ -158,31 +126,24 @@ class ModelOperations:
 
     async def _save_persisted(self, operation: ops.SaveForSampler, path: str, record: OperationRecord) -> Outcome:
         directory = TinkerPath.parse(path).new_directory()
-        snapshot = await self._models.publish(operation.model_id, persisted_id(directory))
-        written = await self._checkpoints.write(
-            path,
-            "sampler",
-            await self._models.weights_of(snapshot),
-            record,
-            directory=directory,
-            ttl_seconds=operation.ttl_seconds,
-            user_metadata=operation.user_metadata,
-        )
-        sampled = self._snapshots.why_not(snapshot.lora) is None
-        found = await self._gate.admit(operation.model_id, snapshot) if sampled else None
-        if found is not None and self._gate.refuses(found):
-            await self._checkpoints.remove(written)
+        snapshot = await self.models.publish(operation.model_id, persisted_id(directory))
+        state = await self.models.weights_of(snapshot)
+        written = await self.checkpoints.write(operation, state, record, directory=directory)
+        sampled = self.snapshots.why_not(snapshot.lora) is None
+        found = await self.gate.admit(operation.model_id, snapshot) if sampled else None
+        if found is not None and self.gate.refuses(found):
+            await self.checkpoints.remove(written)
             return Outcome(result=ops.Failed(message=refusal(found), category="server"), consistency=found)
         saved = ops.WeightsSaved(path=path, size_bytes=written.size_bytes, consistency=found)
         return Outcome(result=saved, effects=(CheckpointWritten(record=written),), consistency=found)
 
     async def _save_ephemeral(self, model_id: str, session_id: str, record: OperationRecord) -> Outcome:
-        if (why_not := self._snapshots.why_not(self._models.lora(model_id))) is not None:
+        if (why_not := self.snapshots.why_not(self.models.lora(model_id))) is not None:
             raise why_not
-        snapshot = await self._models.publish(model_id, session_id)
+        snapshot = await self.models.publish(model_id, session_id)
         num_bytes = snapshot.num_bytes
-        await self._engine.room.expect(record.tenant, num_bytes)
-        comparing = await self._gate.admit_for_now(model_id, snapshot)
+        await self.engine.room.expect(record.tenant, num_bytes)
+        comparing = await self.gate.admit_for_now(model_id, snapshot)
         saved = ops.WeightsSaved(sampling_session_id=session_id)
         return Outcome(result=saved, effects=(_session(session_id, num_bytes, model_id, record),), comparing=comparing)
 
@@ -192,7 +153,7 @@ class ModelOperations:
 
         The snapshot of a sampling session never changes.
         """
-        if sampling_session_id in self._saving or self._snapshots.holds(sampling_session_id):
+        if sampling_session_id in self._saving or self.snapshots.holds(sampling_session_id):
             raise taken(sampling_session_id, "another save")
         self._saving.add(sampling_session_id)
         try:
@@ -206,37 +167,32 @@ class ModelOperations:
         This operation's own session is not recorded yet, so any session found here is another's.
         """
         try:
-            first = await with_retries(self._engine.store.get_sampling_session, sampling_session_id)
+            first = await with_retries(self.engine.store.get_sampling_session, sampling_session_id)
         except NotFoundError:
             return
         raise taken(sampling_session_id, first.snapshot_id or first.base_model)
 
     async def _load_state(self, operation: ops.LoadState, record: OperationRecord) -> Outcome:
-        loaded = await self._checkpoints.state_at(
+        state, version = await self.checkpoints.state_at(
             operation.path, load_optimizer=operation.load_optimizer, right=operation.right, tenant=record.tenant
         )
-        state, own = loaded.state, self._models.lora(operation.model_id)
+        own = self.models.lora(operation.model_id)
         if replace(state.lora, seed=own.seed) != own:
             msg = (
                 f"{operation.path!r} has {_describe(state.lora)}, but model {operation.model_id!r} has "
                 f"{_describe(own)}; create a new model from the checkpoint instead"
             )
             raise UserError(msg)
-        kept = await self._recovery_points.keep(operation.model_id, state, record)
-        await self._models.restore(operation.model_id, state)
-        result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path, version=loaded.version)
+        kept = await self.recovery_points.keep(operation.model_id, state, record)
+        await self.models.restore(operation.model_id, state)
+        result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path, version=version)
         return Outcome(result=result, effects=(kept,), loaded_steps=state.step)
 
     async def _unload(self, model_id: str) -> Outcome:
-        await self._models.unload(model_id)
-        await self._gate.drop_model(model_id)
+        await self.models.unload(model_id)
+        await self.gate.drop_model(model_id)
         unloaded = RunStateChanged(model_id=model_id, state=RunState.UNLOADED)
         return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
-
-
-def _saved(written: CheckpointRecord) -> Outcome:
-    result = ops.WeightsSaved(path=written.path, size_bytes=written.size_bytes)
-    return Outcome(result=result, effects=(CheckpointWritten(record=written),))
 
 
 def _session(session_id: str, num_bytes: int, model_id: str, record: OperationRecord) -> SamplingSessionCreated:

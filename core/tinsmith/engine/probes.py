@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ _NOISE: Final = 4.0  # times the noise on the base model: allowed with an adapte
 _FOLLOWED: Final = 0.25  # the share of the adapter's effect that the sampler shows may differ from 1 by this much
 _FOLLOWED_SINCE: Final = 0.5  # the same for the movement since the last save, which is smaller
 
+T = TypeVar("T")
 ScoresN = npt.NDArray[np.float64]
 
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -132,9 +133,11 @@ class Probes:
             return None
         found = self._scorings.get(model_id)
         if found is None or found.failed:
-            queue = partial(self._call, partial(self._score, model_id))
-            found = self._scorings[model_id] = Scoring(queue)
+            found = self._scorings[model_id] = self._scoring(model_id)
         return found
+
+    def _scoring(self, model_id: str) -> Scoring:
+        return Scoring(partial(self._call, partial(self._score, model_id)))
 
     def before_change(self, models: Iterable[str]) -> None:
         """Queue the scorings that have not begun, ahead of what is queued next."""
@@ -153,20 +156,18 @@ class Probes:
         if self._settings.action == "off":
             return None
         if self._impossible is not None:
-            return self._tell(snapshot_id, _not_compared(self._impossible))
+            return _told(snapshot_id, _not_compared(self._impossible))
         try:
-            found = await self._compared(model_id, snapshot_id, lora, scoring)
+            found = await self._compared(model_id, snapshot_id, lora, scoring or self._scoring(model_id))
         except TimeoutError:
             reason = f"the sampler is too busy: it did not score the probes within {_SAMPLER_TIMEOUT_S:.0f} s"
             found = _not_compared(reason)
         except ProbeError as error:
             found = Consistency(verdict="inconsistent", reason=str(error))
-        return self._tell(snapshot_id, found)
+        return _told(snapshot_id, found)
 
-    async def _compared(
-        self, model_id: str, snapshot_id: str, lora: ops.LoraConfig, scoring: Scoring | None
-    ) -> Consistency:
-        by_trainer = (scoring or Scoring(partial(self._call, partial(self._score, model_id)))).begin()
+    async def _compared(self, model_id: str, snapshot_id: str, lora: ops.LoraConfig, scoring: Scoring) -> Consistency:
+        by_trainer = scoring.begin()
         by_sampler = asyncio.ensure_future(self._by_sampler(snapshot_id))
         try:
             base = await self._base_scores(lora)
@@ -209,25 +210,25 @@ class Probes:
             self._backend.unload_model(_PROBE_ID)
 
     def _score(self, model_id: str) -> Scored:
-        (result,) = self._backend.forward([self._forward(model_id)])
+        data = tuple(_datum(probe) for probe in self._probes)
+        (result,) = self._backend.forward([ops.Forward(model_id=model_id, data=data, loss_fn=_LOSS)])
         return result
-
-    def _forward(self, model_id: str) -> ops.Forward:
-        return ops.Forward(model_id=model_id, data=tuple(_datum(probe) for probe in self._probes), loss_fn=_LOSS)
 
     async def _by_sampler(self, snapshot_id: str | None) -> ScoresN:
         async with asyncio.timeout(_SAMPLER_TIMEOUT_S):
             results = await asyncio.gather(*(self._sampler.sample(_sample(p, snapshot_id)) for p in self._probes))
         return np.concatenate([_sampler_scores(result) for result in results])
 
-    def _tell(self, snapshot_id: str, found: Consistency) -> Consistency:
-        if found.verdict == "consistent":
-            _log.debug("%s is consistent: %s", snapshot_id, figures(found))
-        elif found.verdict == "not compared":
-            _log.warning("%s was not compared with its trainer: %s", snapshot_id, found.reason)
-        else:
-            _log.error("%s does not match the trained model: %s; %s", snapshot_id, found.reason, figures(found))
-        return found
+
+def _told(snapshot_id: str, found: Consistency) -> Consistency:
+    """Log a verdict, and return it."""
+    if found.verdict == "consistent":
+        _log.debug("%s is consistent: %s", snapshot_id, figures(found))
+    elif found.verdict == "not compared":
+        _log.warning("%s was not compared with its trainer: %s", snapshot_id, found.reason)
+    else:
+        _log.error("%s does not match the trained model: %s; %s", snapshot_id, found.reason, figures(found))
+    return found
 
 
 def compare(now: Scores, *, base: Scores, last: Scores | None, bounds: Bounds) -> Consistency:
@@ -349,20 +350,20 @@ def _sample(probe: ops.TokenArray, snapshot_id: str | None) -> ops.Sample:
 
 
 def _trainer_scores(result: Scored) -> ScoresN:
-    if isinstance(result, ops.Failed):
-        msg = f"the trainer could not score the probes: {result.message}"
-        raise ProbeError(msg)
-    return _joined([output["logprobs"] for output in result.loss_fn_outputs])
+    return _joined([output["logprobs"] for output in _succeeded("trainer", result).loss_fn_outputs])
 
 
 def _sampler_scores(result: ops.SampleOutput | ops.Failed) -> ScoresN:
+    scores = _succeeded("sampler", result).prompt_logprobs
+    assert scores is not None, "what a sampler returns is checked"
+    return _joined([scores[1:]])
+
+
+def _succeeded(side: str, result: T | ops.Failed) -> T:
     if isinstance(result, ops.Failed):
-        msg = f"the sampler could not score the probes: {result.message}"
+        msg = f"the {side} could not score the probes: {result.message}"
         raise ProbeError(msg)
-    if result.prompt_logprobs is None:
-        msg = "the sampler returned no prompt logprobs, although its prompt_logprobs capability is on"
-        raise ProbeError(msg)
-    return _joined([result.prompt_logprobs[1:]])
+    return result
 
 
 def _joined(parts: Sequence[ops.Array]) -> ScoresN:

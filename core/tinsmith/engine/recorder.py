@@ -4,18 +4,27 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Final
 
 from tinsmith import operations as ops
 from tinsmith.engine.claimed import Finished, usage_of
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.context import EngineContext
-from tinsmith.engine.counting import count_batch
 from tinsmith.engine.failures import with_retries
 from tinsmith.failpoints import durable_boundary
+from tinsmith.figures import (
+    BATCH_FILL,
+    BATCH_OPERATIONS,
+    OPERATION_RUN_SECONDS,
+    OPERATION_SECONDS,
+    PREFIX_TOKENS,
+    TOKENS,
+)
 from tinsmith.hook_values import OperationFinished
-from tinsmith.store import Completion
+from tinsmith.scheduler import Limits
+from tinsmith.store import Completion, Usage
 from tinsmith.store.codec import encode_result, size_bound
 
 _log = logging.getLogger(__name__)
@@ -30,12 +39,11 @@ class _Batch:
     finished: Sequence[Finished]
     run_s: float
 
-    def completions(self) -> list[Completion]:
-        used = usage_of(self.finished, self.run_s)
-        return [each.completion(usage) for each, usage in zip(self.finished, used, strict=True)]
+    def used(self) -> list[tuple[Finished, Usage]]:
+        return list(zip(self.finished, usage_of(self.finished, self.run_s), strict=True))
 
-    def events(self) -> list[OperationFinished]:
-        return [each.event(self.run_s, batch_size=len(self.finished)) for each in self.finished]
+    def completions(self) -> list[Completion]:
+        return [each.completion(usage) for each, usage in self.used()]
 
 
 def _oldest(batches: Iterable[_Batch]) -> list[_Batch]:
@@ -48,28 +56,14 @@ def _oldest(batches: Iterable[_Batch]) -> list[_Batch]:
     return together
 
 
-def _verdict(ended: asyncio.Task[ops.Consistency | None]) -> ops.Consistency | None:
-    return None if ended.cancelled() or ended.exception() is not None else ended.result()
-
-
+@dataclass(slots=True, eq=False)
 class Recorder:
-    def __init__(
-        self,
-        engine: EngineContext,
-        claims: Claims,
-        on_finished: Callable[[OperationFinished], None],
-        *,
-        most_tokens: int,
-    ) -> None:
-        """`most_tokens`: of a batch of passes."""
-        self._store = engine.store
-        self._figures = engine.figures
-        self._most_tokens = most_tokens
-        self._lease = engine.lease
-        self._claims = claims
-        self._on_finished = on_finished
-        self._recording = asyncio.Lock()
-        self._unrecorded: deque[_Batch] = deque()
+    engine: EngineContext
+    claims: Claims
+    on_finished: Callable[[OperationFinished], None]
+    limits: Limits  # of the trainer
+    _recording: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _unrecorded: deque[_Batch] = field(default_factory=deque, init=False)
 
     async def record(self, finished: Sequence[Finished], run_s: float) -> None:
         """Record results, in the order of the calls.
@@ -92,29 +86,33 @@ class Recorder:
 
     @durable_boundary("engine.record")
     async def _record(self, batches: Sequence[_Batch]) -> None:
-        batches = [await self._recordable_batch(each) for each in batches]
-        await with_retries(
-            self._store.complete, self._lease, [each for batch in batches for each in batch.completions()]
-        )
+        batches = [
+            replace(each, finished=[await self._recordable(finished) for finished in each.finished]) for each in batches
+        ]
+        completions = [each for batch in batches for each in batch.completions()]
+        await with_retries(self.engine.store.complete, self.engine.lease, completions)
         for batch in batches:
-            count_batch(self._figures, batch.finished, batch.run_s, most_tokens=self._most_tokens)
-            self._claims.release(*(each.claimed.record.request_id for each in batch.finished))
-            for each, event in zip(batch.finished, batch.events(), strict=True):
-                self._tell(event, each.outcome.comparing)
+            self._count(batch)
+            self.claims.release(*(each.claimed.record.request_id for each in batch.finished))
+            for each in batch.finished:
+                self._tell(each, batch)
 
-    def _tell(self, event: OperationFinished, comparing: asyncio.Task[ops.Consistency | None] | None) -> None:
+    def _tell(self, finished: Finished, batch: _Batch) -> None:
         """Tell the observers; of a save whose snapshot is still being compared, when the verdict is there."""
-        if comparing is None:
-            self._on_finished(event)
-        else:
-            comparing.add_done_callback(lambda ended: self._on_finished(replace(event, consistency=_verdict(ended))))
+        event = finished.event(batch.run_s, batch_size=len(batch.finished))
 
-    async def _recordable_batch(self, batch: _Batch) -> _Batch:
-        return replace(batch, finished=[await self._recordable(each) for each in batch.finished])
+        def compared(ended: asyncio.Task[ops.Consistency | None]) -> None:
+            found = None if ended.cancelled() or ended.exception() is not None else ended.result()
+            self.on_finished(replace(event, consistency=found))
+
+        if finished.outcome.comparing is None:
+            self.on_finished(event)
+        else:
+            finished.outcome.comparing.add_done_callback(compared)
 
     async def _recordable(self, finished: Finished) -> Finished:
         """Replace a result that the store cannot hold by a failure that says so. Everything else goes on."""
-        outcome, limit = finished.outcome, self._store.max_value_bytes
+        outcome, limit = finished.outcome, self.engine.store.max_value_bytes
         if size_bound(outcome.result) <= limit:
             return finished
         _, encoded = await asyncio.to_thread(encode_result, outcome.result)
@@ -128,3 +126,24 @@ class Recorder:
         )
         _log.warning("%s: %s", record.request_id, msg)
         return replace(finished, outcome=replace(outcome, result=ops.Failed(message=msg), applied=record.ordered))
+
+    def _count(self, batch: _Batch) -> None:
+        """Count what ran together, once its results are recorded."""
+        figures, now, kind = self.engine.figures, datetime.now(UTC), batch.finished[0].claimed.record.kind
+        figures.observe(BATCH_OPERATIONS, len(batch.finished), kind)
+        if kind in {"forward", "forward_backward"}:
+            num_tokens = sum(each.claimed.record.num_tokens for each in batch.finished)
+            figures.observe(BATCH_FILL, num_tokens / self.limits.max_batch_tokens)
+        for each, usage in batch.used():
+            record, result = each.claimed.record, each.outcome.result
+            outcome = result.category if isinstance(result, ops.Failed) else "success"
+            latency_s = max(0.0, (now - record.created_at).total_seconds())  # another machine's clock may be ahead
+            figures.observe(OPERATION_SECONDS, latency_s, record.kind, outcome)
+            figures.observe(OPERATION_RUN_SECONDS, batch.run_s, record.kind)
+            for of in ("trained", "prefilled", "sampled"):
+                if number := getattr(usage, f"{of}_tokens"):
+                    figures.count(TOKENS, number, of)
+            if isinstance(result, ops.SampleOutput):
+                hits = result.prompt_cache_hit_tokens
+                figures.count(PREFIX_TOKENS, hits, "hit")
+                figures.count(PREFIX_TOKENS, usage.prefilled_tokens - hits, "miss")

@@ -85,7 +85,7 @@ class RecoveryPoints:
                 continue  # until the disk has taken others; it stays due
             seq_id = model.seq_id
             model.operations, model.taken_at_s, model.taking = 0, time.monotonic(), seq_id
-            with ending_the_engine(self._engine.base_model, "capture_state"):
+            with ending_the_engine(self._engine.base_model, "in capture_state"):
                 state = await self._models.capture(model_id)
             reservation.holds(state)
             take = self._take(model_id, tenant, seq_id, state, reservation, recorded)
@@ -107,7 +107,7 @@ class RecoveryPoints:
         recorded: asyncio.Task[None],
     ) -> None:
         try:
-            with ending_the_engine(self._engine.base_model, "capture_state"):
+            with ending_the_engine(self._engine.base_model, "in capture_state"):
                 written = await self._write_if_room(model_id, tenant, seq_id, state)
             del state
             reservation.release()

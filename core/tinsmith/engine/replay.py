@@ -37,14 +37,13 @@ _CHANGING = frozenset({"create_model", "forward_backward", "optim_step", "load_s
 _CREATION = -1  # the seq_id before the first operation
 
 
+@dataclass(slots=True)
 class History(ABC):
     """What a model is rebuilt from. Told how far the rebuild is."""
 
-    def __init__(self, run: RunRecord, recovery_points: Sequence[RecoveryPointRecord], pruned_seq_id: int) -> None:
-        """`recovery_points` are newest first; operations up to `pruned_seq_id` may be gone from the log."""
-        self.run = run
-        self.recovery_points = recovery_points
-        self.pruned_seq_id = pruned_seq_id
+    run: RunRecord
+    recovery_points: Sequence[RecoveryPointRecord]  # newest first
+    pruned_seq_id: int  # operations up to this one may be gone from the log
 
     @abstractmethod
     async def page(self, *, after_seq_id: int) -> Sequence[OperationRecord]:
@@ -68,11 +67,11 @@ class Rebuilt:
     differences: tuple[str, ...]  # the results that were not as recorded
 
 
+@dataclass(frozen=True, slots=True)
 class Replayer:
-    def __init__(self, models: Models, checkpoints: CheckpointReader, *, recovery_root: Path) -> None:
-        self._models = models
-        self._checkpoints = checkpoints
-        self._recovery_root = recovery_root
+    models: Models
+    checkpoints: CheckpointReader
+    recovery_root: Path
 
     async def rebuild(self, history: History) -> Rebuilt:
         """Raise TinsmithError if something that is needed is gone, BackendFailedError if the backend fails."""
@@ -101,7 +100,7 @@ class Replayer:
     async def _restore_newest(self, history: History) -> RecoveryPointRecord | None:
         for point in history.recovery_points:
             try:
-                checkpoint = await asyncio.to_thread(read_checkpoint, self._recovery_root, point.directory)
+                checkpoint = await asyncio.to_thread(read_checkpoint, self.recovery_root, point.directory)
             except TinsmithError as error:
                 await history.unreadable(point, error)
                 continue
@@ -111,7 +110,7 @@ class Replayer:
 
     @durable_boundary("recovery.restore")
     async def _restore(self, run: RunRecord, state: ModelState) -> None:
-        await self._models.create(ops.CreateModel(model_id=run.model_id, lora=run.lora), state)
+        await self.models.create(ops.CreateModel(model_id=run.model_id, lora=run.lora), state)
 
     async def _replay(self, record: OperationRecord) -> list[str]:
         """Replay an operation. Return how its result differs from the recorded one, if it does."""
@@ -120,7 +119,7 @@ class Replayer:
             raise ModelLostError(msg)
         recorded = _recorded(record)
         if isinstance(recorded, ops.Failed) and recorded.gradient_dropped:
-            await self._models.drop_gradient(record.subject_id)
+            await self.models.drop_gradient(record.subject_id)
             return []
         result = await self._run_again(decode_operation(record.kind, record.payload), record)
         differs = None if recorded is None else difference(recorded, result)
@@ -130,20 +129,19 @@ class Replayer:
     async def _run_again(self, operation: ops.Operation, record: OperationRecord) -> ops.Result:
         """Run an operation that has succeeded before, only for its effect on the model."""
         match operation:
-            case ops.CreateModel(checkpoint=None):
-                await self._models.create(operation, None)
-                return ops.ModelCreated(model_id=operation.model_id)
-            case ops.CreateModel(checkpoint=str() as path):
-                state = await self._loaded(path, record, load_optimizer=operation.load_optimizer)
-                await self._models.create(replace(operation, lora=state.lora), state)
+            case ops.CreateModel():
+                state = None
+                if operation.checkpoint is not None:
+                    state = await self._loaded(operation.checkpoint, operation, record)
+                    operation = replace(operation, lora=state.lora)
+                await self.models.create(operation, state)
                 return ops.ModelCreated(model_id=operation.model_id)
             case ops.LoadState():
-                state = await self._loaded(operation.path, record, load_optimizer=operation.load_optimizer)
-                await self._models.restore(operation.model_id, state)
+                await self.models.restore(operation.model_id, await self._loaded(operation.path, operation, record))
                 return ops.WeightsLoaded(model_id=operation.model_id, path=operation.path)
             case ops.ForwardBackward() | ops.OptimStep():
-                unknown = self._models.why_not(operation.model_id, operation)
-                (result,) = [unknown] if unknown is not None else await self._models.run_batch([operation])
+                unknown = self.models.why_not(operation.model_id, operation)
+                (result,) = [unknown] if unknown is not None else await self.models.run_batch([operation])
                 if isinstance(result, ops.Failed):
                     msg = f"its {record.kind} with seq_id {record.seq_id} succeeded before but fails now: "
                     raise ServerError(msg + result.message)
@@ -152,8 +150,10 @@ class Replayer:
                 msg = f"{record.kind} does not change a training state"
                 raise ServerError(msg)
 
-    async def _loaded(self, path: str, record: OperationRecord, *, load_optimizer: bool) -> ModelState:
-        return await self._checkpoints.state_at_replay(path, load_optimizer=load_optimizer, of=record)
+    async def _loaded(
+        self, path: str, operation: ops.CreateModel | ops.LoadState, record: OperationRecord
+    ) -> ModelState:
+        return await self.checkpoints.state_at_replay(path, load_optimizer=operation.load_optimizer, of=record)
 
 
 def check_reachable(log: RunLog, seq_id: int) -> None:
@@ -191,12 +191,7 @@ def oldest_reachable(log: RunLog) -> int | None:
 
 
 async def rebuild_at(
-    model_id: str,
-    until: int,
-    *,
-    store: RequestStore,
-    replayer: Replayer,
-    progress: ReplayProgress,
+    model_id: str, until: int, *, store: RequestStore, replayer: Replayer, progress: ReplayProgress
 ) -> Rebuilt:
     """Rebuild one model as it was after the operation `until`, on a backend that holds nothing else.
 
@@ -204,35 +199,34 @@ async def rebuild_at(
     """
     log = await store.run_log(model_id)
     check_reachable(log, until)
-    rebuilt = await replayer.rebuild(_PastHistory(log, until, store, progress))
+    usable = [each for each in log.recovery_points if log.pruned_seq_id <= each.seq_id <= until]
+    rebuilt = await replayer.rebuild(_PastHistory(log.run, usable, log.pruned_seq_id, until, store, progress))
     if rebuilt.point_seq_id is None and rebuilt.num_replayed == 0:
         msg = f"{model_id!r} was never created: its creation failed, or is not in the log"
         raise UserError(msg)
     return rebuilt
 
 
+@dataclass(slots=True)
 class _PastHistory(History):
     """What is recorded of a model up to an operation, while the server may be running on."""
 
-    def __init__(self, log: RunLog, until: int, store: RequestStore, progress: ReplayProgress) -> None:
-        usable = [each for each in log.recovery_points if log.pruned_seq_id <= each.seq_id <= until]
-        super().__init__(log.run, usable, log.pruned_seq_id)
-        self._until = until
-        self._store = store
-        self._progress = progress
-        self._complete = False  # everything up to `until` has been read
+    until: int
+    store: RequestStore
+    progress: ReplayProgress
+    complete: bool = False  # everything up to `until` has been read
 
     async def page(self, *, after_seq_id: int) -> list[OperationRecord]:
-        self._progress(after_seq_id)
-        if self._complete:
+        self.progress(after_seq_id)
+        if self.complete:
             return []
-        page = await self._store.replayable(self.run.model_id, after_seq_id=after_seq_id, limit=REPLAY_PAGE)
+        page = await self.store.replayable(self.run.model_id, after_seq_id=after_seq_id, limit=REPLAY_PAGE)
         await self._refuse_pruned(after_seq_id)  # asked after the page: what is not pruned now was in it
-        self._complete = not page or page[-1].seq_id >= self._until
-        return [record for record in page if record.seq_id <= self._until]
+        self.complete = not page or page[-1].seq_id >= self.until
+        return [record for record in page if record.seq_id <= self.until]
 
     async def _refuse_pruned(self, after_seq_id: int) -> None:
-        if (await self._store.run_log(self.run.model_id)).pruned_seq_id > after_seq_id:
+        if (await self.store.run_log(self.run.model_id)).pruned_seq_id > after_seq_id:
             msg = (
                 f"the log of {self.run.model_id!r} was pruned beyond seq_id {after_seq_id} while it was replayed, "
                 "because the server is running; try again with a later --until, or set recovery.keep_log_s"
@@ -244,7 +238,7 @@ class _PastHistory(History):
         _log.warning("the recovery point of seq_id %d cannot be read: %s", point.seq_id, error)
 
     async def replayed(self, record: OperationRecord) -> None:
-        self._progress(record.seq_id)
+        self.progress(record.seq_id)
 
 
 def _recorded(record: OperationRecord) -> ops.Result | None:

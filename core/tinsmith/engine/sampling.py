@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, cast
 
@@ -14,7 +14,7 @@ from tinsmith.backend import SamplerCapabilities, SamplingBackend
 from tinsmith.engine.claimed import Claimed, Finished, Outcome, failed
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.context import EngineContext
-from tinsmith.engine.failures import engine_failed
+from tinsmith.engine.failures import ending_the_engine
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.token_streams import TokenTeller
@@ -25,7 +25,6 @@ from tinsmith.store import ExpertsSampled, OperationRecord
 from tinsmith.store.codec import digest_of, encode_experts
 
 _STAYS_S: Final = 60.0  # for which a tenant counts after its last sample; a clock that is set back ends it
-_TIDY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,43 +150,28 @@ class SampleQueue:
         return min(cast("ops.Sample", waiting.claimed.operation).num_samples, self._num_common)
 
 
+@dataclass(slots=True, eq=False)
 class Sampling:
     """One task for each sample that is drawn: it runs the sample, and records the result."""
 
-    def __init__(
-        self,
-        engine: EngineContext,
-        queue: SampleQueue,
-        sampler: SamplingBackend,
-        snapshots: Snapshots,
-        gate: ConsistencyGate,
-        recorder: Recorder,
-        teller: TokenTeller,
-        *,
-        on_room: Callable[[], None],
-    ) -> None:
-        """`on_room` is called whenever a sample has ended."""
-        self._engine = engine
-        self._queue = queue
-        self._sampler = sampler
-        self.snapshots = snapshots
-        self._gate = gate
-        self._recorder = recorder
-        self._teller = teller
-        self._on_room = on_room
-        self._running: dict[str, asyncio.Task[None]] = {}  # by request_id
-
-    def add(self, claimed: Claimed) -> None:
-        self._queue.add(claimed)
+    engine: EngineContext
+    queue: SampleQueue
+    sampler: SamplingBackend
+    snapshots: Snapshots
+    gate: ConsistencyGate
+    recorder: Recorder
+    teller: TokenTeller
+    on_room: Callable[[], None]  # called whenever a sample has ended
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)  # by request_id
 
     def start_waiting(self) -> None:
         """Start those of the waiting samples for which the sampler has slots."""
-        while not self._engine.stopping.is_set() and (claimed := self._queue.take()) is not None:
+        while not self.engine.stopping.is_set() and (claimed := self.queue.take()) is not None:
             self._start(claimed)
 
     def _start(self, claimed: Claimed) -> asyncio.Task[None]:
         request_id = claimed.record.request_id
-        task = self._engine.tasks.create_task(self._step(claimed), name=f"sample {request_id}")
+        task = self.engine.tasks.create_task(self._step(claimed), name=f"sample {request_id}")
         self._running[request_id] = task
         task.add_done_callback(partial(self._ended, request_id))
         return task
@@ -199,67 +183,56 @@ class Sampling:
 
     def _free(self, request_id: str) -> None:
         del self._running[request_id]
-        self._queue.end(request_id)
-        self._on_room()
+        self.queue.end(request_id)
+        self.on_room()
 
     async def run_alone(self, claimed: Claimed) -> None:
         """Start a sample, and return when it ends or the engine stops."""
-        sample, stopped = self._start(claimed), self._engine.tasks.create_task(self._engine.stopping.wait())
+        sample, stopped = self._start(claimed), self.engine.tasks.create_task(self.engine.stopping.wait())
         await asyncio.wait([sample, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a sample that waits or is drawn. Return False if there is none."""
         task = self._running.get(request_id)
-        return self._queue.remove(request_id) or (task is not None and task.cancel())
+        return self.queue.remove(request_id) or (task is not None and task.cancel())
 
     def cancel_all(self) -> None:
         for task in self._running.values():
             task.cancel()
 
-    async def tell_tokens(self) -> None:
-        """Until cancelled, pass on the tokens of samples that are streamed."""
-        await self._teller.run()
-
-    async def tidy(self) -> None:
-        """Until cancelled, free the snapshots that nobody may use any more, and those left idle for too long."""
-        while True:
-            await asyncio.sleep(_TIDY_S)
-            await self.drop_snapshots()
-
-    async def drop_snapshots(self) -> None:
-        await self.snapshots.drop_revoked()
-        await self.snapshots.drop_idle()
-
     async def _step(self, claimed: Claimed) -> None:
         """Run a sample, start what waited for its slots, and record its result."""
         started = time.monotonic()
         try:
-            outcome = await self._outcome(claimed)
-        except TinsmithError as error:
-            outcome = Outcome(result=failed(error, during=f"sample {claimed.record.request_id}"))
-        except Exception as error:
-            raise engine_failed(claimed.record.base_model, "sample", error) from error
+            with ending_the_engine(claimed.record.base_model, "in sample"):
+                outcome = await self._outcome(claimed)
         finally:
             self._free(claimed.record.request_id)
         self.start_waiting()
         finished = Finished(claimed=claimed, outcome=outcome)
-        await self._recorder.record([finished], time.monotonic() - started)
+        await self.recorder.record([finished], time.monotonic() - started)
 
     async def _outcome(self, claimed: Claimed) -> Outcome:
-        """Draw. The experts of a sample are recorded beside its result, never in it: its client does not know them."""
         if claimed.refused is not None:
             return Outcome(result=claimed.refused)
         operation = cast("ops.Sample", claimed.operation)
-        result = await self._sample(operation, claimed.record)
-        if not isinstance(result, ops.SampleOutput):
+        try:
+            result = await self._sample(operation, claimed.record)
+        except TinsmithError as error:
+            result = failed(error, during=f"sample {claimed.record.request_id}")
+        if isinstance(result, ops.Failed):
             return Outcome(result=result)
+        return await self._drawn(operation, result, claimed.record)
+
+    async def _drawn(self, operation: ops.Sample, result: ops.SampleOutput, record: OperationRecord) -> Outcome:
+        """The experts of a sample are recorded beside its result, never in it: its client does not know them."""
         answer = replace(result, sequences=tuple(replace(each, routed_experts=None) for each in result.sequences))
-        model_id, replay = self.snapshots.model_of(operation.snapshot_id), self._engine.options.routing_replay
+        model_id, replay = self.snapshots.model_of(operation.snapshot_id), self.engine.options.routing_replay
         if model_id is None or not replay.enabled:
             return Outcome(result=answer)
         sampled = ExpertsSampled(
-            tenant=claimed.record.tenant,
+            tenant=record.tenant,
             model_id=model_id,
             sequences=await asyncio.to_thread(_encoded_experts, operation, result),
             max_bytes=replay.tenant_bytes,
@@ -268,22 +241,22 @@ class Sampling:
 
     @durable_boundary("engine.sample")
     async def _sample(self, operation: ops.Sample, record: OperationRecord) -> ops.SampleOutput | ops.Failed:
-        self._gate.expect_not_refused(operation.snapshot_id)
-        self._gate.hurry(operation.snapshot_id)
+        self.gate.expect_not_refused(operation.snapshot_id)
+        self.gate.hurry(operation.snapshot_id)
         if operation.streamed:  # nobody reads tokens of a snapshot that may be refused
-            await self._gate.expect_passed(operation.snapshot_id)
+            await self.gate.expect_passed(operation.snapshot_id)
         async with self.snapshots.for_sample(operation) as versioned:
             result = await self._draw(versioned, record)
-        await self._gate.expect_passed(operation.snapshot_id)
+        await self.gate.expect_passed(operation.snapshot_id)
         if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
             return replace(result, target_layout=operation.target_layout)
         return result
 
     async def _draw(self, operation: ops.Sample, record: OperationRecord) -> ops.SampleOutput | ops.Failed:
         if not operation.streamed:
-            return await self._sampler.sample(operation)
-        with self._teller.telling(record) as on_tokens:
-            return await self._sampler.sample_streaming(operation, on_tokens)
+            return await self.sampler.sample(operation)
+        with self.teller.telling(record) as on_tokens:
+            return await self.sampler.sample_streaming(operation, on_tokens)
 
 
 def _encoded_experts(operation: ops.Sample, output: ops.SampleOutput) -> dict[bytes, bytes]:

@@ -139,29 +139,21 @@ class Snapshots:
         async with self.use(operation.snapshot_id):
             yield operation
 
-    async def drop_revoked(self) -> None:
-        """Free the snapshots of checkpoints that were deleted or have expired: nobody may use them any more.
+    async def drop_unused(self) -> None:
+        """Drop the snapshots of checkpoints that were deleted or have expired: nobody may use them any more.
 
-        Those that are being sampled from are left for the next call.
+        Also the ephemeral ones that nobody has sampled from for `idle_s`, but for the last used of each model. A
+        restart of the engine counts as a use. Those that are being sampled from are left for the next call.
         """
-        for snapshot_id, held in list(self._held.items()):
-            gone = _is_persisted(snapshot_id) and await self._is_gone(held)
-            if gone and held.users == 0 and self._held.get(snapshot_id) is held:
-                await self.discard(snapshot_id)
-
-    async def drop_idle(self) -> None:
-        """Drop the ephemeral snapshots that nobody has sampled from for `idle_s`, but for the last used of each model.
-
-        A restart of the engine counts as a use, and so does a sample that still runs.
-        """
-        if self._keeping.idle_s is None:
-            return
-        before = time.monotonic() - self._keeping.idle_s
         last = {held.model_id: held for held in self._held.values() if held.root == self._spill_root}
         for snapshot_id, held in list(self._held.items()):
-            idle = held.root == self._spill_root and last[held.model_id] is not held and held.last_used <= before
-            if idle and held.users == 0 and self._held.get(snapshot_id) is held:
+            persisted = _is_persisted(snapshot_id)
+            unused = await self._is_gone(held) if persisted else last[held.model_id] is not held and self._is_idle(held)
+            if unused and held.users == 0 and self._held.get(snapshot_id) is held:
                 await self.discard(snapshot_id)
+
+    def _is_idle(self, held: _Held) -> bool:
+        return self._keeping.idle_s is not None and held.last_used <= time.monotonic() - self._keeping.idle_s
 
     async def _is_gone(self, held: _Held) -> bool:
         try:

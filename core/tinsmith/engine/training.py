@@ -6,7 +6,7 @@ Operations that read or write files run by themselves, and hold up only their ow
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from tinsmith import operations as ops
@@ -94,35 +94,18 @@ class TrainingQueue:
         return claimed
 
 
+@dataclass(slots=True, eq=False)
 class Training:
     """Takes steps until the engine stops. A step is a batch, or one operation that runs by itself."""
 
-    def __init__(
-        self,
-        engine: EngineContext,
-        queue: TrainingQueue,
-        models: Models,
-        steps: Steps,
-        operations: ModelOperations,
-        recovery_points: RecoveryPoints,
-        recorder: Recorder,
-    ) -> None:
-        self._engine = engine
-        self._queue = queue
-        self._models = models
-        self._steps = steps
-        self._operations = operations
-        self._recovery_points = recovery_points
-        self._recorder = recorder
-        self._changed = asyncio.Event()  # there may be something to take
-
-    @property
-    def waiting(self) -> Mapping[str, Claimed]:
-        """Operations whose turn has not come, by request_id."""
-        return self._queue.waiting
-
-    def add(self, claimed: Claimed) -> None:
-        self._queue.add(claimed)
+    engine: EngineContext
+    queue: TrainingQueue
+    models: Models
+    steps: Steps
+    operations: ModelOperations
+    recovery_points: RecoveryPoints
+    recorder: Recorder
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # there may be something to take
 
     def wake(self) -> None:
         """Look at what is waiting, or notice that the engine should stop."""
@@ -130,16 +113,16 @@ class Training:
 
     async def run(self) -> None:
         """Run what is added until the engine stops."""
-        stopping = self._engine.stopping
+        stopping = self.engine.stopping
         while not stopping.is_set():
             await self._changed.wait()
             self._changed.clear()
-            while not stopping.is_set() and (taken := self._queue.take()):
+            while not stopping.is_set() and (taken := self.queue.take()):
                 await self._step(taken)
 
     async def run_alone(self, claimed: Claimed) -> None:
         """Run one operation and record its result, while nothing else runs."""
-        await asyncio.wait([await self._step([self._queue.checked(claimed)])])
+        await asyncio.wait([await self._step([self.queue.checked(claimed)])])
 
     async def _step(self, taken: Sequence[Claimed]) -> asyncio.Task[None]:
         """Run a batch, or start what runs by itself. Return when the next step may begin.
@@ -149,29 +132,29 @@ class Training:
         first = taken[0]
         if not first.runs_in_batch:
             name = f"{first.record.kind} of {first.record.subject_id}"
-            return self._engine.tasks.create_task(self._run_single(first), name=name)
+            return self.engine.tasks.create_task(self._run_single(first), name=name)
         started = time.monotonic()
-        with ending_the_engine(first.record.base_model, first.record.kind):
+        with ending_the_engine(first.record.base_model, f"in {first.record.kind}"):
             finished = await self._run_batch(taken)
-        recorded = self._engine.tasks.create_task(self._recorder.record(finished, time.monotonic() - started))
-        await self._recovery_points.take_due([each.record for each in taken], recorded)
+        recorded = self.engine.tasks.create_task(self.recorder.record(finished, time.monotonic() - started))
+        await self.recovery_points.take_due([each.record for each in taken], recorded)
         return recorded
 
     async def _run_batch(self, taken: Sequence[Claimed]) -> list[Finished]:
         results = await self._discarded_steps(taken)
         running = [each for each in taken if each.record.request_id not in results]
         if running:
-            found = await self._models.run_batch([cast("BatchOperation", each.operation) for each in running])
+            found = await self.models.run_batch([cast("BatchOperation", each.operation) for each in running])
             results |= {each.record.request_id: result for each, result in zip(running, found, strict=True)}
-        return [self._finished(each, Outcome.of(results[each.record.request_id])) for each in taken]
+        return [self._finished(each, _of_batch(results[each.record.request_id])) for each in taken]
 
     async def _discarded_steps(self, taken: Sequence[Claimed]) -> dict[str, ops.Result]:
         """Discard the steps whose window holds a failed pass: drop their gradients, and return their results."""
         found: dict[str, ops.Result] = {}
         for record in (each.record for each in taken if each.record.kind == "optim_step"):
-            failed = await self._steps.failed_pass(record)
+            failed = await self.steps.failed_pass(record)
             if failed is not None:
-                await self._models.drop_gradient(record.subject_id)
+                await self.models.drop_gradient(record.subject_id)
                 found[record.request_id] = discarded(failed)
         return found
 
@@ -180,21 +163,25 @@ class Training:
         """The model stays held until the result is recorded: a retry must find what the store knows of its files."""
         started = time.monotonic()
         record = claimed.record
-        with ending_the_engine(record.base_model, record.kind):
+        with ending_the_engine(record.base_model, f"in {record.kind}"):
             outcome = await self._outcome(claimed)
-        await self._recorder.record([self._finished(claimed, outcome)], time.monotonic() - started)
-        await self._operations.tidy_after(claimed.operation)
-        await self._recovery_points.tidy_after(record, outcome.result)
-        self._queue.end(record.subject_id)
+        await self.recorder.record([self._finished(claimed, outcome)], time.monotonic() - started)
+        await self.operations.tidy_after(claimed.operation)
+        await self.recovery_points.tidy_after(record, outcome.result)
+        self.queue.end(record.subject_id)
         self.wake()
 
     async def _outcome(self, claimed: Claimed) -> Outcome:
         if claimed.refused is not None:
-            return self._operations.refuse(claimed.operation, claimed.refused)
-        return await self._operations.run(cast("ModelOperation", claimed.operation), claimed.record)
+            return self.operations.refuse(claimed.operation, claimed.refused)
+        return await self.operations.run(cast("ModelOperation", claimed.operation), claimed.record)
 
     def _finished(self, claimed: Claimed, outcome: Outcome) -> Finished:
         """Note that an operation has run on its model."""
-        self._recovery_points.ran(claimed.record.subject_id, claimed.record.seq_id)
-        step, steps = self._steps.ran(claimed.record, outcome.result, outcome.loaded_steps)
+        self.recovery_points.ran(claimed.record.subject_id, claimed.record.seq_id)
+        step, steps = self.steps.ran(claimed.record, outcome.result, outcome.loaded_steps)
         return Finished(claimed=claimed, outcome=outcome, step=step, steps=steps)
+
+
+def _of_batch(result: ops.Result) -> Outcome:
+    return Outcome(result=result, applied=isinstance(result, ops.Failed) and result.gradient_dropped)

@@ -1,4 +1,4 @@
-"""What an engine does at intervals, whatever it runs: it fails what waits behind gaps, and gives places to models."""
+"""What an engine does at intervals: it fails what waits behind gaps, drops snapshots, and gives places to models."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -7,12 +7,14 @@ from typing import Final
 from tinsmith.backend import TrainerCapabilities
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.settings import QuotaSettings
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import PlaceLimits
 
 _MIN_POLL_S: Final = 1.0
 _MAX_POLL_S: Final = 60.0
+_TIDY_S: Final = 30.0
 _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
 
@@ -26,6 +28,13 @@ async def close_gaps(engine: EngineContext) -> None:
             continue  # nothing ran here for a while, so clients may have been unable to send what is missing
         older_than = now - timedelta(seconds=timeout_s)
         await with_retries(engine.store.fail_gaps, engine.base_model, older_than=older_than)
+
+
+async def drop_snapshots(snapshots: Snapshots) -> None:
+    """Until cancelled, free the snapshots that nobody may use any more, and those left idle for too long."""
+    while True:
+        await asyncio.sleep(_TIDY_S)
+        await snapshots.drop_unused()
 
 
 async def admit_models(engine: EngineContext, trainer: TrainerCapabilities) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
-from tinsmith.engine.assembly import assemble_engine
 from tinsmith.engine.call_watch import LOADING, CallWatch
 from tinsmith.engine.context import EngineContext, EngineOptions
 from tinsmith.engine.engine import Engine
@@ -159,7 +158,7 @@ class EngineRun:
             watch=self.watch,
             figures=self.figures,
         )
-        engine = assemble_engine(
+        engine = Engine(
             context,
             backend=backend,
             sampler=sampler,

@@ -13,7 +13,6 @@ from typing import Any
 from tinsmith import operations as ops
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
-from tinsmith.engine.assembly import assemble_engine
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.context import EngineContext, EngineOptions, Keeping
 from tinsmith.engine.device_turns import DeviceTurns
@@ -71,7 +70,7 @@ async def make_engine(
 
     By default it takes the lease over from whichever engine holds it.
     """
-    return assemble_engine(
+    return Engine(
         make_context(store, lease or await take_over(store, "toy"), data_dir, **options),
         backend=backend,
         sampler=sampler,

@@ -13,7 +13,7 @@ from tinsmith.engine.recorder import MAX_TOGETHER
 from tinsmith.engine.sampling import SampleQueue
 from tinsmith.engine.training import TrainingQueue
 from tinsmith.scheduler import Limits, Scheduler
-from tinsmith.store import Claimable, ClaimRoom
+from tinsmith.store import Claimable
 from tinsmith_workbench.simulation.clock import Action, Clock
 from tinsmith_workbench.simulation.device import Device
 from tinsmith_workbench.simulation.hosts import Store
@@ -60,12 +60,10 @@ class Engine:
 
     def claimable(self) -> list[Request]:
         """Return what the engine would claim now, as `claim` of a store does."""
-        return self._claimable(self.holdings.training, ordered=True) + self._claimable(
-            self.holdings.samples, ordered=False
-        )
+        return [each for sort in _SORTS for each in self._claimable(ordered=sort)]
 
-    def _claimable(self, room: ClaimRoom, *, ordered: bool) -> list[Request]:
-        queued = self._queued[ordered]
+    def _claimable(self, *, ordered: bool) -> list[Request]:
+        queued, room = self._queued[ordered], self.holdings.room(ordered=ordered)
         if not queued:
             return []
         waiting = {
