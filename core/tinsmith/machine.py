@@ -1,8 +1,7 @@
 """A toolbox for backends: processes that end with theirs, scratch directories, locks, compilers and GPUs."""
 
-from tinsmith.compilers import find_compiler
 from tinsmith.fair_lock import FairLock
-from tinsmith.gpus import count_gpus, lacks_gpus
+from tinsmith.host import count_gpus, find_compiler, lacks_gpus
 from tinsmith.lifeline import Tethered, run_tethered
 from tinsmith.scratch import Scratch
 from tinsmith.settings import child_environment

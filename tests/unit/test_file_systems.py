@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.file_systems import NETWORK, file_system_of, find_in
+from tinsmith.host import NETWORK, file_system_of, find_in
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import sqlite
 from tinsmith.sql_store.store import SqlStore

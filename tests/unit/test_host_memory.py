@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.host_memory import host_memory, machine_memory
+from tinsmith.host import host_memory, machine_memory
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from tinsmith.backend import AnyBackendSpec, AnySamplerSpec
 from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
-from tinsmith.host_memory import host_memory
+from tinsmith.host import host_memory
 from tinsmith.placement.machine import Machine, this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.placement.report import lines_of

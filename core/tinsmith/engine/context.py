@@ -14,7 +14,7 @@ from tinsmith.engine.budgets import DiskRoom, WaitingStates
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.figures import Figures
-from tinsmith.host_memory import host_memory
+from tinsmith.host import host_memory
 from tinsmith.settings import (
     ConsistencySettings,
     DataDir,

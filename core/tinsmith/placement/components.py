@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tinsmith.backend import BackendConfig, Demand, Placement
+from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, BackendConfig, Demand, Placement
 from tinsmith.errors import ConfigError
-from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
 from tinsmith_checkpoints.huggingface import known_config, read_model_config
 from tinsmith_checkpoints.values import Json
 
 Role = Literal["backend", "sampler"]
+AnySpec = AnyBackendSpec | AnySamplerSpec
 
 
 class ComponentError(ConfigError):
@@ -97,3 +97,19 @@ def model_config(model: ModelSettings) -> Mapping[str, Json] | None:
     if model.path is not None:
         return read_model_config(model.path)
     return known_config(model.name)
+
+
+def device_settings(section: PluginSection | None, spec: AnySpec) -> DeviceSettings:
+    """Return the keys that are core's. Of a plugin that does not offer `demand`, none is."""
+    if section is None or spec.demand is None:
+        return DeviceSettings()
+    options = section.options()
+    return DeviceSettings.model_validate({key: options[key] for key in DeviceSettings.model_fields if key in options})
+
+
+def own_options(section: PluginSection | None, spec: AnySpec) -> dict[str, Any]:
+    """Return the keys that are the plugin's."""
+    options = {} if section is None else section.options()
+    if spec.demand is None:
+        return options
+    return {key: value for key, value in options.items() if key not in DeviceSettings.model_fields}

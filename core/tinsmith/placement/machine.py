@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tinsmith.gpus import count_gpus
-from tinsmith.host_memory import host_memory
+from tinsmith.host import count_gpus, host_memory
 from tinsmith.lifeline import run_tethered
 from tinsmith.settings import child_environment
 

@@ -18,8 +18,8 @@ from tinsmith.backend import (
 from tinsmith.engine.device_turns import DeviceTurns, sleepers
 from tinsmith.errors import ConfigError
 from tinsmith.figures import Figures
+from tinsmith.placement.components import AnySpec, device_settings, own_options
 from tinsmith.placement.machine import this_machine
-from tinsmith.placement.sections import AnySpec, device_settings, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, PluginSection, Settings

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tinsmith.errors import ConfigError, PluginError, StoreError
-from tinsmith.placement.sections import AnySpec, own_options
+from tinsmith.placement.components import AnySpec, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import NO_SAMPLER
 from tinsmith.processes.data_dir_lock import refuse_if_in_use

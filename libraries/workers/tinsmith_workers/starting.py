@@ -5,7 +5,7 @@ from typing import Any
 
 from tinsmith.backend import BackendContext
 from tinsmith.errors import ConfigError
-from tinsmith.gpus import count_gpus
+from tinsmith.machine import count_gpus
 from tinsmith_workers.config import TrainingWorkersConfig
 from tinsmith_workers.group import WorkerGroup
 from tinsmith_workers.launching import DEVICE, MakeLauncher

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tinsmith.file_systems import NETWORK, file_system_of
+from tinsmith.host import NETWORK, file_system_of
 from tinsmith.plugins.loading import Plugins
 from tinsmith.scratch import Scratch
 from tinsmith.settings import DataDir, ServerSettings

@@ -10,9 +10,9 @@ from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, Device, Placement
 from tinsmith.commands.doctor.machine import Finding, gigabytes
 from tinsmith.commands.doctor.probe import probe
 from tinsmith.errors import ConfigError, ServerError
-from tinsmith.host_memory import machine_memory
+from tinsmith.host import machine_memory
+from tinsmith.placement.components import AnySpec, own_options
 from tinsmith.placement.machine import Machine
-from tinsmith.placement.sections import AnySpec, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference, hub_endpoint, is_offline

@@ -16,7 +16,7 @@ from sqlalchemy.pool import StaticPool
 
 from tinsmith.errors import ConfigError, StoreError
 from tinsmith.fair_lock import FairLock
-from tinsmith.file_systems import NETWORK, file_system_of
+from tinsmith.host import NETWORK, file_system_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Channel, Database, Dialect
 from tinsmith.sql_store.databases.socket_wakeups import SocketWakeUps

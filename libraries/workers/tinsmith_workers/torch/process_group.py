@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, and not in its __all__
 
 from tinsmith.backend import Device
-from tinsmith.gpus import count_gpus, lacks_gpus
+from tinsmith.machine import count_gpus, lacks_gpus
 from tinsmith_workers import WorkerDevice
 from tinsmith_workers.serving import Worker
 
