@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import tinsmith
 from tinsmith.commands.cli import build_group
 from tinsmith.plugins.loading import Plugins
-from tinsmith.server.curves import thinned
 from tinsmith.server.routes import metrics
+from tinsmith.server.run_views import thinned
 from tinsmith.store import SessionRecord
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum

@@ -28,7 +28,7 @@ from tinsmith.processes import deaths, engine_child
 from tinsmith.processes import supervisor as supervisor_module
 from tinsmith.processes.engine import serve_engine
 from tinsmith.processes.supervisor import Supervisor
-from tinsmith.server.context import Engines
+from tinsmith.server.kept import Engines
 from tinsmith.server.waiting_reasons import explain
 from tinsmith.settings import (
     ApiKey,

@@ -21,7 +21,7 @@ from test_protobuf import varint
 from tinsmith.protocol import translate, wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.protocol.unknown_fields import validated
-from tinsmith.server.unknown_field_counts import MOST_NAMES
+from tinsmith.server.metrics import MOST_NAMES
 
 Place = tuple[str | int, ...]
 Fields = dict[str, Any]

@@ -33,8 +33,8 @@ from tinsmith.errors import NotFoundError, ServerError, TinsmithError
 from tinsmith.hook_values import Principal
 from tinsmith.processes.housekeeping import Housekeeping, remove_orphans
 from tinsmith.server.auth import own_checkpoint, read_right
-from tinsmith.server.download_links import make_grant, refuse_revoked
 from tinsmith.server.routes import runs
+from tinsmith.server.routes.downloads import make_grant, refuse_revoked
 from tinsmith.settings import ServerSettings
 from tinsmith.steady_clock import SteadyClock
 from tinsmith.store import (

@@ -10,7 +10,7 @@ import pytest
 from tinsmith.checkpoints import atomic_directory
 from tinsmith.checkpoints.saved import open_checkpoint_files
 from tinsmith.errors import NotFoundError
-from tinsmith.server.archives import COMPLETE, archive, archive_bytes
+from tinsmith.server.routes.downloads import COMPLETE, archive, archive_bytes
 
 NAME = "m/weights/a"
 FILES = ("optimizer.safetensors", "weights.safetensors")

@@ -19,7 +19,7 @@ from tinsmith.figures import (
     quantile,
 )
 from tinsmith.processes.figure_reports import Gpus
-from tinsmith.server.backlog import Backlog
+from tinsmith.server.kept import backlog_of
 from tinsmith.store import PendingWork, ReportedFigures
 
 
@@ -128,7 +128,7 @@ async def test_the_backlog_is_read_once_for_all_who_ask() -> None:
             return []
 
     store = Store()
-    backlog = Backlog(store)  # type: ignore[arg-type]  # the only method that it calls
+    backlog = backlog_of(store)  # type: ignore[arg-type]  # the only method that it calls
     for _ in range(3):
-        assert await backlog.list() == []
+        assert await backlog.get() == []
     assert store.reads == 1

@@ -3,7 +3,7 @@
 import pytest
 
 from tinsmith.errors import NotFoundError
-from tinsmith.server.known import Known
+from tinsmith.server.kept import Known
 
 
 class Store:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.errors import CapacityError
+from tinsmith.errors import CapacityError, StoreError
+from tinsmith.server.limits.counts import Tallies, TokenBuckets
 from tinsmith.server.limits.quotas import Quotas
-from tinsmith.server.limits.tallies import Tallies
-from tinsmith.server.limits.token_buckets import TokenBuckets
 from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
@@ -80,7 +79,7 @@ def test_buckets_that_have_filled_up_are_forgotten(clock: Clock) -> None:
     for number in range(5000):
         buckets.take(f"key-{number}", per_s=1.0)
         clock.now_s += 5.0
-    assert len(buckets._buckets) <= 1001
+    assert len(buckets._full_at_s) <= 1001
 
 
 async def test_a_tenant_that_sends_too_much_learns_when_to_come_again(store: WatchedStore, clock: Clock) -> None:
@@ -203,20 +202,44 @@ async def test_requests_that_come_together_are_counted_with_one_read(store: Watc
     assert store.reads == 2
 
 
-async def test_a_tally_that_is_dropped_at_once_is_still_returned(clock: Clock) -> None:
+async def test_old_tallies_are_forgotten_but_not_while_they_are_read(clock: Clock) -> None:
     may_read = asyncio.Event()
 
     async def read(tenant: str) -> Counter[str]:
-        await may_read.wait()
-        clock.now_s += 2.0 if tenant == "bob" else 0.0
+        if tenant == "slow":
+            await may_read.wait()
         return Counter({tenant: 1})
 
     tallies = Tallies(read, clock)
-    tallies._tidy_at = 1
-    both = asyncio.gather(tallies.of("ann"), tallies.of("bob"))
-    asyncio.get_running_loop().call_soon(may_read.set)
-    assert await both == [{"ann": 1}, {"bob": 1}]
-    assert list(tallies._tallies) == ["bob"]
+    slow = asyncio.create_task(tallies.of("slow"))
+    await asyncio.sleep(0)
+    for number in range(5000):
+        await tallies.of(f"tenant-{number}")
+        clock.now_s += 0.01
+    assert len(tallies._readings) <= 1200
+    may_read.set()
+    (await slow)["slow"] += 1
+    assert await tallies.of("slow") == {"slow": 2}
+
+
+async def test_a_tally_that_cannot_be_read_fails_for_all_who_wait_and_is_read_again(clock: Clock) -> None:
+    reads = 0
+
+    async def read(_tenant: str) -> Counter[str]:
+        nonlocal reads
+        reads += 1
+        await asyncio.sleep(0)
+        if reads == 1:
+            msg = "away"
+            raise StoreError(msg)
+        return Counter()
+
+    tallies = Tallies(read, clock)
+    found = await asyncio.gather(*(tallies.of("ann") for _ in range(50)), return_exceptions=True)
+    assert {type(each) for each in found} == {StoreError}
+    assert reads == 1
+    assert await tallies.of("ann") == {}
+    assert reads == 2
 
 
 def test_null_is_no_limit_and_what_a_tenant_omits_is_as_for_all() -> None:

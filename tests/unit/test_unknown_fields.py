@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from tinsmith.errors import UnsupportedError
 from tinsmith.protocol import translate, wire
 from tinsmith.protocol.unknown_fields import SDK_VERSIONS, UnknownField, UnknownFieldError, validated
-from tinsmith.server.unknown_field_counts import MOST_NAMES, UnknownFieldCounts
+from tinsmith.server.metrics import MOST_NAMES, UnknownFieldCounts
 
 OF_SDKS: dict[str, Any] = json.loads(Path(__file__).with_name("fields_of_sdks.json").read_text())
 """Read from the types of these releases; each field with the first and the last that has it."""

@@ -23,8 +23,7 @@ from tinsmith.errors import UserError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
-from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
-from tinsmith.server.submitting import submit_training
+from tinsmith.server.submitting import refuse_large_payload, refuse_unstorable, submit_training
 from tinsmith.settings import ServerSettings, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore

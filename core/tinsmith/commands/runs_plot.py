@@ -12,8 +12,7 @@ from tinsmith.commands.open_store import find_run
 from tinsmith.errors import UserError
 from tinsmith.processes.logs import escape
 from tinsmith.protocol import wire
-from tinsmith.server.curves import joined, series_of
-from tinsmith.server.run_views import read_measured
+from tinsmith.server.run_views import joined, read_measured, series_of
 from tinsmith.store import RequestStore
 
 _FIRST: Final = ("loss", "reward", "norm", "kl", "tokens_per_s")  # as on the page

@@ -38,7 +38,8 @@ from tinsmith.processes.logs import RepeatedWarnings, console, log_to_stderr
 from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server.app import begin_shutdown, create_app
-from tinsmith.server.context import Engines, ServerContext
+from tinsmith.server.context import ServerContext
+from tinsmith.server.kept import Engines
 from tinsmith.server.limits.bounded_http import BoundedHttp
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import DataDir, ServerSettings, Settings

@@ -1,15 +1,11 @@
 """The HTTP server: parses, checks, authenticates, enqueues, answers. It holds no model and imports no framework."""
 
-import re
-import time
 from functools import partial
 from importlib.metadata import version
-from typing import Final
 
 from fastapi import FastAPI, Request
-from prometheus_client import Gauge
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from tinsmith.errors import ConfigError, PluginError
 from tinsmith.figures import Figures
@@ -19,10 +15,10 @@ from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server import error_answers
 from tinsmith.server.api_keys import ApiKeys, KeyTokens, credential_of
 from tinsmith.server.auth import identified, identified_by
-from tinsmith.server.context import Engines, Metrics, ServerContext
+from tinsmith.server.context import API_PREFIX, ServerContext
 from tinsmith.server.descriptions import add_descriptions
-from tinsmith.server.download_links import has_signature
 from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.kept import Engines
 from tinsmith.server.limits.admission import Admission
 from tinsmith.server.limits.bodies import BodyLimit, BodyLimits
 from tinsmith.server.limits.body_budget import BodyBudget
@@ -31,13 +27,14 @@ from tinsmith.server.limits.gate import Gate, names_of
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.limits.strangers import Strangers
 from tinsmith.server.live_keys import LiveKeys
+from tinsmith.server.metrics import Measured, show_space
 from tinsmith.server.plugin_routes import StaticPaths, plugin_routes
 from tinsmith.server.route_sampling import TenantSampling
 from tinsmith.server.routes import (
+    downloads,
     engines,
     futures,
     metrics,
-    not_offered,
     runs,
     sampling,
     service,
@@ -49,13 +46,10 @@ from tinsmith.server.routes import (
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import KeySource, Settings
 from tinsmith.store import RequestStore
-from tinsmith.store.disk_room import reserve_bytes, space_at
+from tinsmith.store.disk_room import space_at
 
 # Each request looks for its route in this order, so those that are asked for most come first.
-_ROUTERS = (futures, training, sampling, weights, sessions, service, not_offered, runs, metrics, engines, usage)
-
-_REQUEST_ID: Final = b"x-request-id"
-_SOUND_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_ROUTERS = (futures, training, sampling, weights, sessions, service, runs, downloads, metrics, engines, usage)
 
 
 async def create_app(
@@ -91,11 +85,11 @@ async def create_app(
         figures=figures or Figures(),
         quotas=Quotas(store, settings.quotas, read_space=partial(space_at, settings.data_dir.root)),
     )
-    _show_space(context.metrics, settings)
+    show_space(context.metrics, settings)
     app.state.context = context
     app.state.connections = Connections(settings.server.limits.connections)
     routes_context = _routes_context(context)
-    for router in (*(module.router for module in _ROUTERS), runs.files_router, service.open_router):
+    for router in (*(module.router for module in _ROUTERS), downloads.open_router, service.open_router):
         app.router.routes.extend(router.routes)  # a router that is included hides its routes from a look-up by path
     for router in plugins.routes(settings, routes_context):
         app.router.routes.extend(plugin_routes(router, routes_context, plugins))
@@ -118,25 +112,12 @@ async def create_app(
         identify=identify,
         key_id=api_keys.id_used,
         strangers=strangers,
-        has_link=partial(has_signature, context),
+        has_link=lambda path: context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now()),
         in_thread=asks_plugins,
     )
     app.add_middleware(Gate, names=names_of(settings.server), strangers=strangers)
-    app.add_middleware(_Measured, metrics=context.metrics)
+    app.add_middleware(Measured, metrics=context.metrics)
     return app
-
-
-def _show_space(metrics: Metrics, settings: Settings) -> None:
-    """Let `/metrics` ask the disk."""
-    read, quotas = partial(space_at, settings.data_dir.root), settings.quotas
-    free = Gauge("tinsmith_disk_free_bytes", "free bytes of the data directory's disk", registry=metrics.registry)
-    free.set_function(lambda: read().free_bytes)
-    reserve = Gauge(
-        "tinsmith_disk_reserve_bytes",
-        "of these, bytes that only heartbeats, results and deletions may use",
-        registry=metrics.registry,
-    )
-    reserve.set_function(lambda: reserve_bytes(quotas, read()))
 
 
 def _identified_by_key(api_keys: ApiKeys, scope: Scope) -> Principal:
@@ -152,7 +133,7 @@ def _routes_context(context: ServerContext) -> RoutesContext:
         store=context.store,
         registry=context.metrics.registry,
         sampling=TenantSampling(context),
-        pending=context.backlog.list,
+        pending=context.backlog.get,
         figures=context.figures,
         caller=caller,
         json_route=JsonRoute,
@@ -173,33 +154,3 @@ def begin_shutdown(app: FastAPI) -> None:
     """End all long polls now, so that the server can stop without waiting for them. Call this on the event loop."""
     context: ServerContext = app.state.context
     context.stopping.set()
-
-
-class _Measured:
-    """ASGI middleware that counts and times the answers of each route, and repeats the id that a request came with."""
-
-    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started, status = time.perf_counter(), 500
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
-                if _SOUND_ID.fullmatch(given):
-                    message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, given)]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            route = getattr(scope.get("route"), "path", "(none)")
-            self._metrics.requests.labels(route=route, status=status).inc()
-            self._metrics.seconds.labels(route=route).observe(time.perf_counter() - started)

@@ -18,7 +18,7 @@ from tinsmith.operations import ReadRight
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.api_keys import credential_of
 from tinsmith.server.context import Context
-from tinsmith.server.known import KnownRequest, KnownRun, KnownSession
+from tinsmith.server.kept import KnownOwner, KnownRun
 from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
 from tinsmith.store.refusals import no_such
 from tinsmith.store.revocation import revoked, usable_checkpoint
@@ -27,12 +27,12 @@ Owned = TypeVar(
     "Owned",
     SessionRecord,
     RunRecord,
-    KnownSession,
+    KnownOwner,
     KnownRun,
     SamplingSessionRecord,
     CheckpointRecord,
     OperationRecord,
-    KnownRequest,
+    KnownOwner,
 )
 
 _CALLER: Final = "tinsmith.caller"
@@ -127,7 +127,7 @@ async def own_session(context: Context, caller: Principal, session_id: str) -> S
     return _owned(await context.store.get_session(session_id), caller, "session", session_id)
 
 
-async def own_known_session(context: Context, caller: Principal, session_id: str) -> KnownSession:
+async def own_known_session(context: Context, caller: Principal, session_id: str) -> KnownOwner:
     return _owned(await context.sessions.get(session_id), caller, "session", session_id)
 
 

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,12 +20,11 @@ from tinsmith.hook_values import Principal, RouteSampling
 from tinsmith.operations import Failed, Result, Sample, SampleOutput
 from tinsmith.server.auth import usable_sampler
 from tinsmith.server.context import ServerContext
-from tinsmith.server.heard_tokens import HeardTokens
 from tinsmith.server.results import as_told, finished_result
 from tinsmith.server.sampling_sessions import open_sampling_session
 from tinsmith.server.submitting import submit_sample
 from tinsmith.stopping import unless_stopped
-from tinsmith.store import OperationRecord, SamplingSessionRecord, SessionRecord
+from tinsmith.store import DrawnTokens, OperationRecord, SamplingSessionRecord, SessionRecord
 
 _HEARTBEAT_S: Final = 10.0  # as clients send them
 _MOST_TENANTS: Final = 10_000
@@ -213,3 +212,41 @@ class TenantSampling(RouteSampling):
 
 def _unchanged(result: Result) -> Result:
     return result
+
+
+class DrawnAgainError(ServerError):
+    """A client has read tokens that are not in the result."""
+
+    public: ClassVar[bool] = True
+
+
+class HeardTokens:
+    """The tokens of one sample as they arrive: each once and in order, whatever is told twice or lost."""
+
+    def __init__(self, hear: Callable[[int, Sequence[int]], None]) -> None:
+        """`hear` is called with a sequence's number, and its next tokens."""
+        self._hear = hear
+        self._heard: defaultdict[int, list[int]] = defaultdict(list)
+
+    def add(self, piece: DrawnTokens) -> None:
+        """Pass on what is new. Behind a gap, nothing is: it comes with the result."""
+        known = len(self._heard[piece.sequence])
+        if piece.first <= known:
+            self._add(piece.sequence, piece.tokens[known - piece.first :])
+
+    def finish(self, output: SampleOutput) -> None:
+        """Pass on the rest. Raise DrawnAgainError if the result does not begin with what was passed on."""
+        for index, sequence in enumerate(output.sequences):
+            tokens, heard = sequence.tokens.tolist(), self._heard[index]
+            if tokens[: len(heard)] != heard:
+                msg = (
+                    "the engine ended while it drew this sample, and drew it again with other tokens than those that "
+                    "were streamed; send the request again"
+                )
+                raise DrawnAgainError(msg)
+            self._add(index, tokens[len(heard) :])
+
+    def _add(self, sequence: int, tokens: Sequence[int]) -> None:
+        if tokens:
+            self._heard[sequence].extend(tokens)
+            self._hear(sequence, tokens)

@@ -1,9 +1,22 @@
-"""What people and programs read of runs: the same for the page, for the API, and for `tinsmith runs`."""
+"""What people and programs read of runs, by the page, the API and `tinsmith runs`: lists of runs, and their curves."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Final
 
 from tinsmith.protocol import wire
 from tinsmith.store import MetricsRow, RequestStore, RunRecord, SessionRecord
+from tinsmith.store.metrics import ENGINE_S, TOKENS
+from tinsmith.store.records import OF_CLIENT
 
-_PAGE = 2000  # rows of one read
+TOKENS_PER_S: Final = "tokens_per_s"
+"""Trained tokens of a step, for each second that its passes and the step took on the device."""
+
+_PAGE: Final = 2000  # rows of one read
+
+Step = tuple[int, datetime, Mapping[str, float]]
 
 
 async def list_summaries(store: RequestStore, tenant: str | None, *, limit: int, offset: int) -> wire.RunSummaries:
@@ -47,3 +60,76 @@ async def read_measured(store: RequestStore, model_id: str, from_step: int = 0) 
             break
         page = await store.read_metrics(model_id, from_step=last.step, after=last.seq_id, limit=_PAGE)
     return rows
+
+
+def joined(rows: Iterable[MetricsRow]) -> list[Step]:
+    """Join the rows of each step, which come in order. Several passes are reduced as the names of their metrics say."""
+    found: dict[int, list[MetricsRow]] = {}
+    for row in rows:
+        found.setdefault(row.step, []).append(row)
+    return [(step, max(row.time for row in of_step), _joined(of_step)) for step, of_step in found.items()]
+
+
+def _joined(rows: Sequence[MetricsRow]) -> dict[str, float]:
+    """A name that the client has logged is the client's."""
+    logged = {name: value for row in rows if row.seq_id == OF_CLIENT for name, value in row.values.items()}
+    measured: defaultdict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.seq_id != OF_CLIENT:
+            for name, value in row.values.items():
+                measured[name].append(value)
+    values = {name: _reduced(name, found) for name, found in measured.items()}
+    if values.get(TOKENS) and values.get(ENGINE_S):
+        values[TOKENS_PER_S] = values[TOKENS] / values[ENGINE_S]
+    return values | logged
+
+
+def _reduced(name: str, values: Sequence[float]) -> float:
+    match name.rpartition(":")[2]:
+        case "sum":
+            return sum(values)
+        case "min":
+            return min(values)
+        case "max":
+            return max(values)
+        case _:
+            return sum(values) / len(values)
+
+
+def series_of(steps: Sequence[Step], *, max_points: int, names: frozenset[str] | None = None) -> list[wire.Series]:
+    """Return a series for each metric, of at most `max_points`. Every point is one that was measured."""
+    points: dict[str, list[tuple[int, datetime, float]]] = {}
+    for step, time, values in steps:
+        for name, value in values.items():
+            if names is None or name in names:
+                points.setdefault(name, []).append((step, time, value))
+    return [_series(name, found, max_points) for name, found in sorted(points.items())]
+
+
+def _series(name: str, points: Sequence[tuple[int, datetime, float]], max_points: int) -> wire.Series:
+    kept = [points[at] for at in thinned([value for _, _, value in points], max_points)]
+    return wire.Series(
+        name=name,
+        num_points=len(points),
+        steps=[step for step, _, _ in kept],
+        times=[round(time.timestamp(), 3) for _, time, _ in kept],
+        values=[finite(value) for _, _, value in kept],
+    )
+
+
+def finite(value: float) -> float | None:
+    """Return a value as JSON has it: NaN and the infinities are null, a gap in the curve."""
+    return value if math.isfinite(value) else None
+
+
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Return the places of at most so many values, the least and the largest of each stretch: no peak is lost."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    kept: set[int] = set()
+    stretches = most // 2
+    for number in range(stretches):
+        stretch = range(number * len(values) // stretches, (number + 1) * len(values) // stretches)
+        counted = [at for at in stretch if math.isfinite(values[at])] or [stretch.start]
+        kept |= {min(counted, key=values.__getitem__), max(counted, key=values.__getitem__)}
+    return sorted(kept)

@@ -61,6 +61,18 @@ class UrlSigner:
             raise AuthenticationError(msg)
         return Grant.parse(grant)
 
+    def is_link(self, path: str, now: datetime) -> bool:
+        """Return whether a path below the prefix of the API is that of a link made here. It may be revoked since."""
+        parts = path.split("/", 4)
+        if len(parts) < 5 or parts[0] not in ("files", "archives"):
+            return False
+        _, stamp, grant, signature, name = parts
+        try:
+            self.check(name, int(stamp), grant, signature, now)
+        except (AuthenticationError, ValueError):
+            return False
+        return True
+
     def _sign(self, name: str, stamp: int, grant: str) -> str:
         return hmac.new(self._secret, f"{stamp}\0{grant}\0{name}".encode(), hashlib.sha256).hexdigest()
 

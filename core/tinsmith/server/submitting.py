@@ -18,10 +18,18 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
-from tinsmith.server.known import KnownRequest, KnownRun
-from tinsmith.server.limits.value_limits import refuse_large_payload, refuse_unstorable
+from tinsmith.server.kept import KnownOwner, KnownRun
 from tinsmith.store import EngineCapabilities, NewOperation, SamplingSessionRecord
-from tinsmith.store.codec import decode_experts, decode_operation, decoded_bytes, digest_of, encode_operation, kind_of
+from tinsmith.store.codec import (
+    decode_experts,
+    decode_operation,
+    decoded_bytes,
+    digest_of,
+    encode_operation,
+    kind_of,
+    largest_result,
+)
+from tinsmith.store.refusals import refuse_large_metadata
 
 _NONE: Final = np.zeros((0, 0, 0), np.uint16)
 
@@ -247,7 +255,40 @@ def new_sample(
 
 def accepted(context: ServerContext, operation: NewOperation, request_id: str) -> None:
     """Count an operation that has been submitted. Its client asks for its result next, most likely here."""
-    context.requests.note(request_id, KnownRequest(operation.tenant))
+    context.requests.note(request_id, KnownOwner(operation.tenant))
     labels = {"base_model": operation.base_model, "kind": operation.kind}
     context.metrics.submitted.labels(**labels).inc()
     context.metrics.tokens.labels(**labels).inc(operation.num_tokens)
+
+
+# What the store could not hold is refused before it is queued ---------------------------------------------------------
+
+
+def refuse_unstorable(operation: ops.Operation, max_bytes: int) -> None:
+    """Raises UserError if the result could take more than `max_bytes` in the store, or the metadata are too large."""
+    if isinstance(operation, ops.SaveState | ops.SaveForSampler):
+        refuse_large_metadata(operation.user_metadata)
+    size = largest_result(operation)
+    if size > max_bytes:
+        msg = f"the result could take {size} bytes, and this server stores at most {max_bytes}; {_remedy(operation)}"
+        raise UserError(msg)
+
+
+def refuse_large_payload(payload: bytes, max_bytes: int) -> None:
+    """Raises UserError if the encoded operation takes more than `max_bytes`."""
+    if len(payload) > max_bytes:
+        msg = (
+            f"the request takes {len(payload)} bytes in the store, and this server stores at most {max_bytes}; "
+            "send less in one request"
+        )
+        raise UserError(msg)
+
+
+def _remedy(operation: ops.Operation) -> str:
+    if not isinstance(operation, ops.Sample):
+        return "send fewer sequences, or fewer targets per token, in one request"
+    return (
+        f"it is for num_samples {operation.num_samples} x max_tokens {operation.params.max_tokens} x (1 + "
+        f"topk_sample_logprobs {operation.topk_sample_logprobs}), and {len(operation.prompt_P)} prompt tokens x "
+        f"topk_prompt_logprobs {operation.topk_prompt_logprobs}; ask for less of them in one request"
+    )

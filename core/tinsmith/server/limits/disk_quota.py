@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from tinsmith.errors import CapacityError, UserError
-from tinsmith.server.limits.tallies import STALE_AFTER_S, Tallies
+from tinsmith.server.limits.counts import Tallies
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import KeptBytes, RequestStore
 from tinsmith.store.disk_room import DiskSpace, ReadSpace, allowed_bytes, reserve_bytes, why_in_reserve, why_over_share
@@ -19,6 +19,7 @@ _RETRY_AFTER_S: Final = 10.0  # only a tenant, or the operator, can make room
 _FOR_AWAITED: Final = 0.5  # the part of the reserve that stays closed to requests that others wait for
 _LEAST_SAVE_BYTES: Final = 4096  # the files of the smallest save take as much, and its request less
 _LOG: Final = "log"
+_KEPT_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class DiskQuota:
 
     async def space(self) -> DiskSpace:
         """Return what is free, less what was accepted since that was read."""
-        if self._read_space is not None and self._clock() - self._read_at_s > STALE_AFTER_S:
+        if self._read_space is not None and self._clock() - self._read_at_s > _KEPT_S:
             self._read_at_s = self._clock()  # at once, so that others do not ask as well
             self._space, self._accepted_bytes = await asyncio.to_thread(self._read_space), 0
         return DiskSpace(self._space.total_bytes, self._space.free_bytes - self._accepted_bytes)

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.server.context import API_PREFIX
 from tinsmith.server.limits.bounded_http import connection_of
+from tinsmith.server.limits.counts import TokenBuckets
 from tinsmith.server.limits.strangers import spread
-from tinsmith.server.limits.token_buckets import TokenBuckets
 
 PROBES: Final = frozenset(f"{prefix}/{name}" for prefix in ("", API_PREFIX) for name in ("healthz", "readyz"))
 

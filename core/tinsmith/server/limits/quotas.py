@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from tinsmith.errors import CapacityError, UserError
+from tinsmith.server.limits.counts import Tallies, TokenBuckets
 from tinsmith.server.limits.disk_quota import DiskQuota
-from tinsmith.server.limits.tallies import Tallies
-from tinsmith.server.limits.token_buckets import TokenBuckets
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import NewOperation, PendingCounts, RequestStore
 from tinsmith.store.disk_room import ReadSpace

@@ -19,7 +19,7 @@ from typing import Final
 from starlette.types import Scope, Send
 
 from tinsmith.server.limits.bounded_http import connection_of
-from tinsmith.server.limits.token_buckets import TokenBuckets
+from tinsmith.server.limits.counts import TokenBuckets
 
 REFUSED_AFTER_S: Final = 5.0
 """On average. It differs, or a thousand that were refused together would send again together."""

@@ -27,7 +27,7 @@ async def list_engines(caller: Viewer, context: Context) -> wire.EngineList:
     """Tell what each engine does, what waits for it, and whether requests can be recorded."""
     records = await context.engines.records()
     tenant = visible_tenant(caller, "accessible")
-    pending = [each for each in await context.backlog.list() if tenant in (None, each.tenant)]
+    pending = [each for each in await context.backlog.get() if tenant in (None, each.tenant)]
     since = await context.store.running_since()
     trouble = await context.storage.trouble()
     operator = context.is_operator(caller)

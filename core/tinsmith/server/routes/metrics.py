@@ -15,9 +15,8 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol import wire
 from tinsmith.server.auth import AccessScope, Caller, Viewer, own_run, readable_run, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
-from tinsmith.server.curves import Step, finite, joined, series_of
 from tinsmith.server.json_routes import JsonRoute
-from tinsmith.server.run_views import list_summaries, read_measured
+from tinsmith.server.run_views import Step, finite, joined, list_summaries, read_measured, series_of
 from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord
 from tinsmith.store.metrics import MOST_NAMES
 from tinsmith_checkpoints.values import Json

@@ -1,42 +1,36 @@
 """Training runs and their checkpoints, as the REST client and the `tinker` command line see them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi import APIRouter, Query
+from fastapi.responses import Response
 
 from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotFoundError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.server.archives import archive, archive_bytes
 from tinsmith.server.auth import (
     AccessScope,
     Caller,
     own_checkpoint,
     own_deleted_checkpoint,
     own_run,
-    readable_checkpoint,
     readable_run,
     visible_tenant,
 )
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
-from tinsmith.server.download_links import link_name, make_grant, refuse_revoked
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import runs_of
 from tinsmith.store import CheckpointKind, CheckpointRecord, RunRecord, RunState
-from tinsmith.store.refusals import no_such
 
 router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"], route_class=JsonRoute)
 
-_LINK_LIFETIME = timedelta(hours=1)
 _PAGE = 500
 _MOST_CHECKPOINTS: Final = 10_000
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -158,22 +152,21 @@ async def list_checkpoints(
 
 # One checkpoint. Its id holds a slash, so the routes with a suffix come before the bare one ---------------------------
 
-_ARCHIVE: Final = ".tar"
-_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+CHECKPOINT: Final = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 
-def _path(model_id: str, kind: str, name: str) -> str:
+def path_of(model_id: str, kind: str, name: str) -> str:
     return str(TinkerPath.parse(f"tinker://{model_id}/{kind}/{name}"))
 
 
-@router.post(_CHECKPOINT + "/publish")
+@router.post(CHECKPOINT + "/publish")
 async def publish(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, bool]:
-    return await _set_public(context, caller, _path(model_id, kind, name), public=True)
+    return await _set_public(context, caller, path_of(model_id, kind, name), public=True)
 
 
-@router.delete(_CHECKPOINT + "/publish")
+@router.delete(CHECKPOINT + "/publish")
 async def unpublish(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, bool]:
-    return await _set_public(context, caller, _path(model_id, kind, name), public=False)
+    return await _set_public(context, caller, path_of(model_id, kind, name), public=False)
 
 
 async def _set_public(context: ServerContext, caller: Principal, path: str, *, public: bool) -> dict[str, bool]:
@@ -183,11 +176,11 @@ async def _set_public(context: ServerContext, caller: Principal, path: str, *, p
     return {"public": public}
 
 
-@router.put(_CHECKPOINT + "/ttl")
+@router.put(CHECKPOINT + "/ttl")
 async def set_ttl(
     model_id: str, kind: str, name: str, body: wire.TtlRequest, caller: Caller, context: Context
 ) -> dict[str, datetime | None]:
-    path = _path(model_id, kind, name)
+    path = path_of(model_id, kind, name)
     await own_checkpoint(context, caller, path)
     ttl_s = translate.checked_ttl(body.ttl_seconds)
     expires_at = None if ttl_s is None else context.now() + timedelta(seconds=ttl_s)
@@ -195,13 +188,13 @@ async def set_ttl(
     return {"expires_at": expires_at}
 
 
-@router.delete(_CHECKPOINT)
+@router.delete(CHECKPOINT)
 async def delete_checkpoint(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, str]:
     """Delete it, again if asked again: the first answer may have been lost, and files may have been left behind.
 
     If a save replaces it meanwhile, the new version stays: it is as if the deletion had come just before.
     """
-    path = _path(model_id, kind, name)
+    path = path_of(model_id, kind, name)
     record = await _deleted(context, caller, path)
     await asyncio.to_thread(checkpoints.delete_checkpoint, context.checkpoint_root, record.directory)
     context.quotas.disk.freed(record.tenant)
@@ -222,80 +215,3 @@ async def _deleted(context: ServerContext, caller: Principal, path: str) -> Chec
             return await context.store.delete_version(found)
         except NotFoundError:
             read = found  # its expiry time was changed meanwhile, or it was replaced or deleted
-
-
-# Downloads ------------------------------------------------------------------------------------------------------------
-
-
-@router.get(_CHECKPOINT + "/external_weights_urls")
-async def external_weights_urls(
-    model_id: str, kind: str, name: str, caller: Caller, context: Context, request: Request
-) -> wire.ExternalWeightsUrls:
-    path = _path(model_id, kind, name)
-    record = await readable_checkpoint(context, caller, path)
-    if record.kind != "external":
-        msg = f"{path!r} is not an export; make one with save_weights_external and ask for its links"
-        raise UserError(msg)
-    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
-    expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
-    urls: dict[str, str] = {}
-    for file in files:
-        signed = context.signer.url_path(f"{link_name(record)}/{file.name}", expires, grant)
-        urls[file.name] = f"{_base_url(context, request)}/api/v1/files/{signed}"
-    return wire.ExternalWeightsUrls(urls=urls, expires=expires)
-
-
-@router.get(_CHECKPOINT + "/archive")
-async def archive_url(
-    model_id: str, kind: str, name: str, caller: Caller, context: Context, request: Request
-) -> wire.ArchiveUrl:
-    """Asked by SDKs up to 0.35. Every kind of checkpoint can be downloaded as an archive."""
-    record = await readable_checkpoint(context, caller, _path(model_id, kind, name))
-    expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
-    signed = context.signer.url_path(f"{link_name(record)}{_ARCHIVE}", expires, grant)
-    return wire.ArchiveUrl(url=f"{_base_url(context, request)}/api/v1/archives/{signed}", expires=expires)
-
-
-def _base_url(context: ServerContext, request: Request) -> str:
-    return (context.settings.server.public_url or str(request.base_url)).rstrip("/")
-
-
-files_router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"])
-
-
-async def _while_sending() -> AsyncIterator[ExitStack]:
-    """Yield a stack of what ends when the answer has been sent."""
-    with ExitStack() as stack:
-        yield stack
-
-
-WhileSending = Annotated[ExitStack, Depends(_while_sending)]
-
-
-@files_router.get("/files/{stamp}/{grant}/{signature}/{name:path}")
-async def get_file(
-    stamp: int, grant: str, signature: str, name: str, context: Context, sending: WhileSending
-) -> FileResponse:
-    """Send a file. The signature replaces the key; only files that `external_weights_urls` has listed have one."""
-    given = context.signer.check(name, stamp, grant, signature, context.now())
-    checkpoint, _, file_name = name.rpartition("/")
-    record, tenant = await refuse_revoked(context, checkpoint, given)
-    sending.enter_context(context.quotas.in_progress(tenant, polls=False))
-    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
-    for file in files:
-        if file.name == file_name:
-            return FileResponse(file, media_type="application/octet-stream")
-    raise NotFoundError(no_such("file", name))
-
-
-@files_router.get("/archives/{stamp}/{grant}/{signature}/{name:path}")
-async def get_archive(
-    stamp: int, grant: str, signature: str, name: str, context: Context, sending: WhileSending
-) -> StreamingResponse:
-    """The signature stands for the key; only archives that `archive_url` has named have one."""
-    given = context.signer.check(name, stamp, grant, signature, context.now())
-    record, tenant = await refuse_revoked(context, name.removesuffix(_ARCHIVE), given)
-    sending.enter_context(context.quotas.in_progress(tenant, polls=False))
-    files = await asyncio.to_thread(checkpoints.open_checkpoint_files, context.checkpoint_root, record.directory)
-    headers = {"Content-Length": str(archive_bytes(files))}
-    return StreamingResponse(archive(files), media_type="application/x-tar", headers=headers)

@@ -13,7 +13,7 @@ from tinsmith.protocol.answers import PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.error_answers import MediaTypeError
-from tinsmith.server.known import KnownRequest, KnownRun
+from tinsmith.server.kept import KnownOwner, KnownRun
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
@@ -89,7 +89,7 @@ async def unload_model(body: wire.ModelRequest, caller: Caller, context: Context
     """Free a model's place before its session ends. What the model has accepted runs first."""
     run = await own_known_run(context, caller, body.model_id)
     request_id = await context.store.unload_run(run.model_id)
-    context.requests.note(request_id, KnownRequest(run.tenant))
+    context.requests.note(request_id, KnownOwner(run.tenant))
     return wire.Submitted(request_id=request_id, model_id=run.model_id)
 
 

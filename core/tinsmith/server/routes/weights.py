@@ -11,7 +11,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import Caller, own_known_run, own_session, read_right, readable_checkpoint
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
-from tinsmith.server.known import KnownRun
+from tinsmith.server.kept import KnownRun
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.training import submit_creation
 from tinsmith.server.submitting import submit_training

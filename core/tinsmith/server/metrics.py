@@ -1,0 +1,141 @@
+"""What the server counts by itself, for `/metrics`: answers, accepted operations, fields that it does not know."""
+
+import re
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinsmith.protocol.unknown_fields import UnknownField
+from tinsmith.settings import Settings
+from tinsmith.store.disk_room import reserve_bytes, space_at
+
+MOST_NAMES: Final = 100
+"""That are shown; clients make them up, and each takes memory here and wherever metrics are kept."""
+
+OTHER: Final = "(other)"
+
+_SHOWN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}|[0-9]{1,9}")
+_REQUEST_ID: Final = b"x-request-id"
+_SOUND_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class UnknownFieldCounts:
+    """Counts by message and field. Names come in the order in which they were first seen; later ones are `(other)`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counter = Counter(
+            "tinsmith_unknown_fields",
+            "requests refused because of a field that this server does not know",
+            ["message", "field"],
+            registry=registry,
+        )
+        self._named: set[UnknownField] = set()
+        self._lock = threading.Lock()
+
+    def count(self, fields: Iterable[UnknownField]) -> None:
+        for field in fields:
+            self._counter.labels(message=field.message, field=field.name if self._shows(field) else OTHER).inc()
+
+    def _shows(self, field: UnknownField) -> bool:
+        with self._lock:
+            if field not in self._named and len(self._named) < MOST_NAMES and _SHOWN.fullmatch(field.name):
+                self._named.add(field)
+            return field in self._named
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The server's own metrics."""
+
+    registry: CollectorRegistry
+    requests: Counter
+    submitted: Counter
+    tokens: Counter
+    seconds: Histogram
+    routing_replay: Counter
+    stand_ins: Counter
+    unknown_fields: UnknownFieldCounts
+
+    @classmethod
+    def create(cls) -> "Metrics":
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        Gauge("tinsmith_build_info", "1", ["version"], registry=registry).labels(version("tinsmith")).set(1)
+        return cls(
+            registry=registry,
+            requests=Counter(
+                "tinsmith_http_requests", "answers by route and status", ["route", "status"], registry=registry
+            ),
+            submitted=Counter(
+                "tinsmith_operations_submitted", "operations accepted", ["base_model", "kind"], registry=registry
+            ),
+            tokens=Counter(
+                "tinsmith_tokens_submitted", "tokens of accepted operations", ["base_model", "kind"], registry=registry
+            ),
+            seconds=Histogram(
+                "tinsmith_http_seconds", "time to answer, long polls included", ["route"], registry=registry
+            ),
+            stand_ins=Counter(
+                "tinsmith_stand_in_passes",
+                "accepted passes for which another loss stands in, by the loss that was asked for and the other one",
+                ["base_model", "loss_fn", "stand_in"],
+                registry=registry,
+            ),
+            routing_replay=Counter(
+                "tinsmith_routing_replay_sequences",
+                "sequences of accepted passes, by whether their experts are those of a sample or the trainer's choice",
+                ["base_model", "kind", "outcome"],
+                registry=registry,
+            ),
+            unknown_fields=UnknownFieldCounts(registry),
+        )
+
+
+def show_space(metrics: Metrics, settings: Settings) -> None:
+    """Let `/metrics` ask the disk."""
+    read, quotas = partial(space_at, settings.data_dir.root), settings.quotas
+    free = Gauge("tinsmith_disk_free_bytes", "free bytes of the data directory's disk", registry=metrics.registry)
+    free.set_function(lambda: read().free_bytes)
+    reserve = Gauge(
+        "tinsmith_disk_reserve_bytes",
+        "of these, bytes that only heartbeats, results and deletions may use",
+        registry=metrics.registry,
+    )
+    reserve.set_function(lambda: reserve_bytes(quotas, read()))
+
+
+class Measured:
+    """ASGI middleware that counts and times the answers of each route, and repeats the id that a request came with."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+                if _SOUND_ID.fullmatch(given):
+                    message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, given)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", "(none)")
+            self._metrics.requests.labels(route=route, status=status).inc()
+            self._metrics.seconds.labels(route=route).observe(time.perf_counter() - started)

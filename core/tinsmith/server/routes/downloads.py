@@ -1,0 +1,225 @@
+"""Downloads of checkpoints, by links that work without a key: the SDK fetches them with plain urllib.
+
+Whoever serves a link asks whether what it rests on still holds, with every download, on every server.
+"""
+
+import asyncio
+import os
+import tarfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, BinaryIO, Final
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import FileResponse, StreamingResponse
+
+from tinsmith.checkpoints import saved as checkpoints
+from tinsmith.checkpoints.tinker_path import TinkerPath
+from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError, UserError
+from tinsmith.hook_values import Principal
+from tinsmith.protocol import wire
+from tinsmith.server.auth import Caller, may_read, readable_checkpoint
+from tinsmith.server.context import API_PREFIX, Context, ServerContext
+from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.routes.runs import CHECKPOINT, path_of
+from tinsmith.server.signed_urls import Grant
+from tinsmith.store import CheckpointRecord
+from tinsmith.store.refusals import no_such
+from tinsmith.store.revocation import why_gone
+
+router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"], route_class=JsonRoute)
+open_router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"])
+
+_LINK_LIFETIME: Final = timedelta(hours=1)
+_ARCHIVE: Final = ".tar"
+COMPLETE: Final = "checkpoint_complete"
+"""An empty file at the end: the SDK takes an archive without it for one that was cut off."""
+
+_CHUNK_BYTES: Final = 1 << 20
+
+
+@router.get(CHECKPOINT + "/external_weights_urls")
+async def external_weights_urls(
+    model_id: str, kind: str, name: str, caller: Caller, context: Context, request: Request
+) -> wire.ExternalWeightsUrls:
+    path = path_of(model_id, kind, name)
+    record = await readable_checkpoint(context, caller, path)
+    if record.kind != "external":
+        msg = f"{path!r} is not an export; make one with save_weights_external and ask for its links"
+        raise UserError(msg)
+    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
+    expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
+    urls: dict[str, str] = {}
+    for file in files:
+        signed = context.signer.url_path(f"{link_name(record)}/{file.name}", expires, grant)
+        urls[file.name] = f"{_base_url(context, request)}/api/v1/files/{signed}"
+    return wire.ExternalWeightsUrls(urls=urls, expires=expires)
+
+
+@router.get(CHECKPOINT + "/archive")
+async def archive_url(
+    model_id: str, kind: str, name: str, caller: Caller, context: Context, request: Request
+) -> wire.ArchiveUrl:
+    """Asked by SDKs up to 0.35. Every kind of checkpoint can be downloaded as an archive."""
+    record = await readable_checkpoint(context, caller, path_of(model_id, kind, name))
+    expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
+    signed = context.signer.url_path(f"{link_name(record)}{_ARCHIVE}", expires, grant)
+    return wire.ArchiveUrl(url=f"{_base_url(context, request)}/api/v1/archives/{signed}", expires=expires)
+
+
+def _base_url(context: ServerContext, request: Request) -> str:
+    return (context.settings.server.public_url or str(request.base_url)).rstrip("/")
+
+
+async def _while_sending() -> AsyncIterator[ExitStack]:
+    """Yield a stack of what ends when the answer has been sent."""
+    with ExitStack() as stack:
+        yield stack
+
+
+WhileSending = Annotated[ExitStack, Depends(_while_sending)]
+
+
+@open_router.get("/files/{stamp}/{grant}/{signature}/{name:path}")
+async def get_file(
+    stamp: int, grant: str, signature: str, name: str, context: Context, sending: WhileSending
+) -> FileResponse:
+    """Send a file. The signature replaces the key; only files that `external_weights_urls` has listed have one."""
+    given = context.signer.check(name, stamp, grant, signature, context.now())
+    checkpoint, _, file_name = name.rpartition("/")
+    record, tenant = await refuse_revoked(context, checkpoint, given)
+    sending.enter_context(context.quotas.in_progress(tenant, polls=False))
+    files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
+    for file in files:
+        if file.name == file_name:
+            return FileResponse(file, media_type="application/octet-stream")
+    raise NotFoundError(no_such("file", name))
+
+
+@open_router.get("/archives/{stamp}/{grant}/{signature}/{name:path}")
+async def get_archive(
+    stamp: int, grant: str, signature: str, name: str, context: Context, sending: WhileSending
+) -> StreamingResponse:
+    """The signature stands for the key; only archives that `archive_url` has named have one."""
+    given = context.signer.check(name, stamp, grant, signature, context.now())
+    record, tenant = await refuse_revoked(context, name.removesuffix(_ARCHIVE), given)
+    sending.enter_context(context.quotas.in_progress(tenant, polls=False))
+    files = await asyncio.to_thread(checkpoints.open_checkpoint_files, context.checkpoint_root, record.directory)
+    headers = {"Content-Length": str(archive_bytes(files))}
+    return StreamingResponse(archive(files), media_type="application/x-tar", headers=headers)
+
+
+# What a link rests on -------------------------------------------------------------------------------------------------
+
+
+def make_grant(
+    context: ServerContext, caller: Principal, record: CheckpointRecord, headers: Mapping[str, str]
+) -> Grant:
+    """Return what a link of this caller to this checkpoint rests on. `headers` are those of the request for it."""
+    return Grant(
+        created_at=record.created_at,
+        only_while_public=record.tenant != caller.tenant and not caller.admin,
+        key_id=context.api_keys.id_used(caller, headers) or "",
+    )
+
+
+def link_name(record: CheckpointRecord) -> str:
+    """Return the name of a checkpoint in links: its path without the scheme. Its directory is found anew each time."""
+    return record.path.removeprefix("tinker://")
+
+
+async def refuse_revoked(context: ServerContext, name: str, grant: Grant) -> tuple[CheckpointRecord, str]:
+    """Return the checkpoint, and the tenant for which the download counts: that of the link's key, else the owner.
+
+    The tenant is empty if the link is another tenant's, who is not known: the owner of a published checkpoint is not
+    charged.
+
+    Raises RevokedError if the checkpoint may no longer be read, and AuthenticationError if the key was removed. Raises
+    NotFoundError if `name` is no checkpoint's: the link was made for another route.
+    """
+    path = _checkpoint_in(name)
+    owner = _owner_of_key(context, grant)
+    try:
+        record = await context.store.get_checkpoint(path)
+    except NotFoundError as error:
+        raise _revoked(path, "was deleted") from error
+    why = _why_revoked(context, record, grant, owner)
+    if why is not None:
+        raise _revoked(path, why)
+    if owner is not None:
+        return record, owner.tenant
+    return record, "" if grant.only_while_public else record.tenant
+
+
+def _revoked(path: str, why: str) -> RevokedError:
+    return RevokedError(f"this download link is no longer valid: checkpoint {path!r} {why}")
+
+
+def _checkpoint_in(name: str) -> str:
+    try:
+        return str(TinkerPath.parse(f"tinker://{name}"))
+    except UserError as error:
+        raise NotFoundError(no_such("checkpoint", name)) from error
+
+
+def _owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:
+    """Return whose key made the link, or None if it rests on no configured key."""
+    try:
+        return context.api_keys.owner_of_id(grant.key_id) if grant.key_id else None
+    except AuthenticationError as error:
+        msg = "the API key with which this download link was made has been removed"
+        raise AuthenticationError(msg) from error
+
+
+def _why_revoked(context: ServerContext, record: CheckpointRecord, grant: Grant, owner: Principal | None) -> str | None:
+    if (why := why_gone(record, grant.created_at, context.now())) is not None:
+        return why
+    if grant.only_while_public and not record.public:
+        return "was unpublished by its owner"
+    if owner is not None and not may_read(record, owner):
+        return "is not published, and the API key of the link may no longer read it"
+    return None
+
+
+# A checkpoint as one tar file, written while it is sent ---------------------------------------------------------------
+
+
+def archive_bytes(files: Sequence[BinaryIO]) -> int:
+    """Return the size of the archive, for `Content-Length`."""
+    contents = sum(tarfile.BLOCKSIZE + _padded(_size_of(file), tarfile.BLOCKSIZE) for file in files)
+    return _padded(contents + 3 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)  # the marker, and two empty blocks
+
+
+def archive(files: Sequence[BinaryIO]) -> Iterator[bytes]:
+    """Yield the archive piece by piece, and close the files. They lie side by side in it."""
+    sent = 0
+    with ExitStack() as stack:
+        for file in files:
+            stack.enter_context(file)
+        for file in files:
+            size = _size_of(file)
+            yield _header(Path(file.name).name, size)
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+            padded = _padded(size, tarfile.BLOCKSIZE)
+            yield bytes(padded - size)
+            sent += tarfile.BLOCKSIZE + padded
+    yield _header(COMPLETE, 0)
+    sent += tarfile.BLOCKSIZE
+    yield bytes(_padded(sent + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE) - sent)
+
+
+def _size_of(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _header(name: str, size: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size, 0o644
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def _padded(size: int, block: int) -> int:
+    return -(-size // block) * block
