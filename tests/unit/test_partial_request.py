@@ -2,8 +2,8 @@
 
 import pytest
 
-from tinsmith.protocol.partial_request import address_of, asks_forward_only
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.protocol.proto_scan import address_of, asks_forward_only
 
 
 @pytest.mark.parametrize("model_id", ["m", "0123:train:7", "x" * 300])

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from tinsmith.errors import UserError
 from tinsmith.protocol import bounds, tensors, wire
-from tinsmith.protocol.partial_request import address_of
-from tinsmith.protocol.proto_scan import MAX_ELEMENTS
+from tinsmith.protocol.proto_scan import MAX_ELEMENTS, address_of
 from tinsmith.protocol.training_request import MAX_DATA, MAX_TENSORS
 from tinsmith.server.limits.bodies import UNPACKED_FREELY
 from tinsmith.server.limits.bounded_http import (

@@ -1,4 +1,4 @@
-"""Checks of a protobuf message on the wire that a parser does not make.
+"""Reads protobuf messages on the wire: checks that a parser does not make, and which request a refused body is.
 
 - How many elements it has. An empty message takes two bytes on the wire and hundreds in memory, so a body's size alone
   bounds neither memory nor time.
@@ -7,9 +7,13 @@
 - Whether each field has one value: a parser takes the last of several.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
+from itertools import islice
 from typing import Final, NamedTuple
 
+import orjson
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
@@ -34,6 +38,11 @@ _SHOWN_BYTES: Final = 16
 _SHOWN_CHARS: Final = 100
 _LONG: Final = 0x80
 _MAX_SHIFT: Final = 63
+_MODEL_ID: Final = 1 << 3 | _BYTES  # the keys of ForwardBackwardRequest's first fields, and of forward_only
+_SEQ_ID: Final = 2 << 3 | _VARINT
+_FORWARD_ONLY: Final = 6 << 3 | _VARINT
+_MAX_FIELDS: Final = 2048  # that are looked at; the SDK sends at most 1,024 data in a request
+_MAX_JSON_BYTES: Final = 1 << 20  # larger requests with a number are protobuf
 
 
 class _Field(NamedTuple):
@@ -58,21 +67,18 @@ def check_no_value_is_lost(wire: bytes | memoryview, parsed: Message) -> None:
     A parsed message is never shorter than what it was parsed from, unless that happened, or its encoder wasted bytes.
     """
     if parsed.ByteSize() < len(wire):
-        _check_no_value_is_lost(bytes(wire), 0, len(wire), parsed.DESCRIPTOR)
+        _check_no_value_is_lost(bytes(wire), parsed.DESCRIPTOR)
 
 
 def split_off(number: int, body: bytes) -> tuple[bytes, list[memoryview]]:
     """Return a message without its field of that number, and the values of that field. The field holds messages."""
-    whole, rest, values, at = memoryview(body), list[memoryview](), list[memoryview](), 0
-    while at < len(body):
-        start = at
-        key, at = _varint(body, at, len(body))
-        length, at = _length(key & 7, body, at, len(body))
+    whole, rest, values, before = memoryview(body), list[memoryview](), list[memoryview](), 0
+    for key, start, end in _fields_in(body):
         if key == number << 3 | _BYTES:
-            values.append(whole[at : at + length])
+            values.append(whole[start:end])
         else:
-            rest.append(whole[start : at + length])
-        at += length
+            rest.append(whole[before:end])
+        before = end
     return b"".join(rest), values
 
 
@@ -81,22 +87,21 @@ def _check(body: bytes, at: int, end: int, message: Descriptor, elements: int) -
     fields = _fields(message)
     while at < end:
         key, value_at = (body[at], at + 1) if body[at] < _LONG else _varint(body, at, end)
-        length, at = _length(key & 7, body, value_at, end)
+        start, at = _value(key & 7, body, value_at, end)
         elements += 1
         if key not in fields:
             if key >> 3 == 0:  # no field has that number
-                raise _damaged(at)
-            _refuse_unknown(message, key, body[value_at : at + length])
+                raise _damaged(start)
+            _refuse_unknown(message, key, body[value_at:at])
         else:
             inner, is_packed = fields[key]
             if inner is not None:
-                elements = _check(body, at, at + length, inner, elements)
+                elements = _check(body, start, at, inner, elements)
             elif is_packed:
-                elements += length
+                elements += at - start
         if elements > MAX_ELEMENTS:
             msg = f"the body has more than {MAX_ELEMENTS} fields, chunks and tensors; send fewer data at a time"
             raise UserError(msg)
-        at += length
     return elements
 
 
@@ -109,23 +114,20 @@ def _refuse_unknown(message: Descriptor, key: int, value: bytes) -> None:
     raise unknown(UnknownField(message.name, str(number)), f"field {number} of {message.name} ({shown})", allowed=known)
 
 
-def _check_no_value_is_lost(body: bytes, at: int, end: int, message: Descriptor) -> None:
+def _check_no_value_is_lost(body: bytes, message: Descriptor) -> None:
     fields, taken = _fields(message), set[str]()
-    while at < end:
-        key, at = _varint(body, at, end)
-        length, at = _length(key & 7, body, at, end)
-        if key in fields:
-            target = _target(message.fields_by_number[key >> 3], body[at : at + length])
-            if target in taken:
-                name = target[:_SHOWN_CHARS]
-                msg = f"{message.name}: {name} is given more than once, and the last would count; send one"
-                raise UserError(msg)
-            if target:
-                taken.add(target)
-            inner = fields[key].inner
-            if inner is not None:
-                _check_no_value_is_lost(body, at, at + length, inner)
-        at += length
+    for key, start, end in _fields_in(body):
+        if key not in fields:
+            continue
+        target, inner = _target(message.fields_by_number[key >> 3], body[start:end]), fields[key].inner
+        if target in taken:
+            name = target[:_SHOWN_CHARS]
+            msg = f"{message.name}: {name} is given more than once, and the last would count; send one"
+            raise UserError(msg)
+        if target:
+            taken.add(target)
+        if inner is not None:
+            _check_no_value_is_lost(body[start:end], inner)
 
 
 def _target(field: FieldDescriptor, value: bytes) -> str:
@@ -150,19 +152,29 @@ def _fields(message: Descriptor) -> dict[int, _Field]:
     return found
 
 
-def _length(form: int, body: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return how long the value of this wire type is, and where it starts."""
+def _fields_in(body: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the key of each field, and where its value starts and ends. Raises DecodeError where one is damaged."""
+    at = 0
+    while at < len(body):
+        key, at = _varint(body, at, len(body))
+        start, at = _value(key & 7, body, at, len(body))
+        yield key, start, at
+
+
+def _value(form: int, body: bytes, at: int, end: int) -> tuple[int, int]:
+    """Return where the value of this wire type starts, and where it ends."""
     if form == _BYTES:  # or text, a message, a packed list
         length, start = _varint(body, at, end)
+        stop = start + length
     elif form == _VARINT:
-        length, start = 0, _varint(body, at, end)[1]
+        start, stop = at, _varint(body, at, end)[1]
     elif form in _SIZES:
-        length, start = _SIZES[form], at
+        start, stop = at, at + _SIZES[form]
     else:
         raise _damaged(at)
-    if start + length > end:
-        raise _damaged(at)
-    return length, start
+    if stop > end:
+        raise _damaged(start)
+    return start, stop
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
@@ -182,3 +194,45 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
 
 def _damaged(at: int) -> DecodeError:
     return DecodeError(f"the field at byte {at} is cut off or unknown")
+
+
+# Which request a refused body is. It may be too large, cut off, damaged or of the wrong form -------------------------
+
+
+def address_of(body: bytes) -> tuple[str, int] | None:
+    """Return `(model_id, seq_id)`, or None if the body does not state both.
+
+    JSON must be complete. Of a protobuf the beginning is enough, since its fields come in the order of their numbers.
+    """
+    try:
+        model_id, seq_id = _in_json(body) if body.startswith(b"{") else _in_protobuf(body)
+    except (ValueError, DecodeError):
+        return None
+    return (model_id, seq_id) if model_id.isprintable() and 1 <= seq_id < 2**31 else None
+
+
+def asks_forward_only(body: bytes) -> bool:
+    """Return whether a protobuf ForwardBackwardRequest says that it changes no gradient, as far as it can be read."""
+    with suppress(DecodeError):
+        for key, start, end in islice(_fields_in(body), _MAX_FIELDS):
+            if key == _FORWARD_ONLY:
+                return _varint(body, start, end)[0] != 0
+    return False
+
+
+def _in_json(body: bytes) -> tuple[str, int]:
+    """Raises ValueError if they are not there."""
+    fields = orjson.loads(body) if len(body) <= _MAX_JSON_BYTES else {}
+    model_id, seq_id = fields.get("model_id"), fields.get("seq_id")
+    if not isinstance(model_id, str) or type(seq_id) is not int:
+        raise ValueError
+    return model_id, seq_id
+
+
+def _in_protobuf(body: bytes) -> tuple[str, int]:
+    """Raises ValueError or DecodeError if they are not there."""
+    found = list(islice(_fields_in(body), 2))
+    if [key for key, _, _ in found] != [_MODEL_ID, _SEQ_ID]:
+        raise ValueError
+    (_, start, end), (_, seq_start, seq_end) = found
+    return body[start:end].decode("ascii"), _varint(body, seq_start, seq_end)[0]

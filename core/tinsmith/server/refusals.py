@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from tinsmith.errors import CapacityError, NotFoundError, UserError
-from tinsmith.protocol.partial_request import address_of, asks_forward_only
+from tinsmith.protocol.proto_scan import address_of, asks_forward_only
 from tinsmith.server.auth import authenticated, own_known_run
 from tinsmith.server.context import API_PREFIX, context_of
 from tinsmith.server.error_answers import validation_detail
