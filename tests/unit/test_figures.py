@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tinsmith.builtin.figure_metrics import FigureCollector
+from tinsmith.builtin.metrics_endpoint import FigureCollector
 from tinsmith.figures import (
     BATCH_OPERATIONS,
     TOKENS,

@@ -1,8 +1,11 @@
-"""The page at `/`, added as a stranger's plugin would add one."""
+"""The page at `/` and its files, added as a stranger's plugin would add them: the same for everybody.
 
-from __future__ import annotations
+The page asks the API for what it shows, with the key of its reader.
+"""
 
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from tinsmith.hookspecs import hookimpl
 
@@ -11,9 +14,35 @@ if TYPE_CHECKING:
 
     from tinsmith.hook_values import RoutesContext
 
+_FILES: Final = Path(__file__).parent / "page_files"
+_ASSETS: Final = ("page.css", "page.js", "uPlot.LICENSE", "uPlot.iife.min.js", "uPlot.min.css")
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",  # a newer server has newer files
+}
+
 
 @hookimpl
-def tinsmith_register_routes(context: RoutesContext) -> APIRouter:
-    from tinsmith.builtin.page_routes import page_router  # here, since only the server needs a web framework
+def tinsmith_register_routes(context: "RoutesContext") -> "APIRouter":
+    from fastapi import APIRouter, Response  # here, since only the server needs a web framework
+    from fastapi.responses import FileResponse, HTMLResponse
 
-    return page_router(context)
+    router = APIRouter(include_in_schema=False)
+    html = (_FILES / "index.html").read_text().replace("{version}", version("tinsmith"))
+
+    @router.get("/")
+    @context.public
+    async def page() -> HTMLResponse:
+        return HTMLResponse(html, headers=_HEADERS)
+
+    @router.get("/page/{name}")
+    @context.public
+    async def file(name: str) -> Response:
+        if name not in _ASSETS:
+            return Response(status_code=404)
+        return FileResponse(_FILES / name, headers=_HEADERS)
+
+    return router
