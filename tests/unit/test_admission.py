@@ -15,12 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from tinsmith.errors import AuthenticationError
 from tinsmith.hook_values import Principal
-from tinsmith.server.limits.admission import Admission
+from tinsmith.server.limits.edge import Edge, Rates
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.limits.strangers import Strangers
 from tinsmith.settings import QuotaSettings
 
-MANY = Strangers(per_s=1e6)
 POLL, OTHER = "/api/v1/retrieve_future", "/api/v1/asample"
 
 
@@ -46,6 +45,10 @@ class Service:
         await PlainTextResponse("done")(scope, receive, send)
 
 
+def limited(service: Service, strangers: Strangers) -> Edge:
+    return Edge(service, limits=[strangers, Rates(service.quotas, lambda _caller, _headers: None)])
+
+
 @pytest.fixture
 def service() -> Service:
     settings = QuotaSettings.model_validate({"long_polls": 2, "tenants": {"small": {"requests_in_progress": 1}}})
@@ -54,9 +57,7 @@ def service() -> Service:
 
 @pytest.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    app = Admission(
-        service, quotas=service.quotas, identify=identify, key_id=lambda _caller, _headers: None, strangers=MANY
-    )
+    app = limited(service, Strangers(per_s=1e6, identify=identify))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         yield client
 
@@ -155,14 +156,7 @@ async def test_a_plugin_that_asks_elsewhere_is_asked_in_a_thread(service: Servic
         threads.append(threading.get_ident())
         return identify(scope)
 
-    app = Admission(
-        service,
-        quotas=service.quotas,
-        identify=noting,
-        key_id=lambda _caller, _headers: None,
-        strangers=MANY,
-        in_thread=in_thread,
-    )
+    app = limited(service, Strangers(per_s=1e6, identify=noting, in_thread=in_thread))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         await finish(service, await begin(service, client, OTHER, "ann"))
     assert [each != threading.get_ident() for each in threads] == [in_thread]

@@ -21,8 +21,9 @@ from tinsmith.errors import AuthenticationError, CapacityError
 from tinsmith.hook_values import Principal
 from tinsmith.server.api_keys import ApiKeys, KeyTokens
 from tinsmith.server.limits import body_budget
-from tinsmith.server.limits.bodies import STRANGER_BYTES, UNPACKED_FREELY, BodyLimit, BodyLimits
-from tinsmith.server.limits.body_budget import FREE_BYTES, LEASE, BodyBudget, hold_decoded
+from tinsmith.server.limits.bodies import UNPACKED_FREELY, Bodies, BodyLimits
+from tinsmith.server.limits.body_budget import FREE_BYTES, LEASE, STRANGER_BYTES, BodyBudget, hold_decoded
+from tinsmith.server.limits.edge import Edge
 from tinsmith.server.limits.heavy_work import LARGE_BYTES, HeavyWork
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.signed_urls import Grant, UrlSigner
@@ -51,13 +52,13 @@ def _client(
     route: Callable[[Request], Awaitable[Response]] = _size,
 ) -> httpx.AsyncClient:
     routes = [Route("/{path:path}", route, methods=["POST"])]
-    app = BodyLimit(
-        Starlette(routes=routes),
+    bodies = Bodies(
         limits=BodyLimits(data_bytes=max_bytes, json_bytes=100, unpack_ratio=ratio),
         budget=budget or BodyBudget(total_bytes=1 << 40, tenant_bytes=1 << 40),
         heavy=HeavyWork(),
-        authenticate=_only_friends,
+        identify=_only_friends,
     )
+    app = Edge(Starlette(routes=routes), limits=[bodies])
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test", headers=headers)
 
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from tinsmith.server.limits import bounded_http
-from tinsmith.server.limits.bodies import STRANGER_BYTES
+from tinsmith.server.limits.body_budget import STRANGER_BYTES
 from tinsmith.server.limits.bounded_http import (
     BODY_GRACE_S,
     HEAD_S,

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest_asyncio
 import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.types import Scope
 from uvicorn.server import ServerState
 
 import tinsmith
@@ -21,6 +23,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
 from tinsmith.server.limits import bounded_http, strangers
+from tinsmith.server.limits.edge import Incoming
 from tinsmith.server.limits.probes import PER_S, PROBES
 from tinsmith.settings import Settings
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -208,12 +211,29 @@ async def test_a_caller_is_known_whatever_a_proxy_adds(server: Server) -> None:
 
 @pytest.mark.parametrize("name", _TELLING.split())
 async def test_who_differs_in_what_may_tell_callers_apart_is_not_known(name: str) -> None:
-    callers = strangers.Strangers(per_s=0.001, clock=lambda: 0.0)
-    callers.take()
-    ann, eve = ({"headers": [(b"host", b"h"), (name.encode(), value)]} for value in (b"ann", b"eve"))
-    callers.note_known(ann)
-    assert callers.refuses_unasked(ann) == 0
-    assert callers.refuses_unasked(eve) > 0
+    asked: list[bytes] = []
+
+    def identify(scope: Scope) -> Principal:
+        asked.append(dict(scope["headers"])[name.encode()])
+        if asked[-1] == b"mallory":
+            msg = "no"
+            raise AuthenticationError(msg)
+        return Principal(tenant="ann")
+
+    async def pause(_seconds: float) -> None: ...
+
+    callers = strangers.Strangers(per_s=0.001, identify=identify, clock=lambda: 0.0, pause=pause)
+
+    async def answer_to(caller: bytes) -> Response | None:
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"h"), (name.encode(), caller)]}
+        unused: Any = None
+        return await callers.admit(Incoming(scope, unused, unused, ExitStack()))
+
+    assert [await answer_to(each) for each in (b"ann", b"mallory", b"ann")] == [None] * 3
+    refused = await answer_to(b"eve")
+    assert refused is not None
+    assert refused.status_code == 429
+    assert asked == [b"ann", b"mallory", b"ann"]
 
 
 # Kept answers ---------------------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from tinsmith.server.context import API_PREFIX, ServerContext
 from tinsmith.server.descriptions import add_descriptions
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.kept import Engines
-from tinsmith.server.limits.admission import Admission
-from tinsmith.server.limits.bodies import BodyLimit, BodyLimits
+from tinsmith.server.limits.bodies import Bodies, BodyLimits
 from tinsmith.server.limits.body_budget import BodyBudget
 from tinsmith.server.limits.bounded_http import Connections
+from tinsmith.server.limits.edge import Edge, Limit, Rates
 from tinsmith.server.limits.gate import Gate, names_of
+from tinsmith.server.limits.probes import Probes
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.limits.strangers import Strangers
 from tinsmith.server.live_keys import LiveKeys
@@ -98,24 +99,25 @@ async def create_app(
     error_answers.install(app)
     bounds, asks_plugins = settings.server.limits, plugins.authenticators() != [api_keys]
     identify = partial(identified, plugins=plugins) if asks_plugins else partial(_identified_by_key, api_keys)
-    strangers = Strangers(per_s=bounds.keyless_requests_per_s)
-    app.add_middleware(
-        BodyLimit,
-        limits=BodyLimits(data_bytes=settings.server.max_request_bytes),
-        budget=BodyBudget(total_bytes=bounds.body_bytes),
-        heavy=context.heavy,
-        authenticate=identify,
-    )
-    app.add_middleware(
-        Admission,
-        quotas=context.quotas,
+    strangers = Strangers(
+        per_s=bounds.keyless_requests_per_s,
         identify=identify,
-        key_id=api_keys.id_used,
-        strangers=strangers,
-        has_link=lambda path: context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now()),
         in_thread=asks_plugins,
+        has_link=lambda path: context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now()),
     )
-    app.add_middleware(Gate, names=names_of(settings.server), strangers=strangers)
+    limits: tuple[Limit, ...] = (  # each request passes them in this order
+        Gate(names=names_of(settings.server), strangers=strangers),
+        Probes(),
+        strangers,
+        Rates(context.quotas, api_keys.id_used),
+        Bodies(
+            limits=BodyLimits(data_bytes=settings.server.max_request_bytes),
+            budget=BodyBudget(total_bytes=bounds.body_bytes),
+            heavy=context.heavy,
+            identify=identify,
+        ),
+    )
+    app.add_middleware(Edge, limits=limits)
     app.add_middleware(Measured, metrics=context.metrics)
     return app
 

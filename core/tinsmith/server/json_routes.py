@@ -36,7 +36,7 @@ class _StrictRequest(Request):
     model: type[BaseModel] | None = None
 
     async def body(self) -> bytes:
-        """As Starlette does, but without a copy of a body that comes in one piece, as `BodyLimit` passes it on."""
+        """As Starlette does, but without a copy of a body that comes in one piece, as `Bodies` passes it on."""
         if not hasattr(self, "_body"):
             self._body = b"".join([chunk async for chunk in self.stream() if chunk])
         return self._body

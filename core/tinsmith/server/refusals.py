@@ -3,7 +3,7 @@
 A model's requests run in the order of their seq_id. If a refused request left no trace, all requests behind it would
 wait for a number that never comes. So whatever refuses one raises an error, and `record_refusal` records that error as
 a failed operation under the number that the body states. It is called for everything that a `NumberedRoute` raises, and
-by `BodyLimit` for bodies that reach no route. If the body states no number of one of the caller's models, the answer is
+by `Bodies` for bodies that reach no route. If the body states no number of one of the caller's models, the answer is
 an HTTP error.
 """
 

@@ -1,14 +1,14 @@
 """The limits at the edge: of requests, connections, tenants, and callers without a key.
 
-In the order in which a request meets them:
+A connection meets those of `bounded_http` first: how many, how slow, how large a head. `edge` takes each request past a
+list of limits, which `create_app` shows, in this order:
 
-    bounded_http    connections: how many, how slow, how large a head
-    gate            foreign names for a keyless server, and unreadable paths
-    admission       by the head alone: who sends (`strangers`, `probes`), and how much of it (`quotas`)
-    bodies          bytes of a body (`body_budget`), unpacked and parsed by turns (`heavy_work`)
-    quotas          what a tenant may have: pending work, models, sessions, checkpoints, disk (`disk_quota`)
-    value_limits    what the request store can hold
-    large_answers   answers of a hundred thousand rows, one at a time
+    gate         foreign names for a keyless server, and unreadable paths
+    probes       health probes, which pass no other limit
+    strangers    who sends, and how many requests without a key
+    edge.Rates   how many requests of a tenant, and how many at a time (`quotas`)
+    bodies       bytes of a body (`body_budget`), unpacked and parsed by turns (`heavy_work`)
 
-`token_buckets` and `tallies` count for them.
+Routes ask `quotas` what a tenant may have: pending work, models, sessions, checkpoints, and disk (`disk_quota`). They
+build large answers one at a time (`heavy_work`). `counts` counts for all of them.
 """

@@ -14,29 +14,22 @@ from typing import Final
 import zstandard
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.errors import CapacityError, TinsmithError, UserError
-from tinsmith.hook_values import Principal
 from tinsmith.server.auth import forget_caller
 from tinsmith.server.context import API_PREFIX
-from tinsmith.server.error_answers import MediaTypeError, tinsmith_error
-from tinsmith.server.limits.body_budget import FREE_BYTES, LEASE, BodyBudget, Lease
+from tinsmith.server.error_answers import MediaTypeError
+from tinsmith.server.limits.body_budget import LEASE, STRANGER_BYTES, BodyBudget, Lease
+from tinsmith.server.limits.edge import Identify, Incoming, closing, note_route, refusal
 from tinsmith.server.limits.heavy_work import HeavyWork
 from tinsmith.server.refusals import record_refusal
-
-STRANGER_BYTES: Final = FREE_BYTES
-"""The largest body that is read from an unknown caller. Routes authenticate every caller in any case."""
 
 UNPACKED_FREELY: Final = 8 << 20
 """Any packed body may unpack to this much, however small it is: a small honest body may consist of zeros."""
 
 LARGE_ROUTES: Final = frozenset({f"{API_PREFIX}/forward_backward", f"{API_PREFIX}/asample"})
 """Routes whose bodies hold data. Plugins' routes, which are outside of `API_PREFIX`, may have such bodies, too."""
-
-Authenticate = Callable[[Scope], Principal]
-"""Raises AuthenticationError if the caller is unknown."""
 
 _START_BYTES: Final = 1 << 12
 _STEP_BYTES: Final = 1 << 20
@@ -88,42 +81,37 @@ class BodyLimits:
             raise BodyTooLargeError(msg, start())
 
 
-class BodyLimit:
-    """ASGI middleware."""
+class Bodies:
+    """Reads the body before the route does, and holds its memory until the request is answered."""
 
-    def __init__(
-        self, app: ASGIApp, *, limits: BodyLimits, budget: BodyBudget, heavy: HeavyWork, authenticate: Authenticate
-    ) -> None:
-        self._app = app
+    def __init__(self, *, limits: BodyLimits, budget: BodyBudget, heavy: HeavyWork, identify: Identify) -> None:
         self._limits = limits
         self._budget = budget
         self._heavy = heavy
-        self._authenticate = authenticate
+        self._identify = identify
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in {"GET", "HEAD", "OPTIONS"}:
-            await self._app(scope, receive, send)
-            return
-        with self._budget.lease() as lease:
-            scope[LEASE] = lease
-            started = time.monotonic()
-            try:
-                body = await self._read(scope, receive, lease)
-            except UserError as error:
-                await _refuse(error, scope, receive, send)
-                return
-            except ConnectionAbortedError:  # the client disconnected while sending
-                return
-            if time.monotonic() - started > _STALE_S:
-                forget_caller(scope)
-            await self._app(scope, _replay(body, receive), send)
+    async def admit(self, request: Incoming) -> ASGIApp | None:
+        if request.scope["method"] in {"GET", "HEAD", "OPTIONS"}:
+            return None
+        lease = request.scope[LEASE] = request.held.enter_context(self._budget.lease())
+        started = time.monotonic()
+        try:
+            body = await self._read(request.scope, request.receive, lease)
+        except UserError as error:
+            return await _refusal(request, error)
+        except ConnectionAbortedError:  # the client disconnected while sending
+            return _nothing
+        if time.monotonic() - started > _STALE_S:
+            forget_caller(request.scope)
+        request.receive = _replay(body, request.receive)
+        return None
 
     async def _read(self, scope: Scope, receive: Receive, lease: Lease) -> bytes:
         headers, path = Headers(scope=scope), scope["path"]
         announced = int(headers.get("content-length", "0"))
         encoding = headers.get("content-encoding", "identity").lower()
         if announced > STRANGER_BYTES or encoding not in {"identity", ""}:
-            lease.tenant = self._authenticate(scope).tenant
+            lease.tenant = self._identify(scope).tenant
             if announced <= self._limits.of(path):
                 await lease.wait_to_resize(announced)
         with io.BytesIO() as body:
@@ -138,7 +126,7 @@ class BodyLimit:
                 if size > 0:
                     self._limits.check(path, max(size, announced), lambda: _start(encoding, body.getvalue()))
                 if size > STRANGER_BYTES and not lease.tenant:
-                    lease.tenant = self._authenticate(scope).tenant
+                    lease.tenant = self._identify(scope).tenant
                 if size > announced and lease.tenant:
                     lease.resize(size)
             whole = body.getvalue()
@@ -206,37 +194,22 @@ def _start(encoding: str, packed: bytes) -> bytes:
             return b""
 
 
-async def _refuse(error: UserError, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refusal(request: Incoming, error: UserError) -> ASGIApp:
     """Answer in place of the route. If the beginning of the body states the number of a training request, record it."""
-    note_route(scope)
-    request = Request(scope, receive)
     start = error.start if isinstance(error, UnreadableBodyError) else b""
     try:
-        recorded = None if isinstance(error, CapacityError) else await record_refusal(request, start, str(error))
-        answer = recorded or await tinsmith_error(request, error)
+        if not isinstance(error, CapacityError):
+            refused = Request(request.scope, request.receive)
+            if (recorded := await record_refusal(refused, start, str(error))) is not None:
+                note_route(request.scope)
+                return closing(recorded)
     except TinsmithError as other:  # a wrong key, or a number that is in use
-        answer = await tinsmith_error(request, other)
-    await answer(scope, receive, closing(send))
+        return await refusal(request, other, closes=True)
+    return await refusal(request, error, closes=True)
 
 
-def note_route(scope: Scope) -> None:
-    """Set the route in the scope, as the router would, so that the answer is counted under it."""
-    for route in scope["app"].routes if "app" in scope else ():
-        match, found = route.matches(scope)
-        if match is Match.FULL:
-            scope["route"] = found.get("route", route)
-            return
-
-
-def closing(send: Send) -> Send:
-    """Close the connection after the answer: no other request can follow, because the rest of the body is not read."""
-
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-        await send(message)
-
-    return sent
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a client that is gone."""
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -26,6 +26,9 @@ _TENANTS: Final = 8
 FREE_BYTES: Final = 1 << 16
 """Smaller bodies are not counted, so small requests never wait for large ones."""
 
+STRANGER_BYTES: Final = FREE_BYTES
+"""The largest body that is read from an unknown caller. Routes authenticate every caller in any case."""
+
 LEASE: Final = "tinsmith.lease"
 """The key in the ASGI scope under which a request with a body finds its lease."""
 

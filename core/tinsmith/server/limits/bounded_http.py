@@ -17,7 +17,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from tinsmith.server.limits.bodies import STRANGER_BYTES
+from tinsmith.server.limits.body_budget import STRANGER_BYTES
 
 MAX_HEADER_BYTES: Final = 1 << 16
 """How much may arrive, after the first packet, before the parser completes a part of the request."""

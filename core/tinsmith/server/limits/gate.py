@@ -11,11 +11,11 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from tinsmith.protocol import bounds
-from tinsmith.server.limits.bodies import note_route
+from tinsmith.server.limits.edge import Incoming, closing, note_route
 from tinsmith.server.limits.strangers import Strangers
 from tinsmith.settings import ServerSettings
 
@@ -27,24 +27,22 @@ _REMEDY: Final = (
 
 
 class Gate:
-    """ASGI middleware. `names` are those that the server goes by; None allows every name and origin."""
+    """What it refuses is a stranger's."""
 
-    def __init__(self, app: ASGIApp, *, names: frozenset[str] | None, strangers: Strangers) -> None:
-        self._app = app
+    def __init__(self, *, names: frozenset[str] | None, strangers: Strangers) -> None:
+        """`names` are those that the server goes by; None allows every name and origin."""
         self._names = names
         self._strangers = strangers
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        if refusal is None:
-            await self._app(scope, receive, send)
-            return
-        if (wait_s := self._strangers.take()) > 0:
-            await self._strangers.refuse(wait_s, scope, send)
-            return
-        note_route(scope)
-        status, detail = refusal
-        await JSONResponse({"detail": detail}, status, {"connection": "close"})(scope, receive, send)
+    async def admit(self, request: Incoming) -> Response | None:
+        refused = self._refusal(request.scope)
+        if refused is None:
+            return None
+        if (late := await self._strangers.take(request)) is not None:
+            return late
+        note_route(request.scope)
+        status, detail = refused
+        return closing(JSONResponse({"detail": detail}, status))
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and detail, or None for what may pass."""

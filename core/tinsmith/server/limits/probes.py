@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinsmith.server.context import API_PREFIX
 from tinsmith.server.limits.bounded_http import connection_of
 from tinsmith.server.limits.counts import TokenBuckets
+from tinsmith.server.limits.edge import Incoming
 from tinsmith.server.limits.strangers import spread
 
 PROBES: Final = frozenset(f"{prefix}/{name}" for prefix in ("", API_PREFIX) for name in ("healthz", "readyz"))
@@ -35,46 +37,47 @@ class _Kept:
     at_s: float = -1e9
     is_asked: bool = False
 
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del receive
+        scope["route"] = self.route
+        for message in self.messages:
+            await send(message)
+
 
 class Probes:
-    """Belongs to one app, and answers for it."""
+    """One per app."""
 
     def __init__(
         self,
-        app: ASGIApp,
         *,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        self._app = app
         self._clock = clock
         self._pause = pause
         self._buckets = TokenBuckets(clock)
         self._all = TokenBuckets(clock)
         self._kept: dict[str, _Kept] = {path: _Kept() for path in PROBES}
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kept = self._kept[scope["path"]]
-        late_s = self._late_s(scope)
-        if late_s == 0:
-            await self._ask(kept, scope, receive, send)
-            return
-        if (connection := connection_of(scope)) is not None:
-            connection.delays()
-        await self._pause(spread(late_s))
-        if not kept.messages or (self._clock() - kept.at_s > KEPT_S and not kept.is_asked):
-            await self._ask(kept, scope, receive, send)
-            return
-        scope["route"] = kept.route
-        for message in kept.messages:
-            await send(message)
+    async def admit(self, request: Incoming) -> ASGIApp | None:
+        """Answer every probe here, since no other limit is for them."""
+        if not is_probe(request.scope):
+            return None
+        kept = self._kept[request.path]
+        if (late_s := self._late_s(request.scope)) > 0:
+            if (connection := connection_of(request.scope)) is not None:
+                connection.delays()
+            await self._pause(spread(late_s))
+            if kept.messages and (self._clock() - kept.at_s <= KEPT_S or kept.is_asked):
+                return kept.answer
+        return partial(self._ask, kept, request.app)
 
     def _late_s(self, scope: Scope) -> float:
         if self._buckets.take(_address(scope), per_s=PER_S) > 0:
             return LATE_S
         return ALL_LATE_S if self._all.take("", per_s=ALL_PER_S) > 0 else 0.0
 
-    async def _ask(self, kept: _Kept, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _ask(self, kept: _Kept, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         messages: list[Message] = []
 
         async def keeping(message: Message) -> None:
@@ -83,7 +86,7 @@ class Probes:
 
         kept.is_asked = True
         try:
-            await self._app(scope, receive, keeping)
+            await app(scope, receive, keeping)
         finally:
             kept.is_asked = False
         kept.messages, kept.route, kept.at_s = messages, scope.get("route"), self._clock()

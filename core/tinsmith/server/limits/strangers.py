@@ -1,4 +1,4 @@
-"""Limits callers without a valid key: one bucket of requests for all of them together.
+"""Asks who sends a request, and limits callers without a valid key: one bucket of requests for all of them together.
 
 A refusal takes a tenth of a millisecond, which is too much for somebody who sends again at once over a thousand
 connections. So a refusal comes late: until then the connection waits, and costs nothing.
@@ -6,7 +6,6 @@ connections. So a refusal comes late: until then the connection waits, and costs
 
 import asyncio
 import hashlib
-import json
 import math
 import random
 import re
@@ -16,10 +15,15 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import SimpleNamespace
 from typing import Final
 
-from starlette.types import Scope, Send
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
+from tinsmith.errors import TinsmithError
+from tinsmith.hook_values import Principal
 from tinsmith.server.limits.bounded_http import connection_of
 from tinsmith.server.limits.counts import TokenBuckets
+from tinsmith.server.limits.edge import Identify, Incoming, closing
 
 REFUSED_AFTER_S: Final = 5.0
 """On average. It differs, or a thousand that were refused together would send again together."""
@@ -56,50 +60,80 @@ Pause = Callable[[float], Awaitable[object]]
 
 
 class Strangers:
-    """One per app."""
+    """One per app. A stranger's request goes on while there is room: its route refuses it, unless it needs no key."""
 
     def __init__(
-        self, *, per_s: float, clock: Callable[[], float] = time.monotonic, pause: Pause = asyncio.sleep
+        self,
+        *,
+        per_s: float,
+        identify: Identify,
+        in_thread: bool = True,
+        has_link: Callable[[str], bool] = lambda _path: False,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Pause = asyncio.sleep,
     ) -> None:
+        """Make it.
+
+        in_thread: whether `identify` may block, as a plugin does that asks elsewhere.
+        has_link: whether a path is a signed download link, which stands for a key.
+        """
         self._per_s = per_s
+        self._identify = identify
+        self._in_thread = in_thread
+        self._has_link = has_link
         self._buckets = TokenBuckets(clock)
         self._pause = pause
         self._known: OrderedDict[bytes, None] = OrderedDict()  # headers of callers that were identified
 
-    def take(self) -> float:
-        """Count a request of a stranger. Return 0, or the seconds after which there is room for one."""
-        return self._buckets.take("", per_s=self._per_s)
+    async def admit(self, request: Incoming) -> Response | None:
+        request.caller = await self._caller(request.scope)
+        if request.caller is not None or self._has_link(request.path):
+            return None
+        return await self.take(request)
 
-    async def refuse(self, wait_s: float, scope: Scope, send: Send) -> None:
-        """Answer late, without reading the body, and close the connection if there may be one."""
-        scope["route"] = _ROUTE
-        if (connection := connection_of(scope)) is not None:
+    async def take(self, request: Incoming) -> Response | None:
+        """Count a request of a stranger. If there is no room for it, return a late refusal."""
+        wait_s = self._buckets.take("", per_s=self._per_s)
+        if wait_s == 0:
+            return None
+        request.scope["route"] = _ROUTE
+        if (connection := connection_of(request.scope)) is not None:
             connection.delays()
         await self._pause(spread(REFUSED_AFTER_S))
         detail = (
             f"callers without a valid API key send more than {self._per_s:g} requests per second together, which is "
             "their limit (server.limits.keyless_requests_per_s); send a key, or try again later"
         )
-        headers = [(b"content-type", b"application/json"), (b"retry-after", b"%d" % max(1, math.ceil(wait_s)))]
-        if scope["method"] not in ("GET", "HEAD"):
-            headers.append((b"connection", b"close"))
-        body = json.dumps({"detail": detail}).encode()
-        headers.append((b"content-length", b"%d" % len(body)))
-        await send({"type": "http.response.start", "status": 429, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        answer = JSONResponse({"detail": detail}, 429, {"retry-after": str(max(1, math.ceil(wait_s)))})
+        return answer if request.scope["method"] in ("GET", "HEAD") else closing(answer)
 
-    # While strangers come too fast, plugins are asked about none but those who were known before ---------------------
+    async def _caller(self, scope: Scope) -> Principal | None:
+        """Return who sent a request; None if that is unknown, or is not asked.
 
-    def refuses_unasked(self, scope: Scope) -> float:
-        """Return 0, or the seconds after which it may be asked who sent a request."""
-        if _fingerprint(scope["headers"]) in self._known:
-            return 0.0
-        return self._buckets.wait("", per_s=self._per_s)
+        While strangers come too fast, plugins are asked about none but those who were known before.
+        """
+        if not self._in_thread:
+            found = self._identified(scope)
+        else:
+            headers = _fingerprint(scope["headers"])
+            if headers not in self._known and self._buckets.wait("", per_s=self._per_s) > 0:
+                return None
+            found = await run_in_threadpool(self._identified, scope)
+            if found is not None:
+                self._note_known(headers)
+        if found is not None and (connection := connection_of(scope)) is not None:
+            connection.is_known = True
+        return found
 
-    def note_known(self, scope: Scope) -> None:
-        fingerprint = _fingerprint(scope["headers"])
-        self._known[fingerprint] = None
-        self._known.move_to_end(fingerprint)
+    def _identified(self, scope: Scope) -> Principal | None:
+        try:
+            return self._identify(scope)
+        except TinsmithError:
+            return None
+
+    def _note_known(self, headers: bytes) -> None:
+        self._known[headers] = None
+        self._known.move_to_end(headers)
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
 
