@@ -5,7 +5,8 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from tinsmith.server.limits.edge import Edge, Rates
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.limits.strangers import Strangers
 from tinsmith.settings import QuotaSettings
+from tinsmith.store import RequestStore
 
 POLL, OTHER = "/api/v1/retrieve_future", "/api/v1/asample"
 
@@ -52,7 +54,7 @@ def limited(service: Service, strangers: Strangers) -> Edge:
 @pytest.fixture
 def service() -> Service:
     settings = QuotaSettings.model_validate({"long_polls": 2, "tenants": {"small": {"requests_in_progress": 1}}})
-    return Service(Quotas(cast("Any", None), settings))  # what is tested here needs no store
+    return Service(Quotas(Mock(spec=RequestStore), settings))  # what is tested here asks no store
 
 
 @pytest.fixture

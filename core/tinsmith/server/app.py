@@ -4,8 +4,6 @@ from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
-from starlette.datastructures import Headers
-from starlette.types import Scope
 
 from tinsmith.errors import ConfigError, PluginError
 from tinsmith.figures import Figures
@@ -13,8 +11,8 @@ from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server import error_answers
-from tinsmith.server.api_keys import ApiKeys, KeyTokens, credential_of
-from tinsmith.server.auth import identified, identified_by
+from tinsmith.server.api_keys import ApiKeys, KeyTokens
+from tinsmith.server.auth import identified
 from tinsmith.server.context import API_PREFIX, ServerContext
 from tinsmith.server.descriptions import add_descriptions
 from tinsmith.server.json_routes import JsonRoute
@@ -22,7 +20,7 @@ from tinsmith.server.kept import Engines
 from tinsmith.server.limits.bodies import Bodies, BodyLimits
 from tinsmith.server.limits.body_budget import BodyBudget
 from tinsmith.server.limits.bounded_http import Connections
-from tinsmith.server.limits.edge import Edge, Limit, Rates
+from tinsmith.server.limits.edge import Edge, Identify, Limit, Rates
 from tinsmith.server.limits.gate import Gate, names_of
 from tinsmith.server.limits.probes import Probes
 from tinsmith.server.limits.quotas import Quotas
@@ -89,20 +87,20 @@ async def create_app(
     show_space(context.metrics, settings)
     app.state.context = context
     app.state.connections = Connections(settings.server.limits.connections)
-    routes_context = _routes_context(context)
+    identify = partial(identified, context=context)
+    routes_context = _routes_context(context, identify)
     for router in (*(module.router for module in _ROUTERS), downloads.open_router, service.open_router):
         app.router.routes.extend(router.routes)  # a router that is included hides its routes from a look-up by path
     for router in plugins.routes(settings, routes_context):
-        app.router.routes.extend(plugin_routes(router, routes_context, plugins))
+        app.router.routes.extend(plugin_routes(router, routes_context.is_public, identify))
     add_descriptions(app)
     app.router.routes.insert(0, StaticPaths(app.router.routes))
     error_answers.install(app)
-    bounds, asks_plugins = settings.server.limits, plugins.authenticators() != [api_keys]
-    identify = partial(identified, plugins=plugins) if asks_plugins else partial(_identified_by_key, api_keys)
+    bounds = settings.server.limits
     strangers = Strangers(
         per_s=bounds.keyless_requests_per_s,
         identify=identify,
-        in_thread=asks_plugins,
+        in_thread=context.asks_plugins,
         has_link=lambda path: context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now()),
     )
     limits: tuple[Limit, ...] = (  # each request passes them in this order
@@ -122,14 +120,9 @@ async def create_app(
     return app
 
 
-def _identified_by_key(api_keys: ApiKeys, scope: Scope) -> Principal:
-    """As `identified` where no plugin is asked: calling a hook takes longer than looking a key up."""
-    return identified_by(scope, lambda: api_keys.principal(credential_of(Headers(scope=scope))))
-
-
-def _routes_context(context: ServerContext) -> RoutesContext:
-    def caller(request: Request) -> Principal:
-        return identified(request.scope, context.plugins)
+def _routes_context(context: ServerContext, identify: Identify) -> RoutesContext:
+    def caller(request: Request) -> Principal:  # a dependency, of which FastAPI reads the types
+        return identify(request.scope)
 
     return RoutesContext(
         store=context.store,

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -25,7 +25,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.storage_health import StorageHealth
 from tinsmith.settings import Settings
-from tinsmith.store import PendingWork, RequestStore, SamplingSessionRecord
+from tinsmith.store import OperationRecord, PendingWork, RequestStore, SamplingSessionRecord, SessionRecord
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference, cached_model
 
 API_PREFIX = "/api/v1"
@@ -59,26 +59,20 @@ class ServerContext:
     runs: Known[KnownRun] = field(init=False)
     samplers: Known[SamplingSessionRecord] = field(init=False)
     requests: Known[KnownOwner] = field(init=False)
-    _asks_plugins: bool = field(init=False)
+    asks_plugins: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.backlog = backlog_of(self.store)
         self.hearing = Hearing(unnoticed_s=self.settings.server.session_timeout_s / _UNNOTICED)
         self.storage = StorageHealth(self.store, self.quotas.disk)
-        self.sessions = Known(self._session)
+        self.sessions = Known(lambda name: _owner_of(self.store.get_session(name)))
         self.runs = Known(self._run)
         self.samplers = Known(self.store.get_sampling_session)
-        self.requests = Known(self._request)
-        self._asks_plugins = self.plugins.authenticators() != [self.api_keys]
-
-    async def _session(self, session_id: str) -> KnownOwner:
-        return KnownOwner((await self.store.get_session(session_id)).tenant)
+        self.requests = Known(lambda name: _owner_of(self.store.get_operation(name)))
+        self.asks_plugins = self.plugins.authenticators() != [self.api_keys]
 
     async def _run(self, model_id: str) -> KnownRun:
         return KnownRun.of(await self.store.get_run(model_id))
-
-    async def _request(self, request_id: str) -> KnownOwner:
-        return KnownOwner((await self.store.get_operation(request_id)).tenant)
 
     def is_operator(self, caller: Principal | None) -> bool:
         """Return whether a caller may read what operators read: causes of failures, with paths and lines of logs.
@@ -87,7 +81,7 @@ class ServerContext:
         """
         if caller is not None and caller.admin:
             return True
-        return self.api_keys.accept_anybody and not self._asks_plugins
+        return self.api_keys.accept_anybody and not self.asks_plugins
 
     @property
     def checkpoint_root(self) -> Path:
@@ -104,6 +98,10 @@ class ServerContext:
 
     def now(self) -> datetime:
         return datetime.now(UTC)
+
+
+async def _owner_of(found: Awaitable[SessionRecord | OperationRecord]) -> KnownOwner:
+    return KnownOwner((await found).tenant)
 
 
 def context_of(request: Request) -> ServerContext:

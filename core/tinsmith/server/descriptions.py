@@ -3,7 +3,7 @@
 Nothing is loaded from other hosts: Swagger UI comes from a package.
 """
 
-import asyncio
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,7 @@ from fastapi.responses import FileResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
+from tinsmith.server.kept import Reading
 from tinsmith.server.plugin_routes import Branch
 
 OPENAPI: Final = "/openapi.json"
@@ -26,7 +27,7 @@ _ASSETS: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")
 def add_descriptions(app: FastAPI) -> None:
     """Add the routes. The app must have been made without `openapi_url` and `docs_url`."""
     app.openapi = partial(_described, app)  # type: ignore[method-assign]  # FastAPI's way to describe more
-    rendering: dict[str, asyncio.Future[bytes]] = {}
+    description = Reading(partial(run_in_threadpool, _rendered, app), lambda _found, _took_s: math.inf)
     javascript, css, icon = (f"/docs/{name}" for name in _ASSETS)
     docs = get_swagger_ui_html(
         openapi_url=OPENAPI,
@@ -38,9 +39,7 @@ def add_descriptions(app: FastAPI) -> None:
 
     async def describe(request: Request) -> Response:
         del request
-        if "" not in rendering or (rendering[""].done() and rendering[""].exception() is not None):
-            rendering[""] = asyncio.ensure_future(run_in_threadpool(_rendered, app))
-        return Response(await asyncio.shield(rendering[""]), media_type="application/json")
+        return Response(await description.get(), media_type="application/json")
 
     async def show(request: Request) -> Response:
         del request

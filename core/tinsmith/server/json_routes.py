@@ -16,7 +16,7 @@ from tinsmith.errors import UserError
 from tinsmith.protocol import bounds
 from tinsmith.protocol.answers import JSON
 from tinsmith.protocol.unknown_fields import UnknownFieldError, is_exact, validated
-from tinsmith.server.auth import authenticated, caller_of
+from tinsmith.server.auth import caller_of, identified
 from tinsmith.server.context import context_of
 from tinsmith.server.error_answers import MediaTypeError
 from tinsmith.server.limits.body_budget import lease_of
@@ -54,7 +54,7 @@ async def _refuse_other_types(request: Request) -> None:
     if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
         return
     if await request.body():
-        authenticated(request, context_of(request))  # a wrong key is the first thing to report
+        identified(request.scope, context_of(request))  # a wrong key is the first thing to report
         found = f"the content-type {given[:100]!r} is not offered" if given else "the body has no content-type"
         msg = f"{found}; send {JSON!r}"
         raise MediaTypeError(msg, offered=JSON)
@@ -103,7 +103,7 @@ class JsonRoute(APIRoute):
                     await _refuse_other_types(request)
                 return await handle(request)
             except _RefusedError as refused:
-                authenticated(request, context_of(request))  # a wrong key is the first thing to report
+                identified(request.scope, context_of(request))  # a wrong key is the first thing to report
                 _count(request, refused.error)
                 raise refused.error from refused
             except UserError as error:

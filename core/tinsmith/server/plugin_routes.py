@@ -14,27 +14,28 @@ from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.errors import AuthenticationError
-from tinsmith.hook_values import RoutesContext
-from tinsmith.plugins.loading import Plugins
-from tinsmith.server.auth import identified
+from tinsmith.server.limits.edge import Identify
 
 _POLICY_VIOLATION = 1008
 
 # Any: a route, or what FastAPI 0.137 and later have for one of a router that another one includes: a RouteContext.
 RouteLike = Any
+IsPublic = Callable[[object], bool]
+"""Takes an endpoint."""
+
 _NONE: Final[tuple[Match, Scope]] = (Match.NONE, {})
 
 
-def plugin_routes(router: APIRouter, context: RoutesContext, plugins: Plugins) -> Iterator[BaseRoute]:
+def plugin_routes(router: APIRouter, is_public: IsPublic, identify: Identify) -> Iterator[BaseRoute]:
     """Return the router's routes, of which each is open or closed. The router itself stays as it is."""
     for route in router.routes:
         if not isinstance(route, Route | WebSocketRoute):
-            yield Branch(route, context.is_public, plugins)
-        elif context.is_public(route.endpoint):
+            yield Branch(route, is_public, identify)
+        elif is_public(route.endpoint):
             yield route
         else:
             closed = copy(route)
-            closed.app = _Closed(route.app, plugins)
+            closed.app = _Closed(route.app, identify)
             yield closed
 
 
@@ -45,10 +46,10 @@ class Branch(BaseRoute):
     router is behind it: it would look for frontends there by itself, and serve them to everybody.
     """
 
-    def __init__(self, route: BaseRoute, is_public: Callable[[object], bool], plugins: Plugins) -> None:
+    def __init__(self, route: BaseRoute, is_public: IsPublic, identify: Identify) -> None:
         self._route = route
         self._is_public = is_public
-        self._closed = _Closed(route.handle, plugins)
+        self._closed = _Closed(route.handle, identify)
 
     def routes(self) -> Sequence[RouteLike]:
         """Return the routes to single endpoints, with their whole paths."""
@@ -72,13 +73,13 @@ class Branch(BaseRoute):
 class _Closed:
     """ASGI app that asks who sent a request before the route does anything."""
 
-    def __init__(self, app: ASGIApp, plugins: Plugins) -> None:
+    def __init__(self, app: ASGIApp, identify: Identify) -> None:
         self._app = app
-        self._plugins = plugins
+        self._identify = identify
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_in_threadpool(identified, scope, self._plugins)
+            await run_in_threadpool(self._identify, scope)
         except AuthenticationError:
             if scope["type"] != "websocket":
                 raise

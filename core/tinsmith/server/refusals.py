@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 
 from tinsmith.errors import CapacityError, NotFoundError, UserError
 from tinsmith.protocol.proto_scan import address_of, asks_forward_only
-from tinsmith.server.auth import authenticated, own_known_run
+from tinsmith.server.auth import identified, own_known_run
 from tinsmith.server.context import API_PREFIX, context_of
 from tinsmith.server.error_answers import validation_detail
 from tinsmith.server.json_routes import Handler, JsonRoute
@@ -61,7 +61,7 @@ async def record_refusal(request: Request, body: bytes, message: str) -> Respons
     model_id, seq_id = address
     context = context_of(request)
     try:
-        run = await own_known_run(context, authenticated(request, context), model_id)
+        run = await own_known_run(context, identified(request.scope, context), model_id)
     except NotFoundError:
         return None
     if kind == "forward_backward" and asks_forward_only(body):

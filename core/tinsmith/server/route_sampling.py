@@ -6,7 +6,6 @@ other: if it is not used, or if this server stops. In it is a sampling session f
 
 import asyncio
 import itertools
-import secrets
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -15,17 +14,20 @@ from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 from weakref import WeakValueDictionary
 
-from tinsmith.errors import CapacityError, RevokedError, ServerError, StoreFullError, UserError
+from tinsmith.errors import CapacityError, RevokedError, ServerError, UserError
 from tinsmith.hook_values import Principal, RouteSampling
 from tinsmith.operations import Failed, Result, Sample, SampleOutput
+from tinsmith.protocol import wire
 from tinsmith.server.auth import usable_sampler
 from tinsmith.server.context import ServerContext
 from tinsmith.server.results import as_told, finished_result
+from tinsmith.server.routes.sessions import hear, open_session
 from tinsmith.server.sampling_sessions import open_sampling_session
 from tinsmith.server.submitting import submit_sample
 from tinsmith.stopping import unless_stopped
-from tinsmith.store import DrawnTokens, OperationRecord, SamplingSessionRecord, SessionRecord
+from tinsmith.store import DrawnTokens, OperationRecord, SamplingSessionRecord
 
+_SESSION: Final = wire.CreateSessionRequest(display_name="routes of plugins")
 _HEARTBEAT_S: Final = 10.0  # as clients send them
 _MOST_TENANTS: Final = 10_000
 _MOST_MODELS: Final = 1000  # of one tenant; the sampling session of another one is opened again
@@ -108,12 +110,7 @@ class TenantSampling(RouteSampling):
         self, caller: Principal, sampler: SamplingSessionRecord, seq_id: int, whole: Sample
     ) -> SampleOutput:
         request_id = await submit_sample(
-            self._context,
-            caller,
-            sampler,
-            seq_id,
-            lambda: whole,
-            body_bytes=whole.prompt_P.nbytes,
+            self._context, sampler, seq_id, lambda: whole, body_bytes=whole.prompt_P.nbytes
         )
         finished = None
         try:
@@ -144,41 +141,21 @@ class TenantSampling(RouteSampling):
         """Return the tenant's session, a new one if there is none, or if it has ended."""
         tenant = self._tenants.pop(caller.tenant, None)
         if tenant is None or not await self._is_alive(tenant):
-            tenant = _Tenant(await self._new_session(caller), time.monotonic())
+            session = await open_session(self._context, caller, _SESSION)
+            tenant = _Tenant(session.session_id, time.monotonic())
         self._tenants[caller.tenant] = tenant
         if len(self._tenants) > _MOST_TENANTS:
             self._tenants.popitem(last=False)
         return tenant
-
-    async def _new_session(self, caller: Principal) -> str:
-        context, now = self._context, self._context.now()
-        await context.quotas.admit_session(caller.tenant)
-        session = SessionRecord(
-            session_id=secrets.token_hex(16),
-            tenant=caller.tenant,
-            created_at=now,
-            last_seen_at=now,
-            display_name="routes of plugins",
-            heard_by=context.server_id,
-        )
-        return (await context.store.create_session(session, idempotency_key=None)).session_id
 
     async def _is_alive(self, tenant: _Tenant) -> bool:
         now_s = time.monotonic()
         if now_s - tenant.heard_s < _HEARTBEAT_S:
             session = await self._context.store.get_session(tenant.session_id)
         else:
-            session = await self._hear(tenant.session_id)
+            session = await hear(self._context, tenant.session_id)
             tenant.heard_s = now_s
         return session.ended is None
-
-    async def _hear(self, session_id: str) -> SessionRecord:
-        context = self._context
-        try:
-            with context.hearing.recording():
-                return await context.store.hear_session(session_id, context.now(), server_id=context.server_id)
-        except StoreFullError:  # silence does not count from now on, so the session lives without a record of this
-            return await context.store.get_session(session_id)
 
     async def _is_usable(self, caller: Principal, sampler: SamplingSessionRecord) -> bool:
         try:
@@ -196,7 +173,7 @@ class TenantSampling(RouteSampling):
                 raise StoppingError(msg)
             if found.state.is_finished:
                 return found
-            await self._hear(session_id)
+            await hear(self._context, session_id)
 
     def _cancel(self, request_id: str) -> None:
         """In a task of its own: the caller may be cancelled, and again at whatever it waits for."""

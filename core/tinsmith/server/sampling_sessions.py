@@ -6,7 +6,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate
 from tinsmith.server.auth import readable_checkpoint
 from tinsmith.server.context import ServerContext
-from tinsmith.store import CheckpointRecord, SamplingSessionRecord
+from tinsmith.store import SamplingSessionRecord
 from tinsmith.store.refusals import taken
 
 
@@ -28,7 +28,7 @@ async def open_sampling_session(
     if path is None and base_model is None:
         msg = "base_model and model_path are both missing; send one of them"
         raise UserError(msg)
-    checkpoint = None if path is None else await _fitting_checkpoint(context, caller, path, base_model)
+    checkpoint = None if path is None else await readable_checkpoint(context, caller, str(path), base_model=base_model)
     name = base_model or "" if checkpoint is None else checkpoint.base_model
     context.settings.model(name)  # raises UserError if it is not served
     wanted = SamplingSessionRecord(
@@ -61,17 +61,6 @@ async def _admit(context: ServerContext, wanted: SamplingSessionRecord) -> None:
         else:
             return
         raise
-
-
-async def _fitting_checkpoint(
-    context: ServerContext, caller: Principal, path: TinkerPath, base_model: str | None
-) -> CheckpointRecord:
-    """Return the checkpoint, if it is of this base model. Raises UserError otherwise."""
-    checkpoint = await readable_checkpoint(context, caller, str(path))
-    if base_model not in {None, checkpoint.base_model}:
-        msg = f"base_model {base_model!r} does not match {str(path)!r}, a checkpoint of {checkpoint.base_model!r}"
-        raise UserError(msg)
-    return checkpoint
 
 
 def _refuse_other_content(first: SamplingSessionRecord, wanted: SamplingSessionRecord) -> None:

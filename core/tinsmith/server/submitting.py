@@ -15,7 +15,6 @@ from tinsmith import operations as ops
 from tinsmith.checks import check_operation
 from tinsmith.errors import UserError
 from tinsmith.failpoints import durable_boundary
-from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
 from tinsmith.server.kept import KnownOwner, KnownRun
@@ -178,17 +177,31 @@ async def _submit(context: ServerContext, run: KnownRun, operation: NewOperation
 def new_training_operation(
     run: KnownRun, seq_id: int, operation: ops.TrainingOperation, *, refused: ops.Failed | None = None
 ) -> NewOperation:
+    num_tokens = operation.num_tokens if isinstance(operation, ops.ForwardBackward) else 0
+    return _new(operation, run, run.model_id, seq_id, ordered=True, num_tokens=num_tokens, refused=refused)
+
+
+def _new(
+    operation: ops.Operation,
+    owner: KnownRun | SamplingSessionRecord,
+    subject_id: str,
+    seq_id: int,
+    *,
+    ordered: bool,
+    num_tokens: int,
+    refused: ops.Failed | None = None,
+) -> NewOperation:
     return NewOperation(
-        base_model=run.base_model,
+        base_model=owner.base_model,
         kind=kind_of(operation),
-        tenant=run.tenant,
-        session_id=run.session_id,
-        subject_id=run.model_id,
+        tenant=owner.tenant,
+        session_id=owner.session_id,
+        subject_id=subject_id,
         seq_id=seq_id,
-        ordered=True,
+        ordered=ordered,
         payload=b"" if refused is not None else encode_operation(operation),
         digest=translate.digest(operation),
-        num_tokens=operation.num_tokens if isinstance(operation, ops.ForwardBackward) else 0,
+        num_tokens=num_tokens,
         num_bytes=decoded_bytes(operation),
         refused=refused,
     )
@@ -196,20 +209,19 @@ def new_training_operation(
 
 async def submit_sample(
     context: ServerContext,
-    caller: Principal,
     sampler: SamplingSessionRecord,
     seq_id: int,
     decode: Callable[[], ops.Sample],
     *,
     body_bytes: int,
 ) -> str:
-    """Submit a sample of the caller's sampling session, and return its request_id. Raises UserError if it is refused.
+    """Submit a sample of a sampling session, and return its request_id. Raises UserError if it is refused.
 
     As with `submit_decoded`, the operation exists only while it is decoded, checked and encoded.
     """
     capabilities = await context.engines.capabilities(sampler.base_model)
-    prepare = partial(_prepared_sample, context, caller, sampler, seq_id, decode, capabilities)
-    new = await context.heavy.run(caller.tenant, body_bytes, prepare)
+    prepare = partial(_prepared_sample, context, sampler, seq_id, decode, capabilities)
+    new = await context.heavy.run(sampler.tenant, body_bytes, prepare)
     await context.quotas.admit_sample(new)
     request_id = await context.store.submit(new)
     accepted(context, new, request_id)
@@ -218,7 +230,6 @@ async def submit_sample(
 
 def _prepared_sample(
     context: ServerContext,
-    caller: Principal,
     sampler: SamplingSessionRecord,
     seq_id: int,
     decode: Callable[[], ops.Sample],
@@ -228,29 +239,10 @@ def _prepared_sample(
     if capabilities is not None:
         check_operation(operation, capabilities, context.losses)
     refuse_unstorable(operation, context.store.max_value_bytes)
-    new = new_sample(
-        operation, base_model=sampler.base_model, caller=caller, session_id=sampler.session_id, seq_id=seq_id
-    )
+    num_tokens = len(operation.prompt_P) + operation.num_samples * operation.params.max_tokens
+    new = _new(operation, sampler, operation.sampling_session_id, seq_id, ordered=False, num_tokens=num_tokens)
     refuse_large_payload(new.payload, context.store.max_value_bytes)
     return new
-
-
-def new_sample(
-    operation: ops.Sample, *, base_model: str, caller: Principal, session_id: str, seq_id: int
-) -> NewOperation:
-    return NewOperation(
-        base_model=base_model,
-        kind=kind_of(operation),
-        tenant=caller.tenant,
-        session_id=session_id,
-        subject_id=operation.sampling_session_id,
-        seq_id=seq_id,
-        ordered=False,
-        payload=encode_operation(operation),
-        digest=translate.digest(operation),
-        num_tokens=len(operation.prompt_P) + operation.num_samples * operation.params.max_tokens,
-        num_bytes=decoded_bytes(operation),
-    )
 
 
 def accepted(context: ServerContext, operation: NewOperation, request_id: str) -> None:

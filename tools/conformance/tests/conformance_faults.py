@@ -343,8 +343,8 @@ FAULTS = {
     ),
     "idempotency keys are ignored": Fault(
         f"{_ROUTES}.sessions",
-        "idempotency_key=x_idempotency_key,",
-        "idempotency_key=None,",
+        "idempotency_key=x_idempotency_key)",
+        "idempotency_key=None)",
         "A session is made once for an idempotency key",
     ),
     "other content under a number is not seen": Fault(
@@ -368,8 +368,8 @@ FAULTS = {
     ),
     "every checkpoint is public": Fault(
         "tinsmith.server.auth",
-        "return record if record.public else",
-        "return record if True else",
+        "found = record if record.public else",
+        "found = record if True else",
         "Nobody can read about another's weights",
     ),
     "publishing does nothing": Fault(

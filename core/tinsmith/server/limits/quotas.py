@@ -7,7 +7,7 @@ behind it must not wait for that.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -43,9 +43,9 @@ class Quotas:
         self._buckets = TokenBuckets(clock)
         self._in_progress: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._pending = Tallies(self._read_pending, clock)
-        self._models = Tallies(self._read_models, clock)
-        self._sessions = Tallies(self._read_sessions, clock)
-        self._samplers = Tallies(self._read_samplers, clock)
+        self._models = Tallies(_one("live_models", store.count_live_models), clock)
+        self._sessions = Tallies(_one("sessions", store.count_live_sessions), clock)
+        self._samplers = Tallies(_one("sampling_sessions", store.count_open_sampling_sessions), clock)
         self._kept = Tallies(self._read_kept, clock)
 
     def admit_request(self, tenant: str, key_id: Callable[[], str | None]) -> None:
@@ -159,15 +159,6 @@ class Quotas:
     async def _read_pending(self, tenant: str) -> Counter[str]:
         return _by_setting(await self._store.pending(tenant))
 
-    async def _read_models(self, tenant: str) -> Counter[str]:
-        return Counter(live_models=await self._store.count_live_models(tenant))
-
-    async def _read_sessions(self, tenant: str) -> Counter[str]:
-        return Counter(sessions=await self._store.count_live_sessions(tenant))
-
-    async def _read_samplers(self, tenant: str) -> Counter[str]:
-        return Counter(sampling_sessions=await self._store.count_open_sampling_sessions(tenant))
-
     async def _read_kept(self, tenant: str) -> Counter[str]:
         kept = await self._store.kept_checkpoints(tenant)
         return Counter(checkpoints=kept.number, stored_bytes=kept.num_bytes)
@@ -193,6 +184,13 @@ def _too_much(setting: str, limit: int, remedy: str) -> str:
         f"at most {limit} {_WHAT[setting]} for one tenant (quotas.{setting}), and you have reached that; {remedy}, or "
         "ask the operator to raise the limit"
     )
+
+
+def _one(setting: str, count: Callable[[str], Awaitable[int]]) -> Callable[[str], Awaitable[Counter[str]]]:
+    async def read(tenant: str) -> Counter[str]:
+        return Counter({setting: await count(tenant)})
+
+    return read
 
 
 def _by_setting(pending: PendingCounts) -> Counter[str]:

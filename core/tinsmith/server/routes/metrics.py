@@ -16,6 +16,7 @@ from tinsmith.protocol import wire
 from tinsmith.server.auth import AccessScope, Caller, Viewer, own_run, readable_run, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.routes.sessions import Limit, Offset
 from tinsmith.server.run_views import Step, finite, joined, list_summaries, read_measured, series_of
 from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord
 from tinsmith.store.metrics import MOST_NAMES
@@ -38,8 +39,8 @@ _STREAM_S: Final = 60.0  # then the reader asks again, and its key is checked ag
 async def list_runs(
     caller: Viewer,
     context: Context,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+    limit: Limit = 100,
+    offset: Offset = 0,
     access_scope: AccessScope = "accessible",
 ) -> wire.RunSummaries:
     """List runs, newest first: those of the caller, or of all tenants for an administrator.

@@ -26,15 +26,13 @@ from tinsmith.server.auth import (
 )
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
-from tinsmith.server.routes.sessions import runs_of
+from tinsmith.server.routes.sessions import Limit, Offset, runs_of
 from tinsmith.store import CheckpointKind, CheckpointRecord, RunRecord, RunState
 
 router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"], route_class=JsonRoute)
 
 _PAGE = 500
 _MOST_CHECKPOINTS: Final = 10_000
-Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
 
 @router.get("/training_runs", response_model_exclude_none=True)

@@ -77,6 +77,6 @@ async def asample(request: Request, body: wire.SampleRequest, caller: Caller, co
         max_context_tokens=None if capabilities is None else capabilities.trainer.max_context_tokens,
         stand_in=context.stand_in,
     )
-    request_id = await submit_sample(context, caller, sampler, body.seq_id, decode, body_bytes=body.num_bytes)
+    request_id = await submit_sample(context, sampler, body.seq_id, decode, body_bytes=body.num_bytes)
     sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
     return wire.Submitted(request_id=request_id, sample_sequence_ids=sequences)

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import stable_reinforce, translate, wire
-from tinsmith.server.auth import Caller, authenticated
+from tinsmith.server.auth import Caller, identified
 from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import last_failure, with_causes
@@ -122,7 +122,7 @@ async def readyz(request: Request, context: Context) -> Response:
     """
     records = await context.engines.records()
     try:
-        caller = authenticated(request, context)
+        caller = identified(request.scope, context)
     except UserError:
         caller = None
     operator = context.is_operator(caller)

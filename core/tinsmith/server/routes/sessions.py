@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tinsmith.errors import ServerError, StoreFullError, UserError
+from tinsmith.hook_values import Principal
 from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_known_session, own_session, readable_session, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
@@ -17,6 +18,8 @@ from tinsmith.store import RunRecord, SessionRecord
 router = APIRouter(prefix=API_PREFIX, tags=["sessions"], route_class=JsonRoute)
 
 _PAGE = 500
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
 
 class SessionEndedError(ServerError):
@@ -32,23 +35,7 @@ async def create_session(
     context: Context,
     x_idempotency_key: Annotated[str | None, Header(max_length=bounds.MAX_NAME_CHARS)] = None,
 ) -> wire.SessionCreated:
-    await context.quotas.admit_session(caller.tenant)
-    now = context.now()
-    session = await context.store.create_session(
-        SessionRecord(
-            session_id=secrets.token_hex(16),
-            tenant=caller.tenant,
-            created_at=now,
-            last_seen_at=now,
-            tags=tuple(body.tags),
-            user_metadata=body.user_metadata or None,
-            sdk_version=body.sdk_version,
-            project_id=body.project_id,
-            display_name=body.display_name,
-            heard_by=context.server_id,
-        ),
-        idempotency_key=x_idempotency_key,
-    )
+    session = await open_session(context, caller, body, idempotency_key=x_idempotency_key)
     warning, error = session_messages(
         [model.name for model in context.settings.models],
         await context.engines.records(),
@@ -60,12 +47,7 @@ async def create_session(
 
 
 async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: Context) -> wire.SessionHeartbeat:
-    try:
-        with context.hearing.recording():
-            await own_known_session(context, caller, body.session_id)
-            session = await context.store.hear_session(body.session_id, context.now(), server_id=context.server_id)
-    except StoreFullError:  # silence does not count from now on, so the session lives without a record of this
-        session = await context.store.get_session(body.session_id)
+    session = await hear(context, body.session_id, caller)
     if session.ended is not None:
         msg = f"session {body.session_id!r} has ended ({session.ended}); create a new one"
         raise SessionEndedError(msg)
@@ -90,8 +72,8 @@ async def finish_session(
 async def list_sessions(
     caller: Caller,
     context: Context,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+    limit: Limit = 20,
+    offset: Offset = 0,
     access_scope: AccessScope = "owned",
 ) -> wire.SessionList:
     sessions = await context.store.list_sessions(visible_tenant(caller, access_scope), limit=limit, offset=offset)
@@ -133,6 +115,38 @@ async def move_session(session_id: str, body: wire.ProjectRequest, caller: Calle
 async def export_trace(session_id: str, caller: Caller, context: Context) -> wire.TraceExport:
     await readable_session(context, caller, session_id)
     return wire.TraceExport(status="failed", error="this server records no traces")
+
+
+async def open_session(
+    context: ServerContext, caller: Principal, body: wire.CreateSessionRequest, *, idempotency_key: str | None = None
+) -> SessionRecord:
+    """Raises CapacityError if the tenant has too many."""
+    await context.quotas.admit_session(caller.tenant)
+    now = context.now()
+    session = SessionRecord(
+        session_id=secrets.token_hex(16),
+        tenant=caller.tenant,
+        created_at=now,
+        last_seen_at=now,
+        tags=tuple(body.tags),
+        user_metadata=body.user_metadata or None,
+        sdk_version=body.sdk_version,
+        project_id=body.project_id,
+        display_name=body.display_name,
+        heard_by=context.server_id,
+    )
+    return await context.store.create_session(session, idempotency_key=idempotency_key)
+
+
+async def hear(context: ServerContext, session_id: str, caller: Principal | None = None) -> SessionRecord:
+    """Record a sign of life. Raises NotFoundError if the session is not the caller's, if there is one."""
+    try:
+        with context.hearing.recording():
+            if caller is not None:
+                await own_known_session(context, caller, session_id)
+            return await context.store.hear_session(session_id, context.now(), server_id=context.server_id)
+    except StoreFullError:  # silence does not count from now on, so the session lives without a record of this
+        return await context.store.get_session(session_id)
 
 
 def refuse_ended(session: SessionRecord) -> None:

@@ -95,10 +95,7 @@ async def _create_from_checkpoint(
     """Create a model with the LoRA settings of the checkpoint, without a create_model request."""
     session = await own_session(context, caller, session_id)
     translate.check_load(body)
-    checkpoint = await readable_checkpoint(context, caller, body.path)
-    if body.base_model not in {None, checkpoint.base_model}:
-        msg = f"base_model {body.base_model!r} does not match {body.path!r}, a checkpoint of {checkpoint.base_model!r}"
-        raise UserError(msg)
+    checkpoint = await readable_checkpoint(context, caller, body.path, base_model=body.base_model)
     operation = ops.CreateModel(
         model_id=translate.model_id(session_id, model_seq_id),
         lora=checkpoint.lora,
