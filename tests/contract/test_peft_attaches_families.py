@@ -44,6 +44,21 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+LATENTS = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+}
 SEES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 LORA = LoraConfig(rank=3, seed=0, alpha=5.0)
 
@@ -56,6 +71,8 @@ LORA = LoraConfig(rank=3, seed=0, alpha=5.0)
         ("Phi3ForCausalLM", SIZES),
         ("Qwen3_5ForCausalLM", HYBRID),
         ("Qwen3_5MoeForCausalLM", EXPERTS),
+        ("Qwen3NextForCausalLM", EXPERTS),
+        ("DeepseekV3ForCausalLM", LATENTS),
         ("GptOssForCausalLM", {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
         ("Qwen3_5ForConditionalGeneration", {"text_config": HYBRID, "vision_config": SEES}),
     ],

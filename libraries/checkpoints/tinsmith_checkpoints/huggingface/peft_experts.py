@@ -9,7 +9,7 @@ those of its language part.
 Legend: E = experts, I = inner size of an expert, H = hidden, r = rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from tinsmith_checkpoints.errors import UserError
 from tinsmith_checkpoints.huggingface import peft_layout
-from tinsmith_checkpoints.huggingface.decoder import EXPERTS
+from tinsmith_checkpoints.huggingface.decoder import EXPERTS, MLP
 from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
 from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
@@ -25,6 +25,7 @@ from tinsmith_checkpoints.values import Array, LoraConfig
 
 _GATE, _UP, _DOWN = (path.rpartition(".")[2] for path in EXPERTS)
 _SUFFIX: Final = ".mlp.experts"
+_LEAVES: Final = tuple(f".{path.rpartition('.')[2]}" for path in MLP)
 _JOINED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -51,7 +52,19 @@ def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> 
     if "text_config" in base:
         renamed = {_in_language_part(name): array for name, array in renamed.items()}
         config["target_modules"] = sorted({peft_layout.parse(name)[0] for name in renamed if not _experts_of(name)})
+    if experts:
+        _take_dense(config, {peft_layout.parse(name)[0] for name in renamed})
     return renamed, config
+
+
+def _take_dense(config: dict[str, Any], modules: Iterable[str]) -> None:
+    """Name the matrices of dense MLPs beside experts as parameters.
+
+    As modules, PEFT takes each `gate_proj`, `up_proj` and `down_proj` for those of experts, and leaves out the others.
+    """
+    dense = {module.partition(".layers.")[2].partition(".")[2] for module in modules if module.endswith(_LEAVES)}
+    config["target_parameters"] += sorted(f"{path}.weight" for path in dense)
+    config["target_modules"] = [name for name in config["target_modules"] if not f".{name}".endswith(_LEAVES)]
 
 
 def _in_language_part(name: str) -> str:
@@ -91,7 +104,7 @@ def _alternate(base_model: str) -> bool:
     if Path(base_model, "config.json").is_file():
         return "GptOssForCausalLM" in (read_model_config(Path(base_model)).get("architectures") or ())
     name = base_model.lower()
-    if "gpt-oss" not in name and "qwen" not in name:
+    if not any(known in name for known in ("gpt-oss", "qwen", "deepseek", "kimi")):
         msg = (
             f"the name of the base model {base_model!r} does not say how its experts are laid out; pass --base-model "
             "with the directory that has its config.json"
