@@ -101,6 +101,37 @@ class TestQwen2Moe(OneCache):
     settings: ClassVar = EXPERTS
 
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+    "original_max_position_embeddings": 64,
+}
+
+
+class TestDeepseekV3(OneCache):
+    """A dense layer before two with experts; frequencies of a longer context, whose factors differ."""
+
+    architecture = "DeepseekV3ForCausalLM"
+    settings: ClassVar = {**LATENTS, "num_hidden_layers": 3, "first_k_dense_replace": 1, "rope_parameters": YARN}
+
+
 class TestGptOss(OneCache):
     """A limit that some gates and ups exceed."""
 
@@ -306,7 +337,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch, module: str, sourc
 def test_a_stranger_adds_a_family_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_config(tmp_path / "model", "StrangerForCausalLM")
     with pytest.raises(
-        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only Gemma2ForCausalLM, "
+        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only DeepseekV3ForCausalLM, "
     ):
         read_config(model)
     install(tmp_path, monkeypatch, "stranger", STRANGER)
@@ -355,6 +386,12 @@ def test_two_families_cannot_describe_one_class(tmp_path: Path) -> None:
         ),
         ("Qwen3_5ForCausalLM", {"layer_types": ["linear_attention"] * 2}, "names no layer that attends"),
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        (
+            "DeepseekV3ForCausalLM",
+            {"scoring_func": "softmax"},
+            "scoring_func is 'softmax', supported is 'sigmoid'",
+        ),
+        ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq is 2, supported is 1"),
     ],
 )
 def test_what_a_description_cannot_say_is_refused(

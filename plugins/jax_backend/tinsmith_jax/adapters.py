@@ -1,15 +1,17 @@
 """LoRA adapters as pytrees: shapes, seeded initial values, canonical (PEFT) names, stacks of adapters, snapshots.
 
 An adapter is {"layers": {module: (A [L, in, r], B [L, r, out])}, "head": (A [H, r], B [r, V])} in float32. Modules are
-q, k, v, o, gate, up, down, those of the gated delta rule, and those of the shared expert where a model has one; L are
-the layers that have the module. r is the adapter's rank padded to its rank class, which depends on that rank alone.
+q, k, v, o, gate, up, down, those of the gated delta rule or of latents, and those of the shared expert where a model
+has one; L are the layers that have the module. Where the first layers have a dense MLP and the others have experts,
+names of the former begin with `dense_`. r is the adapter's rank padded to its rank class, which depends on that rank
+alone.
 Padding and untrained modules are zero in both A and B: they change no output, and their gradient is exactly zero.
 
 Of a model with experts, the factors that face the experts' inner values are each expert's own: B of gate and up is
 [L, E, r, I], A of down is [L, E, I, r]. The experts share the other ones.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -24,21 +26,22 @@ from tinsmith_checkpoints.huggingface import (
     DELTA,
     EXPERTS,
     HEAD,
+    LATENT,
     MLP,
-    SHARED_EXPERT,
     draw_lora_A,
     weight_name,
 )
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.model_config import DENSE, ModelConfig
 
 Adapter = Jax  # a pytree as above, of jax or NumPy arrays
 
 HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), (*ATTENTION, *MLP), strict=True))
 """Where a dense model has each module."""
-_SHARED: Mapping[str, str] = dict(zip(("shared_gate", "shared_up", "shared_down"), SHARED_EXPERT, strict=True))
+_SHARED: Final = ("shared_gate", "shared_up", "shared_down")
+_LATENT: Mapping[str, str] = dict(zip(("q_a", "q_b", "kv_a", "kv_b"), LATENT, strict=True))
 _DELTA: Mapping[str, str] = dict(zip(("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_o"), DELTA, strict=True))
-_ATTENTION = frozenset({"q", "k", "v", "o", *_DELTA})
+_ATTENTION = frozenset({"q", "k", "v", "o", *_LATENT, *_DELTA})
 _COPYING: Final = 4  # threads that copy weights
 
 
@@ -54,6 +57,9 @@ class _Module:
     own: str | None = None
     num_experts: int = 0
 
+    def is_trained(self, trained: Collection[str]) -> bool:
+        return self.name.removeprefix(DENSE) in trained
+
     @property
     def own_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the axes of experts of A and of B."""
@@ -66,20 +72,30 @@ class _Module:
 
 
 def _modules(config: ModelConfig) -> tuple[_Module, ...]:
-    shapes = config.linear_shapes()
-    paths = {**HF_MODULES, **(_DELTA if config.delta is not None else {}), **_SHARED}
+    shapes, experts = config.linear_shapes(), config.experts
+    paths = {**HF_MODULES, **_LATENT, **(_DELTA if config.delta is not None else {})}
+    if experts is not None:
+        paths |= zip(_SHARED, experts.shared_modules, strict=True)
+    there = dict.fromkeys(config.runs, frozenset((*config.plain_modules, *DELTA)))
+    if config.dense_layers:
+        there[DENSE] = frozenset((*config.attention_modules, *MLP))
     plain = [
         _Module(
-            name=name, path=path, size_in=shapes[path][0], size_out=shapes[path][1], layers=config.layers_with(name)
+            name=f"{run}{name}",
+            path=path,
+            size_in=shapes[path][0],
+            size_out=shapes[path][1],
+            layers=config.layers_with(f"{run}{name}"),
         )
+        for run, own in there.items()
         for name, path in paths.items()
-        if path in (*config.plain_modules, *DELTA)
+        if path in own
     ]
-    if config.experts is None:
+    if experts is None:
         return tuple(plain)
-    hidden, inner, number = config.hidden_size, config.experts.intermediate_size, config.experts.num_experts
+    hidden, inner, number = config.hidden_size, experts.intermediate_size, experts.num_experts
     gate, up, down = EXPERTS
-    every = tuple(range(config.num_layers))
+    every = config.layers_with("router")
     return (
         *plain,
         _Module(name="gate", path=gate, size_in=hidden, size_out=inner, layers=every, own="B", num_experts=number),
@@ -123,8 +139,8 @@ class JaxSnapshot(DeviceSnapshot):
 
 
 def trained_modules(lora: LoraConfig) -> frozenset[str]:
-    """Return the names of the modules that the flags select; the output head is "head"."""
-    every = (*HF_MODULES, *_DELTA, *_SHARED)
+    """Return the names of the modules that the flags select, in whichever layers; the output head is "head"."""
+    every = (*HF_MODULES, *_LATENT, *_DELTA, *_SHARED)
     names = {name for name in every if (lora.train_attn if name in _ATTENTION else lora.train_mlp)}
     return frozenset(names | {"head"} if lora.train_unembed else names)
 
@@ -154,7 +170,7 @@ def fresh(lora: LoraConfig, config: ModelConfig, padded_rank: int) -> Adapter:
     adapter = host_zeros(config, padded_rank)
     trained = trained_modules(lora)
     for module in _modules(config):
-        if module.name in trained:
+        if module.is_trained(trained):
             A = adapter["layers"][module.name][0]
             for place in np.ndindex(A.shape[:-2]):  # a layer, or an expert of a layer
                 index, expert = (*place, None)[:2]
@@ -190,7 +206,7 @@ def locations(lora: LoraConfig, config: ModelConfig) -> dict[str, Location]:
     """Return where each trained weight lies, by canonical name."""
     trained, found = trained_modules(lora), dict[str, Location]()
     for module in _modules(config):
-        if module.name in trained:
+        if module.is_trained(trained):
             for index, layer in enumerate(module.layers):
                 found |= _pair_of(f"model.layers.{layer}.{module.path}", module.name, index)
     return found | _pair_of(HEAD, "head", 0) if "head" in trained else found
@@ -224,7 +240,7 @@ class CanonicalAdapter(Mapping[str, Array]):
         self._locations = locations(lora, config)
         self._pairs: dict[str, tuple[Array, Array]] = {}
         for module in _modules(config):
-            if module.name in trained:
+            if module.is_trained(trained):
                 A, B = (module.with_experts(factor) for factor in adapter["layers"][module.name])
                 self._pairs[module.name] = _cut(A, B, rank)
         if "head" in trained:

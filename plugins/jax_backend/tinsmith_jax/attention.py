@@ -7,7 +7,8 @@ a foreign tile contributes nothing, even if it holds NaN. The reverse pass recom
 log-sum-exp (FlashAttention, arXiv 2205.14135). CPUs take one query tile after the other, TPUs use the kernel in
 kernels/splash.py and GPUs that in kernels/flash.py.
 
-Legend: T = tokens, n = tiles, c = TILE, N = kv heads, g = query heads per kv head, H = g * N heads, d = head_dim.
+Legend: T = tokens, n = tiles, c = TILE, N = kv heads, g = query heads per kv head, H = g * N heads, d = head_dim,
+e = size of a value.
 """
 
 from collections.abc import Callable
@@ -48,24 +49,36 @@ PLAIN: Final = Scoring()
 def packed_attention(
     q_THd: Jax,
     k_TNd: Jax,
-    v_TNd: Jax,
+    v_TNe: Jax,
     first_n: Jax,
     kernels: Kernels,
     scoring: Scoring = PLAIN,
 ) -> Jax:
-    """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * d].
+    """Attend within each sequence; `first_n` is the first tile of each tile's sequence. Returns [T, heads * e].
 
-    The kernels for accelerators know plain scores alone.
+    The kernels for accelerators know plain scores alone, and values of the size of keys.
     """
+    value_dim = v_TNe.shape[-1]
+    if kernels.attention != "tile_by_tile" and scoring.is_plain and value_dim != q_THd.shape[-1]:
+        q_THd, k_TNd, v_TNe = _of_one_size(q_THd, k_TNd, v_TNe)
     if not scoring.is_plain:
-        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, scoring)
+        out_THe = _in_tiles(kernels, q_THd, k_TNd, v_TNe, first_n, scoring)
     elif kernels.attention == "splash":
-        out_THd = _in_blocks(kernels, q_THd, k_TNd, v_TNd, first_n)
+        out_THe = _in_blocks(kernels, q_THd, k_TNd, v_TNe, first_n)
     elif kernels.attention == "flash" and q_THd.shape[-1] in _FLASH_SIZES:
-        out_THd = _by_head(partial(flash.attend, interpret=kernels.interpret), q_THd, k_TNd, v_TNd, first_n)
+        out_THe = _by_head(partial(flash.attend, interpret=kernels.interpret), q_THd, k_TNd, v_TNe, first_n)
     else:
-        out_THd = _in_tiles(kernels, q_THd, k_TNd, v_TNd, first_n, PLAIN)
-    return out_THd.reshape(q_THd.shape[0], -1).astype(q_THd.dtype)
+        out_THe = _in_tiles(kernels, q_THd, k_TNd, v_TNe, first_n, PLAIN)
+    return out_THe[..., :value_dim].reshape(q_THd.shape[0], -1).astype(q_THd.dtype)
+
+
+def _of_one_size(q_THd: Jax, k_TNd: Jax, v_TNe: Jax) -> tuple[Jax, Jax, Jax]:
+    """Append zeros, so that queries, keys and values have a size of the kernels', and the scores stay as they are."""
+    d = max(q_THd.shape[-1], v_TNe.shape[-1])
+    size = next((size for size in _FLASH_SIZES if size >= d), d)
+    q_THd = (q_THd.astype(jnp.float32) * (size / q_THd.shape[-1]) ** 0.5).astype(q_THd.dtype)
+    q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, size - x.shape[-1])]) for x in (q_THd, k_TNd, v_TNe))
+    return q, k, v
 
 
 def _by_head(attend: Callable[..., Jax], q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax) -> Jax:
@@ -75,18 +88,18 @@ def _by_head(attend: Callable[..., Jax], q_THd: Jax, k_TNd: Jax, v_TNd: Jax, fir
     return attend(q, k, v, first_n).transpose(1, 0, 2)
 
 
-def _in_tiles(kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax, scoring: Scoring) -> Jax:
+def _in_tiles(kernels: Kernels, q_THd: Jax, k_TNd: Jax, v_TNe: Jax, first_n: Jax, scoring: Scoring) -> Jax:
     window = None if scoring.window is None else jnp.asarray(scoring.window, jnp.int32)
     sinks_H = scoring.sinks_H
     T, num_heads, d = q_THd.shape
     num_kv = k_TNd.shape[1]
     n, group = T // TILE, num_heads // num_kv
     q = q_THd.reshape(n, TILE, num_kv, group, d).transpose(0, 2, 3, 1, 4).reshape(n, num_kv, group * TILE, d)
-    k, v = (x.reshape(n, TILE, num_kv, d).transpose(0, 2, 1, 3) for x in (k_TNd, v_TNd))
+    k, v = (x.reshape(n, TILE, num_kv, -1).transpose(0, 2, 1, 3) for x in (k_TNd, v_TNe))
     attend = _attend_by_tile if kernels.attention == "tile_by_tile" else _attend
     sinks = None if sinks_H is None else jnp.repeat(sinks_H.astype(jnp.float32).reshape(num_kv, group), TILE, axis=1)
     out = attend(q, k, v, first_n, window, sinks, scoring.cap)
-    return out.reshape(n, num_kv, group, TILE, d).transpose(0, 3, 1, 2, 4)
+    return out.reshape(n, num_kv, group, TILE, -1).transpose(0, 3, 1, 2, 4).reshape(T, num_heads, -1)
 
 
 # Kernels whose blocks hold several sequences --------------------------------------------------------------------------
@@ -150,8 +163,8 @@ def _attend(
 def _attend_forward(
     q: Jax, k: Jax, v: Jax, first_n: Jax, window: Jax | None, sinks: Jax | None, cap: float | None
 ) -> tuple[Jax, Jax]:
-    """Map q [n, N, g * c, d] and k, v [n, N, c, d] to float32 [n, N, g * c, d]."""
-    n, _, rows, d = q.shape
+    """Map q [n, N, g * c, d], k [n, N, c, d] and v [n, N, c, e] to float32 [n, N, g * c, e]."""
+    n, _, rows, _ = q.shape
     k_padded, v_padded = _pad_front(k), _pad_front(v)
 
     def step(j: Jax, carry: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax, Jax]:
@@ -166,7 +179,7 @@ def _attend_forward(
         out = out * shrink[..., None] + _dot("nhqk,nhkd->nhqd", p.astype(q.dtype), v_j)
         return new_high, total, out
 
-    start = (*_before_keys(q.shape[:3], sinks), jnp.zeros((*q.shape[:3], d), jnp.float32))
+    start = (*_before_keys(q.shape[:3], sinks), jnp.zeros((*q.shape[:3], v.shape[-1]), jnp.float32))
     high, total, out = jax.lax.fori_loop(0, _in_window(_num_steps(first_n), window), step, start)
     out = out / total[..., None]
     return out, (q, k, v, first_n, window, out, high + jnp.log(total))
@@ -193,8 +206,7 @@ def _attend_backward(cap: float | None, saved: Jax, d_out: Jax) -> tuple[Jax, Ja
         d_v = _add_shifted(d_v, jnp.where(same, _dot("nhqk,nhqd->nhkd", p.astype(dtype), d_out), 0), j, n)
         return d_q, d_k, d_v
 
-    zeros = jnp.zeros(k_padded.shape, jnp.float32)
-    start = (jnp.zeros(q.shape, jnp.float32), zeros, zeros)
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k_padded, v_padded))
     d_q, d_k, d_v = jax.lax.fori_loop(0, _in_window(_num_steps(first_n), window), step, start)
     return d_q.astype(dtype), d_k[n:].astype(dtype), d_v[n:].astype(dtype), None, None, None
 
@@ -291,7 +303,7 @@ def _by_tile_forward(
             out = out * shrink[..., None] + _dot("hqk,hkd->hqd", p.astype(q_i.dtype), v[i - j])
             return new_high, total, out
 
-        start = (*_before_keys(q_i.shape[:2], sinks), jnp.zeros(q_i.shape, jnp.float32))
+        start = (*_before_keys(q_i.shape[:2], sinks), jnp.zeros((*q_i.shape[:2], v.shape[-1]), jnp.float32))
         high, total, out = jax.lax.fori_loop(0, _in_window(i - first + 1, window), step, start)
         return out / total[..., None], high + jnp.log(total)
 
@@ -326,8 +338,8 @@ def _by_tile_backward(cap: float | None, saved: Jax, d_out: Jax) -> tuple[Jax, J
         return (d_k, d_v), d_q
 
     tiles = jnp.arange(q.shape[0], dtype=jnp.int32)
-    zeros = jnp.zeros(k.shape, jnp.float32)
-    (d_k, d_v), d_q = jax.lax.scan(one_tile, (zeros, zeros), (q, out, lse, d_out, tiles, first_n))
+    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    (d_k, d_v), d_q = jax.lax.scan(one_tile, zeros, (q, out, lse, d_out, tiles, first_n))
     return d_q.astype(dtype), d_k.astype(dtype), d_v.astype(dtype), None, None, None
 
 

@@ -158,4 +158,4 @@ def _replayed_experts(config: ModelConfig) -> ReplayedExperts | None:
     shape = config.experts
     if shape is None:
         return None
-    return ReplayedExperts(num_layers=config.num_layers, num_experts=shape.num_experts, top_k=shape.top_k)
+    return ReplayedExperts(num_layers=config.expert_layers, num_experts=shape.num_experts, top_k=shape.top_k)

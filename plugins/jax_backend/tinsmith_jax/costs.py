@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from tinsmith_checkpoints.huggingface import ATTENTION, HEAD, DecoderShape, weight_counts
+from tinsmith_checkpoints.huggingface import ATTENTION, HEAD, SHARED_EXPERT, SHARED_EXPERTS, DecoderShape, weight_counts
 from tinsmith_jax.rank_classes import class_of, rank_classes
 from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 
 FLOAT: Final = 4  # bytes of what adapters, gradients and moments are kept in
 ITEM: Final = {"float32": 4, "bfloat16": 2}  # of base weights and activations
-_BY_INPUTS: Final = frozenset({"self_attn.o_proj", "mlp.down_proj", "mlp.shared_expert.down_proj"})
+_BY_INPUTS: Final = frozenset({"self_attn.o_proj", "mlp.down_proj", SHARED_EXPERT[2], SHARED_EXPERTS[2]})
 """The modules whose inputs `tensor` divides; of the others it divides the outputs."""
 
 _TARGET: Final = 24  # per token and target: what a loss takes and gives
@@ -140,7 +140,7 @@ class Costs:
         And recurrent states, in the rows of `SamplingShape.states_per_shard`.
         """
         number = 1 + slots * (-(-context // TILE) + 1)
-        values = 2 * self.shape.attending_layers * self.shape.kv_size // self.computing.tensor
+        values = self.shape.attending_layers * self.shape.cached_size // self.computing.tensor
         states = (1 + 3 * slots) * self.shape.state_size * FLOAT
         return number * TILE * values * self.computing.value_item + states
 
@@ -221,7 +221,7 @@ class Costs:
             else experts.intermediate_size * experts.top_k + experts.shared_size
         )
         whole, *divided, rank = factors[self.computing.on_cpu]
-        sizes = (inner, shape.linear_shapes()[ATTENTION[0]][1], shape.kv_size)
+        sizes = (inner, shape.linear_shapes().get(ATTENTION[0], (0, shape.q_size))[1], shape.kv_size)
         in_parts = sum(factor * size for factor, size in zip(divided, sizes, strict=True)) // parts
         return whole * shape.hidden_size + in_parts + rank * self.max_lora_rank
 

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tinsmith_jax import adapters, expert_sampling, recurrent
+from tinsmith_jax import adapters, expert_sampling, latent, recurrent
 from tinsmith_jax.attention import Scoring
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
@@ -48,7 +48,7 @@ from tinsmith_jax.layers import (
     with_kinds,
 )
 from tinsmith_jax.mesh import Axes, gathered
-from tinsmith_jax.model_config import ModelConfig, mixes
+from tinsmith_jax.model_config import DENSE, ModelConfig, mixes
 from tinsmith_jax.sampling_adapters import AdapterRows
 from tinsmith_jax.sampling_head import draw, prompt_scores, top_logprobs
 from tinsmith_jax.sampling_values import (
@@ -322,6 +322,8 @@ def _layers(
         x_NTH, cache = carry
         (weights,) = scanned
         mixer = _of_mixer(weights)
+        has_experts = experts is not None and "router" in weights
+        run = DENSE if config.dense_layers and not has_experts else ""
 
         def dense(x_NTi: jax.Array, name: str) -> jax.Array:
             if name not in stacked:
@@ -332,7 +334,8 @@ def _layers(
             return product[:, None]
 
         def deltas(x_NTi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
-            return lora.deltas(x_NTi, [lora.resident["layers"][name] for name in names], _index(weights, names[0]))
+            pairs = [lora.resident["layers"][f"{run}{name}"] for name in names]
+            return lora.deltas(x_NTi, pairs, _index(weights, names[0]))
 
         def normed(x_NTH: jax.Array, name: str) -> jax.Array:
             return norm(x_NTH, weights[name]) if name in weights else x_NTH
@@ -345,22 +348,29 @@ def _layers(
             q_NThD, k_NTJD, v_NTJD, gate_NThD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
             q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
             q_NThD, k_NTJD = scaled(rope(q_NThD, *cos_sin), config), rope(k_NTJD, *cos_sin)
-            cache = _write(cache, mixer, tiles, count, k_NTJD, v_NTJD, axes)
+            cache = _write(cache, _of_cache(weights), tiles, count, k_NTJD, v_NTJD, axes)
             scoring = Scoring(window, weights.get("sinks"), config.attention.cap)
-            out_NTo = gated(_attend(q_NThD, cache, mixer, tiles, count, scoring, axes), gate_NThD)
+            out_NTo = gated(_attend(q_NThD, cache, _of_cache(weights), tiles, count, scoring, axes), gate_NThD)
             return dense(out_NTo, "o"), deltas(out_NTo, "o")[0], cache
 
+        by_latents = partial(
+            _by_latents,
+            weights=weights, encoding=encoding, config=config, tiles=tiles, count=count, axes=axes,
+            lora=lora, pair=f"{run}kv_b", dense=dense, deltas=deltas, by_tile=by_tile,
+        )  # fmt: skip
         delta = partial(
             recurrent.mix,
             layer=mixer, weights=weights, config=config, tiles=tiles, count=count, axes=axes,
             dense=_dense, deltas=deltas, by_tile=by_tile,
         )  # fmt: skip
-        mix = delta if "delta_in" in weights else attention
+        mix = next(
+            (mix for name, mix in (("delta_in", delta), ("latent_kv", by_latents)) if name in weights), attention
+        )
         add = partial(_add, weights=weights, norm=norm, config=config, axes=axes)
         product_NTH, delta_NTH, cache = mix(normed(x_NTH, "input_norm"), cache)
         x_NTH = add(x_NTH, product_NTH, delta_NTH, "attention_out_norm", "o_bias")
         h_NTH = normed(x_NTH, "post_norm")
-        if experts is not None:
+        if experts is not None and has_experts:
             mlp_NTH, chosen = _expert_mlp(h_NTH, weights["index"], weights, experts, config, lora, axes)
             mlp_NTH += _shared_expert(h_NTH, weights, mlp, by_tile, axes)
             returned = chosen.astype(expert_dtype(config)) if how.shape.returns_experts else None
@@ -370,6 +380,41 @@ def _layers(
     (x_NTH, cache), chosen = scan_layers(layer, (x_NTH, cache), (layers,), config)
     out_NTH = by_scale(norm(x_NTH, base["final_norm"]), config.logits_scale)
     return cache, out_NTH, None if chosen is None else jnp.swapaxes(chosen, 0, 1)
+
+
+def _by_latents(  # noqa: PLR0913 - bound to a layer
+    h_NTH: jax.Array,
+    cache: Cache,
+    *,
+    weights: Jax,
+    encoding: PositionEncoding,
+    config: ModelConfig,
+    tiles: TokenTiles,
+    count: jax.Array,
+    axes: Axes,
+    lora: AdapterRows,
+    pair: str,
+    dense: Callable[[jax.Array, str], jax.Array],
+    deltas: Callable[..., tuple[jax.Array, ...]],
+    by_tile: Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Attend by latents: return what it adds, the LoRA part of that, and the cache. `pair` names what makes keys."""
+    how, layer = latent.of(config), _of_cache(weights)
+    angles, window = encoding.for_kind(weights.get("kind"))
+    product_NTo = _dense(h_NTH, axes.whole(weights["latent_in"], 0))
+    q_NTo, c_NTc, rotated_NTe = latent.split(product_NTo, deltas(h_NTH, *latent.inputs(config)), config)
+    if "latent_q" in weights:
+        q_NTo = by_tile(partial(latent.norm, weight=weights["latent_q_norm"]), q_NTo)
+        q_NTo = _dense(q_NTo, axes.whole(weights["latent_q"], 1)) + deltas(q_NTo, "q_b")[0]
+    c_NTc = by_tile(partial(latent.norm, weight=weights["latent_kv_norm"]), c_NTc)
+    k_NT1D = latent.keys(c_NTc, rotated_NTe, angles, config)
+    cache = _write(cache, layer, tiles, count, k_NT1D, k_NT1D[..., :0], axes)
+    factors, index = lora.resident["layers"][pair], _index(weights, "kv_b")
+    of_latents = latent.Products(axes.whole(weights["latent_kv"], 1), factors, index, lora, how)
+    q_NThD = of_latents.of_queries(*latent.queries(q_NTo, angles, config), config)
+    scoring = Scoring(window, cap=config.attention.cap)
+    out_NTo = of_latents.of_values(_attend(q_NThD, cache, layer, tiles, count, scoring, axes, how.rank))
+    return dense(out_NTo, "o"), deltas(out_NTo, "o")[0], cache
 
 
 def _mlp(
@@ -401,12 +446,19 @@ def _shared_expert(
     if "shared_down" not in weights:
         return 0
     shared_NTH: jax.Array = axes.total(sum(mlp(h_NTH, "shared_")))
+    if "shared_weight" not in weights:
+        return shared_NTH
     return by_tile(partial(shared_weight, weights=weights), h_NTH) * shared_NTH
 
 
 def _indices(config: ModelConfig) -> dict[str, jax.Array]:
-    """Return each layer's index, and if mixers differ, that among the layers that have the same."""
-    found = {"index": jnp.arange(config.num_layers)}
+    """Return each layer's index in its run, if mixers differ, that among the layers that have the same.
+
+    If there are several runs, each layer has besides its index among all, under which it keeps keys.
+    """
+    found = {f"{prefix}index": jnp.arange(len(run)) for prefix, run in config.runs.items()}
+    if config.dense_layers:
+        found |= {f"{prefix}cache_index": jnp.array(run) for prefix, run in config.runs.items()}
     if config.delta is not None:
         own = {"attention_index": "qkv", "delta_index": "delta_in"}
         found |= {name: jnp.arange(len(config.layers_with(weight))) for name, weight in own.items()}
@@ -415,6 +467,12 @@ def _indices(config: ModelConfig) -> dict[str, jax.Array]:
 
 def _of_mixer(weights: Mapping[str, Jax]) -> jax.Array:
     index: jax.Array = weights.get("attention_index", weights.get("delta_index", weights["index"]))
+    return index
+
+
+def _of_cache(weights: Mapping[str, Jax]) -> jax.Array:
+    """Return where a layer's keys lie."""
+    index: jax.Array = weights.get("cache_index", _of_mixer(weights))
     return index
 
 
@@ -554,8 +612,12 @@ def _attend(
     count: jax.Array,
     scoring: Scoring,
     axes: Axes,
+    values_in_keys: int = 0,
 ) -> jax.Array:
-    """Attend from each tile to its sequence: [N, T, heads * D]. The kernel for GPUs knows plain scores alone."""
+    """Attend from each tile to its sequence: [N, T, heads * D]. The kernel for GPUs knows plain scores alone.
+
+    With `values_in_keys`, values are that many numbers at the beginning of keys.
+    """
     if axes.kernels.triton and scoring.is_plain:
         with jax.named_scope("attend"):
             pages = (*cache.pages, layer, tiles.start_N, tiles.table_NG)
@@ -563,7 +625,7 @@ def _attend(
             return attended
 
     def some(q_NThD: jax.Array, start_N: jax.Array, table_NG: jax.Array) -> jax.Array:
-        return _attend_batch(q_NThD, cache, layer, start_N, table_NG, scoring)
+        return _attend_batch(q_NThD, cache, layer, start_N, table_NG, scoring, values_in_keys)
 
     out: jax.Array = _each(some, count, (q_NThD, tiles.start_N, tiles.table_NG), axes)
     return out
@@ -576,6 +638,7 @@ def _attend_batch(
     start_N: jax.Array,
     table_NG: jax.Array,
     scoring: Scoring,
+    values_in_keys: int,
 ) -> jax.Array:
     """Causal attention of tiles to their sequences, a page of keys at a time (online softmax).
 
@@ -596,6 +659,8 @@ def _attend_batch(
         key_C = jnp.arange(PAGE) + index * PAGE
         page_N = lax.dynamic_index_in_dim(table_NG, index, 1, keepdims=False)
         k_NJDC, v_NJCD = (_read_pages(part, layer, page_N) for part in cache.pages)
+        if values_in_keys:
+            v_NJCD = jnp.swapaxes(k_NJDC[:, :, :values_in_keys], 2, 3)
         v_NJCD = jnp.where((key_C <= end_N[:, None])[:, None, :, None], v_NJCD, 0)
         score_NJQC = jnp.einsum("njqd,njdc->njqc", q_NJQD, k_NJDC, preferred_element_type=jnp.float32) * D**-0.5
         score_NJQC = capped(score_NJQC, scoring.cap)
@@ -619,13 +684,14 @@ def _attend_batch(
     if sinks_h is not None:
         highest = jnp.broadcast_to(jnp.tile(sinks_h.astype(jnp.float32).reshape(J, group), (1, T)), highest.shape)
         total = jnp.ones_like(total)
-    begin = (highest, total, jnp.zeros((N, J, T * group, D), jnp.float32))
+    value_dim = values_in_keys or cache.v_LPJCD.shape[-1]
+    begin = (highest, total, jnp.zeros((N, J, T * group, value_dim), jnp.float32))
     first = 0 if window is None else jnp.maximum(jnp.min(start_N) - window + 1, 0) // PAGE
     with jax.named_scope("attend"):
         _, sum_NJQ, acc_NJQD = lax.fori_loop(first, jnp.max(end_N) // PAGE + 1, page, begin)
     out_NJQD = (acc_NJQD / sum_NJQ[..., None]).astype(q_NThD.dtype)
-    out_NTo: jax.Array = out_NJQD.reshape(N, J, T, group, D).transpose(0, 2, 1, 3, 4).reshape(N, T, heads * D)
-    return out_NTo
+    out_NTJgD: jax.Array = out_NJQD.reshape(N, J, T, group, value_dim).transpose(0, 2, 1, 3, 4)
+    return out_NTJgD.reshape(N, T, heads * value_dim)
 
 
 def _read_pages(part_LP: jax.Array, layer: jax.Array, page_N: jax.Array) -> jax.Array:

@@ -23,11 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tinsmith_checkpoints.huggingface import ExpertShape
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import tile_products
 from tinsmith_jax.layers import activated, plus_bias
 from tinsmith_jax.mesh import ONE, Axes
-from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.model_config import Groups, ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
 
 
@@ -135,6 +136,7 @@ class Kept(NamedTuple):
 Stacked = tuple[Jax, ...]
 """The experts' matrices, and biases, of all layers; empty if each layer gathers its own."""
 
+_SMALL = 1e-20  # is added to the sum of a token's weights
 _WEIGHTS = ("expert_gate_up", "expert_down", "expert_gate_up_bias", "expert_down_bias")
 
 
@@ -168,6 +170,8 @@ def route(h_TH: Jax, weights: Mapping[str, Jax], config: ModelConfig, replayed_T
     `replayed_TC` are experts to take instead, weighted by the same softmax; where it is negative, there are none.
     """
     assert config.experts is not None
+    if config.mixture.groups is not None:
+        return _route_by_groups(h_TH, weights, config.experts, config.mixture.groups, replayed_TC)
     logits_TE = plus_bias(h_TH @ weights["router"], weights, "router_bias")
     probability_TE = jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
     weight_TC, chosen_TC = lax.top_k(probability_TE, config.experts.top_k)
@@ -178,6 +182,32 @@ def route(h_TH: Jax, weights: Mapping[str, Jax], config: ModelConfig, replayed_T
     if config.experts.normalized:
         weight_TC = weight_TC / sum(weight_TC[:, c : c + 1] for c in range(config.experts.top_k))
     return Routing(chosen_TC, weight_TC)
+
+
+def _route_by_groups(
+    h_TH: Jax, weights: Mapping[str, Jax], experts: ExpertShape, groups: Groups, replayed_TC: Jax | None
+) -> Routing:
+    """Do as `route` by sigmoid: the experts of the best groups, the best first."""
+    logits_TE = jnp.matmul(h_TH, weights["router"], preferred_element_type=jnp.float32)
+    score_TE = jax.nn.sigmoid(logits_TE)
+    rank_TE = lax.stop_gradient(score_TE) + weights["router_correction"].astype(jnp.float32)
+    if groups.chosen < groups.number:
+        rank_TgE = rank_TE.reshape(len(h_TH), groups.number, -1)
+        of_group_Tg = lax.top_k(rank_TgE, 2)[0].sum(-1)
+        _, best_Tc = lax.top_k(of_group_Tg, groups.chosen)
+        is_best_Tg = (best_Tc[:, :, None] == jnp.arange(groups.number)).any(axis=1)
+        allowed_TE = jnp.repeat(is_best_Tg, rank_TgE.shape[-1], axis=1)
+        _, chosen_TC = lax.top_k(jnp.where(allowed_TE, rank_TE, -jnp.inf), experts.top_k)
+    else:
+        _, chosen_TC = lax.top_k(rank_TE, experts.top_k)
+    if replayed_TC is not None:
+        chosen_TC = jnp.where(replayed_TC < 0, chosen_TC, replayed_TC.astype(jnp.int32))
+        _, order_TC = lax.top_k(jnp.take_along_axis(rank_TE, chosen_TC, axis=1), chosen_TC.shape[1])
+        chosen_TC = jnp.take_along_axis(chosen_TC, order_TC, axis=1)
+    weight_TC = jnp.take_along_axis(score_TE, chosen_TC, axis=1)
+    if experts.normalized:
+        weight_TC = weight_TC / (sum(weight_TC[:, c : c + 1] for c in range(experts.top_k)) + _SMALL)
+    return Routing(chosen_TC, weight_TC * groups.scale)
 
 
 def load_by_tile(chosen_TC: Jax, count_n: Jax, num_experts: int) -> Jax:

@@ -22,7 +22,7 @@ from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.mesh import ONE, Axes
-from tinsmith_jax.model_config import Clamped, ModelConfig
+from tinsmith_jax.model_config import DENSE, Clamped, ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
 
 _KEPT: Final = "kept"
@@ -108,8 +108,26 @@ def scan_layers(
 ) -> tuple[Jax, Jax]:
     """Scan over the layers. Each tree has dicts of what is stacked over the layers that have it, or is None.
 
-    If layers differ in what they have, the scan is over the periods of their pattern, whose layers follow each other.
+    If the first layers have a dense MLP and the others have experts, there is a scan for either. What `layer` returns
+    besides the carry is None for the former.
     """
+    if not config.dense_layers:
+        return _scan_run(layer, carry, trees, config)
+    out = None
+    for prefix in config.runs:
+        carry, out = _scan_run(layer, carry, tuple(_of_run(tree, prefix) for tree in trees), config)
+    return carry, out
+
+
+def _of_run(tree: Jax, prefix: str) -> Jax:
+    """Return what layers have whose names begin so, by the rest of the names."""
+    return tree and {name.removeprefix(prefix): x for name, x in tree.items() if name.startswith(DENSE) == bool(prefix)}
+
+
+def _scan_run(
+    layer: Callable[[Jax, Jax], tuple[Jax, Jax]], carry: Jax, trees: tuple[Jax, ...], config: ModelConfig
+) -> tuple[Jax, Jax]:
+    """Scan over layers of which all have the same, or over the periods of a pattern, whose layers follow each other."""
     period = config.period
     if period == 1:
         return jax.lax.scan(layer, carry, trees)
@@ -134,7 +152,12 @@ def scan_layers(
 
 def with_kinds(layers: Mapping[str, Jax], config: ModelConfig) -> Mapping[str, Jax]:
     """Add the kind of each layer to what a scan over the layers takes apart, if there are several."""
-    return layers if len(config.kinds) == 1 else {**layers, "kind": jnp.array(config.pattern, jnp.int32)}
+    if len(config.kinds) == 1:
+        return layers
+    kinds = {
+        f"{prefix}kind": jnp.array([config.pattern[i] for i in run], jnp.int32) for prefix, run in config.runs.items()
+    }
+    return {**layers, **kinds}
 
 
 def encoded_positions(positions_T: Jax, config: ModelConfig) -> tuple[PositionEncoding, Jax]:
@@ -158,10 +181,14 @@ def rope(x: Jax, cos: Jax, sin: Jax) -> Jax:
 
 
 def scaled(q: Jax, config: ModelConfig) -> Jax:
-    """Scale queries so that the scores of attention, which divides by sqrt(head_dim), are scaled as the model wants."""
-    if config.attention.scale is None:
+    """Scale queries so that the scores of attention, which divides by the root of their size, are as the model wants.
+
+    They are of the size of a head, or of a latent.
+    """
+    if config.attention.scale is None and q.shape[-1] == config.head_dim:
         return q
-    return (q.astype(jnp.float32) * (config.attention.scale * config.head_dim**0.5)).astype(q.dtype)
+    wanted = config.head_dim**-0.5 if config.attention.scale is None else config.attention.scale
+    return (q.astype(jnp.float32) * (wanted * q.shape[-1] ** 0.5)).astype(q.dtype)
 
 
 def gated(attended: Jax, gate: Jax | None) -> Jax:

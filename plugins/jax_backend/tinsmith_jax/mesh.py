@@ -24,7 +24,7 @@ from tinsmith import Array, ConfigError
 from tinsmith_jax.config import MeshConfig
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.choice import REFERENCE, Kernels
-from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.model_config import DENSE, Latent, ModelConfig
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 STREAMS: Final = (DATA, FSDP)
@@ -264,6 +264,9 @@ _BASE: Final[Mapping[str, Spec]] = {
     "expert_gate_up_bias": Spec(None, TENSOR),
     "expert_down_bias": Spec(None, TENSOR),
     "sinks": Spec(None, TENSOR),
+    "latent_in": Spec(None, FSDP),
+    "latent_q": Spec(None, None, FSDP),
+    "latent_kv": Spec(None, None, FSDP),
 }
 VOCABULARY: Final = Spec(TENSOR, FSDP)
 _EXPERTS: Final = Spec(None, TENSOR, None, None)
@@ -354,13 +357,18 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
             f"mesh {_text(axes)}: {TENSOR} does not divide the gated delta rule of {model.class_name}, so it must be 1"
         )
         raise ConfigError(f"{msg}; use {FSDP}")
+    latent = model.attention.latent
+    if axes.tensor > 1 and latent is not None:
+        msg = f"mesh {_text(axes)}: {TENSOR} does not divide the latents of {model.class_name}, so it must be 1"
+        raise ConfigError(f"{msg}; use {FSDP}")
     inner = {"intermediate_size": model.intermediate_size}
     if model.experts is not None:
-        inner = {"num_experts": model.experts.num_experts}
+        inner = inner if model.dense_layers else {}
+        inner["num_experts"] = model.experts.num_experts
         if model.experts.shared_size:
             inner["shared_expert_intermediate_size"] = model.experts.shared_size
     for axis, parts, sizes in (
-        (FSDP, axes.fsdp, {"hidden_size": model.hidden_size}),
+        (FSDP, axes.fsdp, {"hidden_size": model.hidden_size, **({} if latent is None else _by_heads(model, latent))}),
         (
             TENSOR,
             axes.tensor,
@@ -378,6 +386,13 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
             msg = f"mesh {_text(axes)}: {uneven[0]} of the model is not a multiple of {axis}; {axis} can be {possible}"
             raise ConfigError(msg)
     return axes
+
+
+def _by_heads(model: ModelConfig, latent: Latent) -> dict[str, int]:
+    """Return the outputs of the matrices that make keys and values, and queries, of latents."""
+    keys_and_values = model.num_heads * (latent.plain_dim + latent.value_dim)
+    queries = {"num_attention_heads x qk_head_dim": model.q_size} if latent.query_rank else {}
+    return {"num_attention_heads x (qk_nope_head_dim + v_head_dim)": keys_and_values, **queries}
 
 
 def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices: Sequence[Jax] | None = None) -> Layout:
@@ -431,7 +446,7 @@ def base_specs(layers: Sequence[str]) -> Jax:
         "embed": VOCABULARY,
         "head": VOCABULARY,
         "final_norm": Spec(),
-        "layers": {name: _BASE.get(name, Spec()) for name in layers},
+        "layers": {name: _BASE.get(name.removeprefix(DENSE), Spec()) for name in layers},
     }
 
 
@@ -454,7 +469,7 @@ def adapter_specs(modules: Iterable[str], *, experts: bool = False) -> Jax:
     """
     column = (Spec(), Spec(None, None, TENSOR))
     row = (Spec(None, TENSOR, None), Spec())
-    layers = {name: column if name in _COLUMNS else row for name in modules}
+    layers = {name: column if name.removeprefix(DENSE) in _COLUMNS else row for name in modules}
     if experts:
         layers |= {"gate": (Spec(), _EXPERTS), "up": (Spec(), _EXPERTS), "down": (_EXPERTS, Spec())}
     return {"layers": layers, "head": (Spec(), Spec(None, TENSOR))}

@@ -3,7 +3,7 @@
 Programs are compiled from it, and nothing else knows which family a model is of.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -12,6 +12,7 @@ from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import (
     ATTENTION,
     DELTA,
+    LATENT,
     MLP,
     DecoderShape,
     JoinedMatrix,
@@ -25,10 +26,17 @@ from tinsmith_checkpoints.huggingface import (
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """What the gate of an MLP passes through, as transformers names it."""
 
+DENSE: Final = "dense_"
+"""How the weights and modules of the first layers begin, where these have a dense MLP and the others have experts."""
+
 _OF_ATTENTION: Final = frozenset(
-    {"qkv", "qkv_bias", "q_norm", "k_norm", "o_bias", "sinks", "q", "k", "v", "o", "attention_index"}
+    {
+        *("qkv", "qkv_bias", "q_norm", "k_norm", "o_bias", "sinks", "q", "k", "v", "o", "attention_index"),
+        *("latent_in", "latent_q", "latent_kv", "latent_q_norm", "latent_kv_norm", "q_a", "q_b", "kv_a", "kv_b"),
+    }
 )
 """What only layers that attend have: weights, and modules of adapters."""
+_OF_EXPERTS: Final = frozenset({"router_bias", "router_correction"})
 _ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_pytorch_tanh")
 
 
@@ -67,8 +75,32 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """The sizes of attention whose keys and values are products of a latent that all heads share.
+
+    A head's key is such a product, and behind it a rotated part, which all heads share, too.
+    """
+
+    query_rank: int | None  # of the latent that queries are products of; None: they are products of the input
+    rank: int  # numbers of the latent
+    plain_dim: int  # of a head's query and key, which do not rotate
+    rotated_dim: int
+    value_dim: int
+    alternate: bool = True  # the two numbers of a rotated pair follow each other, instead of lying in the two halves
+
+    @property
+    def key_dim(self) -> int:
+        return self.plain_dim + self.rotated_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Of what is kept of a token: its latent, and the rotated part of its key."""
+        return self.rank + self.rotated_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """What attention has besides its four matrices."""
+    """What attention has besides its matrices."""
 
     qkv_bias: bool = False
     o_bias: bool = False
@@ -77,6 +109,7 @@ class Attention:
     sinks: bool = False  # each head has a score that takes part in the softmax, and adds nothing
     cap: float | None = None  # scores s become cap * tanh(s / cap)
     gated: bool = False  # q_proj gives each head's query and a gate; the sigmoid of this multiplies what o_proj reads
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +128,21 @@ class Mixture:
     """
 
     router: str = "mlp.gate"  # its module
+    groups: "Groups | None" = None  # how experts are chosen, and counted by sigmoid; None: by softmax
     bias: bool = False  # of the router, and of each matrix of an expert
     alternate: bool = False  # the matrices of all experts are one tensor [E, in, out], in which gate and up alternate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Experts are chosen by sigmoid, plus a correction, out of those groups of which the best two together are best.
+
+    What counts is the sigmoid without the correction.
+    """
+
+    number: int = 1
+    chosen: int = 1
+    scale: float = 1.0  # of the experts' outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +179,7 @@ class ModelConfig(DecoderShape):
     mixture: Mixture = Mixture()
     activation: Activation | Clamped = "silu"
     mlp_bias: bool = False
+    dense_layers: int = 0  # the first ones, which have a dense MLP in place of experts
     joined: tuple[JoinedMatrix, ...] = ()  # how files hold several modules of a layer in one matrix
     embedding_scale: float = 1.0  # of embedded tokens
     residual_scale: float = 1.0  # of what attention and MLP add
@@ -142,17 +189,47 @@ class ModelConfig(DecoderShape):
     @property
     def vector_weights(self) -> int:
         """Those of a layer that attends."""
-        own = sum(size for name, (_, size) in self.vectors().items() if not name.startswith("delta_"))
+        own = sum(size for name, (_, size) in self._own_vectors().items() if not name.startswith("delta_"))
         if self.experts is None or not self.mixture.bias:
             return own
         return own + self.experts.num_experts * (2 * self.experts.intermediate_size + self.hidden_size)
 
     @property
     def attending_layers(self) -> int:
-        return len(self.layers_with("qkv"))
+        return sum(self.kinds[kind].delta is None for kind in self.pattern)
+
+    @property
+    def expert_layers(self) -> int:
+        return self.num_layers - self.dense_layers
+
+    @property
+    def cached_size(self) -> int:
+        latent = self.attention.latent
+        return 2 * self.kv_size if latent is None else latent.cached_dim
+
+    @property
+    def attention_modules(self) -> tuple[str, ...]:
+        latent, (q, *_, o) = self.attention.latent, ATTENTION
+        if latent is None:
+            return ATTENTION
+        return (*LATENT, o) if latent.query_rank else (q, *LATENT[2:], o)
 
     @property
     def other_weights(self) -> tuple[int, int]:
+        own, adapted = self._of_delta()
+        if self.experts is not None and self.dense_layers:
+            linear, inner = self.linear_shapes(), self.experts.intermediate_size
+            dense = [linear[path] for path in MLP]
+            shared = [linear[path] for path in self.experts.shared_modules if path in linear]
+            extra = sum(size for name, (_, size) in self._own_vectors().items() if name in _OF_EXPERTS)
+            number = self.experts.num_experts
+            routed = self.hidden_size * (number * (3 * inner + 1) + self.experts.shared_gate) + extra
+            own += self.dense_layers * (_products(dense) - _products(shared) - routed)
+            sums = sum(map(sum, dense)) - sum(map(sum, shared)) - 3 * (self.hidden_size + number * inner)
+            adapted += self.dense_layers * sums
+        return own, adapted
+
+    def _of_delta(self) -> tuple[int, int]:
         if self.delta is None:
             return 0, 0
         linear, number = self.linear_shapes(), self.num_layers - self.attending_layers
@@ -161,7 +238,7 @@ class ModelConfig(DecoderShape):
             sizes = [linear[path] for path in paths]
             vectors = sum(
                 size
-                for name, (_, size) in self.vectors().items()
+                for name, (_, size) in self._own_vectors().items()
                 if mixes(name) and name.startswith("delta_") == by_delta
             )
             found.append((sum(i * o for i, o in sizes) + vectors, sum(i + o for i, o in sizes)))
@@ -187,12 +264,20 @@ class ModelConfig(DecoderShape):
         mixers = [self.kinds[kind].delta is None for kind in self.pattern]
         return next(n for n in range(1, len(mixers) + 1) if mixers == mixers[:n] * (len(mixers) // n))
 
+    @property
+    def runs(self) -> dict[str, tuple[int, ...]]:
+        """The layers that are computed in one loop, by how the names of their weights begin."""
+        first, others = tuple(range(self.dense_layers)), tuple(range(self.dense_layers, self.num_layers))
+        return {DENSE: first, "": others} if first else {"": others}
+
     def layers_with(self, name: str) -> tuple[int, ...]:
         """Return the layers that have a weight, or a module of adapters, named as in weights.py or adapters.py."""
+        dense = name.startswith(DENSE)
+        layers, name = self.runs[DENSE if dense else ""], name.removeprefix(DENSE)
         if not mixes(name):
-            return tuple(range(self.num_layers))
+            return layers
         by_delta = name.startswith("delta_")
-        return tuple(i for i, kind in enumerate(self.pattern) if (self.kinds[kind].delta is not None) == by_delta)
+        return tuple(i for i in layers if (self.kinds[self.pattern[i]].delta is not None) == by_delta)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         shapes = DecoderShape.linear_shapes(self)
@@ -202,33 +287,60 @@ class ModelConfig(DecoderShape):
             outputs = zip(DELTA[:-1], self.delta.sizes, strict=True)
             shapes |= {path: (self.hidden_size, size) for path, size in outputs}
             shapes[DELTA[-1]] = (self.delta.value_size, self.hidden_size)
+        if (latent := self.attention.latent) is not None:
+            q_a, q_b, kv_a, kv_b = LATENT
+            heads = self.num_heads
+            if latent.query_rank:
+                shapes[q_a] = (self.hidden_size, latent.query_rank)
+                shapes[q_b] = (latent.query_rank, heads * latent.key_dim)
+            shapes[kv_a] = (self.hidden_size, latent.cached_dim)
+            shapes[kv_b] = (latent.rank, heads * (latent.plain_dim + latent.value_dim))
+            shapes[ATTENTION[3]] = (heads * latent.value_dim, self.hidden_size)
         return shapes
 
     def vectors(self) -> dict[str, tuple[tuple[str, ...], int]]:
-        """Return the vectors of a layer by name: the tensors that are joined, and the size of the whole."""
+        """Return the vectors of layers by name: the tensors that are joined, and the size of the whole."""
+        found = self._own_vectors()
+        if self.dense_layers:
+            found |= {f"{DENSE}{name}": each for name, each in found.items() if name not in _OF_EXPERTS}
+        return found
+
+    def _own_vectors(self) -> dict[str, tuple[tuple[str, ...], int]]:
+        """Return those of a layer with experts, if some layers have them."""
         found: dict[str, tuple[tuple[str, ...], int]] = {}
         for name, module in self.norms.modules().items():
             found[name] = (f"{module}.weight",), self.hidden_size
+        found |= self._vectors_of_attention()
+        if self.mlp_bias:
+            found["gate_up_bias"] = tuple(f"{path}.bias" for path in MLP[:2]), 2 * self.intermediate_size
+            found["down_bias"] = (f"{MLP[2]}.bias",), self.hidden_size
+        if self.experts is not None and self.mixture.bias:
+            found["router_bias"] = (f"{self.mixture.router}.bias",), self.experts.num_experts
+        if self.experts is not None and self.mixture.groups is not None:
+            found["router_correction"] = (f"{self.mixture.router}.e_score_correction_bias",), self.experts.num_experts
+        if self.delta is not None:
+            found["delta_decay"] = ("linear_attn.A_log",), self.delta.value_heads
+            found["delta_step"] = ("linear_attn.dt_bias",), self.delta.value_heads
+            found["delta_norm"] = ("linear_attn.norm.weight",), self.delta.value_dim
+        return found
+
+    def _vectors_of_attention(self) -> dict[str, tuple[tuple[str, ...], int]]:
+        found: dict[str, tuple[tuple[str, ...], int]] = {}
         if self.attention.qk_norm is not None:
             heads = self.attention.qk_norm == "head"
             found["q_norm"] = ("self_attn.q_norm.weight",), self.head_dim if heads else self.q_size
             found["k_norm"] = ("self_attn.k_norm.weight",), self.head_dim if heads else self.kv_size
+        if (latent := self.attention.latent) is not None:
+            if latent.query_rank:
+                found["latent_q_norm"] = ("self_attn.q_a_layernorm.weight",), latent.query_rank
+            found["latent_kv_norm"] = ("self_attn.kv_a_layernorm.weight",), latent.rank
         if self.attention.qkv_bias:
             biases = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
             found["qkv_bias"] = biases, sum(self.linear_shapes()[path][1] for path in ATTENTION[:3])
         if self.attention.o_bias:
             found["o_bias"] = ("self_attn.o_proj.bias",), self.hidden_size
-        if self.mlp_bias:
-            found["gate_up_bias"] = tuple(f"{path}.bias" for path in MLP[:2]), 2 * self.intermediate_size
-            found["down_bias"] = (f"{MLP[2]}.bias",), self.hidden_size
         if self.attention.sinks:
             found["sinks"] = ("self_attn.sinks",), self.num_heads
-        if self.experts is not None and self.mixture.bias:
-            found["router_bias"] = (f"{self.mixture.router}.bias",), self.experts.num_experts
-        if self.delta is not None:
-            found["delta_decay"] = ("linear_attn.A_log",), self.delta.value_heads
-            found["delta_step"] = ("linear_attn.dt_bias",), self.delta.value_heads
-            found["delta_norm"] = ("linear_attn.norm.weight",), self.delta.value_dim
         return found
 
     def divided(self, parts: int) -> "ModelConfig":
@@ -238,6 +350,10 @@ class ModelConfig(DecoderShape):
             if parts == 1
             else replace(self, num_heads=self.num_heads // parts, num_kv_heads=self.num_kv_heads // parts)
         )
+
+
+def _products(shapes: Iterable[tuple[int, int]]) -> int:
+    return sum(inputs * outputs for inputs, outputs in shapes)
 
 
 def mixes(name: str) -> bool:

@@ -88,6 +88,30 @@ class AdapterRows(NamedTuple):
 
         return self._each_adapter(of, x_NTi, [factors.shape[-1]])[0]
 
+    def apply(
+        self, compute: Callable[..., jax.Array], x_NTi: jax.Array, pair: Pair, layer: jax.Array, size_out: int
+    ) -> jax.Array:
+        """Compute of each tile with its own adapter's A and B: [N, T, size_out], with 0 for tiles of the base model.
+
+        `compute` takes tokens [T, i] of one tile, or [N, T, i] of all, and the two factors.
+        """
+        A_LRir, B_LRro = pair
+        if self.used_N is not None:
+
+            def of(row: jax.Array) -> tuple[jax.Array, ...]:
+                return (compute(x_NTi, _factor(A_LRir, layer, row), _factor(B_LRro, layer, row)),)
+
+            return self._each_adapter(of, x_NTi, [size_out])[0]
+
+        def of_tiles() -> jax.Array:
+            factors = (lax.dynamic_index_in_dim(each, layer, keepdims=False) for each in pair)
+            out_NTo = jax.vmap(compute)(x_NTi, *(each[jnp.maximum(self.row_N, 0)] for each in factors))
+            return jnp.where(self.adapted_N[:, None, None], out_NTo, 0)
+
+        nothing = jnp.zeros((*x_NTi.shape[:2], size_out), x_NTi.dtype)
+        out: jax.Array = lax.cond(jnp.any(self.adapted_N), of_tiles, lambda: nothing)
+        return out
+
     def _each_adapter(
         self, compute: Callable[[jax.Array], tuple[jax.Array, ...]], x_NTi: jax.Array, sizes_out: Sequence[int]
     ) -> tuple[jax.Array, ...]:

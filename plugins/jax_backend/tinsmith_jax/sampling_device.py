@@ -210,7 +210,8 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     for which XLA compiles the programs of one tile and of two differently: there, one size serves all.
     """
     on_cpu = limits.platform == "cpu"
-    triton = limits.kernels.attention == "flash" and model.head_dim in paged.HEAD_SIZES
+    plain = model.attention.latent is None and model.head_dim in paged.HEAD_SIZES
+    triton = limits.kernels.attention == "flash" and plain
     on_cpu_tiles = (1, 2) if model.experts is None and model.delta is None else (2,)
     return SamplingShape(
         num_shards=num_shards,

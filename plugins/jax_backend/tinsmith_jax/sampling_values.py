@@ -38,8 +38,15 @@ def pages_of(num_tokens: int) -> int:
 
 
 def cache_shapes(config: ModelConfig, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return [L, P, J, D, C] of keys and [L, P, J, C, D] of values."""
-    pages = (len(config.layers_with("qkv")), num_pages, config.num_kv_heads)
+    """Return [L, P, J, D, C] of keys and [L, P, J, C, D] of values.
+
+    Of attention by latents, keys are the latents with the rotated parts, as of one head, and values take no room: they
+    are the latents.
+    """
+    latent, layers = config.attention.latent, config.attending_layers
+    if latent is not None:
+        return (layers, num_pages, 1, latent.cached_dim, PAGE), (layers, num_pages, 1, PAGE, 0)
+    pages = (layers, num_pages, config.num_kv_heads)
     return (*pages, config.head_dim, PAGE), (*pages, PAGE, config.head_dim)
 
 
@@ -60,7 +67,7 @@ def state_shapes(delta: DeltaRule, num_layers: int, num_rows: int) -> tuple[tupl
 def experts_of_token(config: ModelConfig) -> tuple[int, int]:
     """Return L and C: how many experts compute a token in how many layers."""
     assert config.experts is not None, "only models with experts return them"
-    return config.num_layers, config.experts.top_k
+    return config.expert_layers, config.experts.top_k
 
 
 def expert_dtype(config: ModelConfig) -> Jax:

@@ -269,7 +269,7 @@ class TrainPrograms:
 
     def _replayed(self, num_tokens: int) -> Jax:
         assert self.config.experts is not None
-        return jax.ShapeDtypeStruct((self.config.num_layers, num_tokens, self.config.experts.top_k), jnp.int16)
+        return jax.ShapeDtypeStruct((self.config.expert_layers, num_tokens, self.config.experts.top_k), jnp.int16)
 
     def _small(self, shape: Jax) -> Jax:
         return self._placed(shape, Spec())

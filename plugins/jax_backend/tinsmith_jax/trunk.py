@@ -13,13 +13,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tinsmith_jax import gated_delta
+from tinsmith_jax import gated_delta, latent
 from tinsmith_jax.attention import Scoring, packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
 from tinsmith_jax.gated_delta import DELTA_INPUTS
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import (
+    Divided,
     Lora,
     PositionEncoding,
     activated,
@@ -79,9 +80,9 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
 
     def layer(x_TH: Jax, per_layer: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         weights, adapter, layer_sums = per_layer
-        mix = _attention_block if "qkv" in weights else _delta_block
+        mix = _delta_block if "delta_in" in weights else (_latent_block if "latent_kv" in weights else _attention_block)
         x_TH = kept(mix(x_TH, weights, config, adapter, layer_sums, tiles, axes, where))
-        if experts is not None:
+        if experts is not None and "router" in weights:
             assert config.experts is not None
             x_TH, chosen_TC = _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes)
             return x_TH, load_by_tile(chosen_TC, count_n, config.experts.num_experts)
@@ -182,6 +183,37 @@ def _attention_block(
     return _add(x_TH, (product, delta), weights, "attention_out_norm", config)
 
 
+def _latent_block(
+    x_TH: Jax,
+    weights: Jax,
+    config: ModelConfig,
+    adapter: Jax,
+    sums: Jax,
+    tiles: Tiles,
+    axes: Axes,
+    where: tuple[PositionEncoding, Jax],
+) -> Jax:
+    encoding, first_n = where
+    angles, window = encoding.for_kind(weights.get("kind"))
+    h_TH = normed(x_TH, weights, "input_norm", config)
+
+    def delta(x_Ti: Jax, *names: str, divided: Divided = "outputs") -> tuple[Jax, ...]:
+        return lora_delta(x_Ti, lora_of(names, adapter, sums), tiles, axes, divided)
+
+    product = h_TH @ axes.whole(weights["latent_in"], 0)
+    q, c_Tc, rotated = kept(latent.split(product, delta(h_TH, *latent.inputs(config)), config))
+    if "latent_q" in weights:
+        q = latent.norm(q, weights["latent_q_norm"])
+        q = q @ axes.whole(weights["latent_q"], 1) + delta(q, "q_b")[0]
+    c_Tc = latent.norm(c_Tc, weights["latent_kv_norm"])
+    kv = c_Tc @ axes.whole(weights["latent_kv"], 1) + delta(c_Tc, "kv_b")[0]
+    q, kv = kept((q, kv))
+    how = Scoring(window, cap=config.attention.cap)
+    attended = packed_attention(*latent.heads(q, kv, rotated, angles, config), first_n, axes.kernels, how)
+    parts = (attended @ axes.whole(weights["o"], 1), *delta(attended, "o", divided="inputs"))
+    return _add(x_TH, parts, weights, "attention_out_norm", config)
+
+
 def _delta_block(  # as _attention_block
     x_TH: Jax,
     weights: Jax,
@@ -255,8 +287,8 @@ def _expert_block(
     totals = None if sums is None else _expert_lora(sums)
     out_TH = expert_mlp(h_TH, own, of_layer(weights, experts, axes), lora, tiles, config, totals, axes)
     if "shared_down" in weights:
-        product, delta = _mlp(h_TH, weights, config, adapter, sums, tiles, axes, "shared_")
-        out_TH += shared_weight(whole_TH, weights) * (product + delta)
+        shared_TH = sum(_mlp(h_TH, weights, config, adapter, sums, tiles, axes, "shared_"))
+        out_TH += shared_weight(whole_TH, weights) * shared_TH if "shared_weight" in weights else shared_TH
     return _add(x_TH, (out_TH,), weights, "mlp_out_norm", config), routing.chosen_TC
 
 

@@ -17,9 +17,14 @@ A model with the gated delta rule in some layers has for these "delta_in" [L, H,
 "delta_conv" [L, C, w], "delta_decay" and "delta_step" [L, value heads], and "delta_norm"; L counts the layers that have
 the weight.
 
+Attention by latents has, in place of qkv, "latent_in" [L, H, queries' rank + latent + rotated], "latent_q" [L, queries'
+rank, q], "latent_kv" [L, latent, heads * (plain + value)], and norms of the two latents. If queries are products of the
+input, the first matrix has them, and there is no second one.
+
 A model with E experts has, in place of the last two, "router" [L, H, E], "expert_gate_up" [L, E, H, 2 I] and
 "expert_down" [L, E, I, H]. If an expert computes every token, it is "shared_gate_up" and "shared_down", and
-"shared_weight" [L, H, 1] gives its gate.
+"shared_weight" [L, H, 1] gives its gate. If the first layers have a dense MLP, the names of all that these layers have
+begin with "dense_".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +35,11 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
 from tinsmith import Array, Progress
-from tinsmith_checkpoints.huggingface import DELTA, SHARED_EXPERT, WeightFiles
+from tinsmith_checkpoints.huggingface import DELTA, LATENT, WeightFiles
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import empty
 from tinsmith_jax.mesh import VOCABULARY, Index, Layout, Spec, base_specs, put_parts
-from tinsmith_jax.model_config import DeltaRule, ModelConfig
+from tinsmith_jax.model_config import DENSE, DeltaRule, ModelConfig
 
 Base = Jax
 
@@ -46,17 +51,9 @@ _ATTENTION: Mapping[str, Sequence[str]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
 }
-_DENSE: Mapping[str, Sequence[str]] = {
-    **_ATTENTION,
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
+_LATENT: Mapping[str, Sequence[str]] = {"latent_kv": LATENT[3:], "o": _ATTENTION["o"]}
+_MLP: Mapping[str, Sequence[str]] = {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 _DELTA: Mapping[str, Sequence[str]] = {"delta_in": DELTA[:-1], "delta_o": DELTA[-1:]}
-_SHARED: Mapping[str, Sequence[str]] = {
-    "shared_gate_up": SHARED_EXPERT[:2],
-    "shared_down": SHARED_EXPERT[2:],
-    "shared_weight": ("mlp.shared_expert_gate",),
-}
 _EXPERTS: Mapping[str, Sequence[str]] = {"expert_gate_up": ("gate_proj", "up_proj"), "expert_down": ("down_proj",)}
 
 
@@ -85,9 +82,11 @@ def load_base(
         def read(name: str, shape: tuple[int, ...], index: Index) -> Array:
             whole = all(part == slice(0, size) for part, size in zip(index, shape, strict=True))
             tensor: Array = files.whole(name, shape) if whole else files.part(name, shape, index)
+            if name.endswith(".e_score_correction_bias"):
+                return tensor.astype(np.float32, copy=False)  # experts whose scores are near would change places
             return tensor.astype(np.dtype(dtype if len(shape) == 1 else of_matrices), copy=False)
 
-        in_one = f"model.layers.0.{_joined_tensor('expert_down')}" in files
+        in_one = f"model.layers.{config.dense_layers}.{_joined_tensor('expert_down')}" in files
         return _Loader(read, config, layout, experts_in_one=in_one).load(progress)
 
 
@@ -99,15 +98,20 @@ class _Loader:
         self._shapes = config.linear_shapes()
         self._experts_in_one = experts_in_one or config.mixture.alternate
         self._within = {module: each for each in config.joined for module in each.modules}
-        self._matrices = _DENSE
+        mixer = _mixer(config)
+        self._matrices: Mapping[str, Sequence[str]] = {**mixer, **_MLP}
         self._experts: Mapping[str, Sequence[str]] = {}
-        if config.experts is not None:
-            router = config.mixture.router
-            self._matrices, self._experts = {**_ATTENTION, "router": (router,)}, _EXPERTS
-            self._shapes[router] = (config.hidden_size, config.experts.num_experts)
-            if config.experts.shared_size:
-                self._matrices = {**self._matrices, **_SHARED}
+        if (experts := config.experts) is not None:
+            router, first = config.mixture.router, self._matrices if config.dense_layers else {}
+            self._matrices, self._experts = {**mixer, "router": (router,)}, _EXPERTS
+            self._shapes[router] = (config.hidden_size, experts.num_experts)
+            if experts.shared_size:
+                shared = {"shared_gate_up": experts.shared_modules[:2], "shared_down": experts.shared_modules[2:]}
+                self._matrices = {**self._matrices, **shared}
+            if experts.shared_gate:
+                self._matrices = {**self._matrices, "shared_weight": ("mlp.shared_expert_gate",)}
                 self._shapes["mlp.shared_expert_gate"] = (config.hidden_size, 1)
+            self._matrices = {**self._matrices, **{f"{DENSE}{name}": each for name, each in first.items()}}
         if config.delta is not None:
             self._matrices = {**self._matrices, **_DELTA}
 
@@ -265,14 +269,14 @@ class _Loader:
             sizes = (layers.stop - layers.start, experts.stop - experts.start)
             found: Array | None = None
             for layer, expert in np.ndindex(sizes):
-                one = read(layers.start + layer, experts.start + expert, *columns)
+                one = read(config.dense_layers + layers.start + layer, experts.start + expert, *columns)
                 if found is None:
                     found = empty((*sizes, *one.shape), one.dtype)
                 found[layer, expert] = one
             assert found is not None, "a model has at least one layer and one expert"
             return found
 
-        shape = (config.num_layers, config.experts.num_experts, inputs, out * len(self._experts[name]))
+        shape = (config.expert_layers, config.experts.num_experts, inputs, out * len(self._experts[name]))
         return self._put(shape, spec, part)
 
     def _expert_bias(self, name: str, spec: Spec) -> Jax:
@@ -284,19 +288,29 @@ class _Loader:
             layers, experts, columns = index
             found = [
                 self._read(f"model.layers.{i}.{_joined_tensor(name)}_bias", (number, width), (experts, slice(0, width)))
-                for i in range(layers.start, layers.stop)
+                for i in config.layers_with("router")[layers]
             ]
             parts = [np.stack(found)[..., i :: len(modules)] for i in range(len(modules))]
             whole: Array = np.concatenate(parts, axis=-1)
             return whole[..., columns]
 
-        return self._put((config.num_layers, number, width), spec, part)
+        return self._put((config.expert_layers, number, width), spec, part)
 
     def _expert_shape(self, name: str) -> tuple[int, int]:
         """Return (out, in) of each of an expert's matrices."""
         assert self._config.experts is not None, "the model has experts"
         inner, hidden = self._config.experts.intermediate_size, self._config.hidden_size
         return (hidden, inner) if name == "expert_down" else (inner, hidden)
+
+
+def _mixer(config: ModelConfig) -> Mapping[str, Sequence[str]]:
+    """Return the matrices of layers that attend."""
+    q_a, q_b, kv_a, _ = LATENT
+    if (latent := config.attention.latent) is None:
+        return _ATTENTION
+    if not latent.query_rank:
+        return {"latent_in": (_ATTENTION["qkv"][0], kv_a), **_LATENT}
+    return {"latent_in": (q_a, kv_a), "latent_q": (q_b,), **_LATENT}
 
 
 def _joined_tensor(name: str) -> str:

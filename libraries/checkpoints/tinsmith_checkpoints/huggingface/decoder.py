@@ -11,8 +11,12 @@ from tinsmith_checkpoints.values import Json
 
 ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP: Final = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LATENT: Final = tuple(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
+"""Those that make queries, keys and values out of latents, which some models have in place of the first three."""
 SHARED_EXPERT: Final = tuple(f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
 """The expert that computes every token, where a model has one."""
+SHARED_EXPERTS: Final = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+"""Several such experts, as one, where a model counts them without a gate."""
 DELTA: Final = (
     *("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
     "linear_attn.out_proj",
@@ -36,7 +40,12 @@ class ExpertShape:
     top_k: int  # experts that compute each token
     intermediate_size: int  # of one expert
     normalized: bool  # whether the weights of a token's experts add up to 1
-    shared_size: int = 0  # of the expert that computes every token, times a gate; 0: there is none
+    shared_size: int = 0  # of the expert that computes every token; 0: there is none
+    shared_modules: tuple[str, ...] = SHARED_EXPERT  # its paths; a gate weights it if they are these
+
+    @property
+    def shared_gate(self) -> bool:
+        return bool(self.shared_size) and self.shared_modules == SHARED_EXPERT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +89,13 @@ class DecoderShape:
 
     @property
     def other_weights(self) -> tuple[int, int]:
-        """What layers that do not attend have beyond what attending would take: in all, and in LoRA of rank 1."""
+        """What layers unlike the others have beyond what these take: in all, and in LoRA of rank 1."""
         return 0, 0
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers of a token that a layer which attends keeps for later ones."""
+        return 2 * self.kv_size
 
     @property
     def state_size(self) -> int:
@@ -89,11 +103,16 @@ class DecoderShape:
         return 0
 
     @property
+    def attention_modules(self) -> tuple[str, ...]:
+        """The paths of the linear modules of a layer that attends."""
+        return ATTENTION
+
+    @property
     def plain_modules(self) -> tuple[str, ...]:
         """The paths of a layer's linear modules that an adapter may train, other than the routed experts'."""
         if self.experts is None:
-            return (*ATTENTION, *MLP)
-        return (*ATTENTION, *SHARED_EXPERT) if self.experts.shared_size else ATTENTION
+            return (*self.attention_modules, *MLP)
+        return (*self.attention_modules, *(self.experts.shared_modules if self.experts.shared_size else ()))
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return (in, out) of each linear module of a layer, keyed by its path within the layer, and of the head.
@@ -105,7 +124,7 @@ class DecoderShape:
         shapes = [(hidden, self.q_size), (hidden, self.kv_size), (hidden, self.kv_size), (self.q_size, hidden)]
         shapes += [(hidden, inner), (hidden, inner), (inner, hidden)]
         shapes += [(hidden, shared), (hidden, shared), (shared, hidden)] if shared else []
-        paths = (*ATTENTION, *MLP, *(SHARED_EXPERT if shared else ()))
+        paths = (*ATTENTION, *MLP, *(self.experts.shared_modules if self.experts is not None and shared else ()))
         return {**dict(zip(paths, shapes, strict=True)), HEAD: (hidden, self.vocab_size)}
 
 
@@ -119,7 +138,7 @@ def decoder_shape(config: Mapping[str, Json], path: Path, *, supported: Collecti
     if class_name not in supported:
         msg = f"{path}: architecture {class_name!r} is not supported, only {', '.join(supported)}"
         raise ConfigError(msg)
-    experts = bool(config.get("num_experts") or config.get("num_local_experts"))
+    experts = any(config.get(key) for key in _NUM_EXPERTS)
     inner = "moe_intermediate_size" if experts and "intermediate_size" not in config else "intermediate_size"
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -142,15 +161,21 @@ def decoder_shape(config: Mapping[str, Json], path: Path, *, supported: Collecti
         raise ConfigError(msg) from error
 
 
+_NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
 def _expert_shape(config: Mapping[str, Json], path: Path) -> ExpertShape:
     for key, uniform in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if config.get(key, uniform) not in (uniform, None):
             msg = f"{path}: {key} is {config[key]!r}: models of which some layers are dense are not supported"
             raise ConfigError(msg)
+    size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    without_gate = int(config.get("n_shared_experts") or 0)
     return ExpertShape(
-        num_experts=int(config.get("num_experts") or config["num_local_experts"]),  # as transformers 5 writes it
+        num_experts=next(int(config[key]) for key in _NUM_EXPERTS if config.get(key)),
         top_k=int(config["num_experts_per_tok"]),
-        intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+        intermediate_size=size,
         normalized=bool(config.get("norm_topk_prob", False)),
-        shared_size=int(config.get("shared_expert_intermediate_size") or 0),
+        shared_size=without_gate * size or int(config.get("shared_expert_intermediate_size") or 0),
+        shared_modules=SHARED_EXPERTS if without_gate else SHARED_EXPERT,
     )

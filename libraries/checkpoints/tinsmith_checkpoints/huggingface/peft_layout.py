@@ -11,7 +11,16 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tinsmith_checkpoints.errors import ServerError
-from tinsmith_checkpoints.huggingface.decoder import ATTENTION, DELTA, EXPERTS, HEAD, MLP, SHARED_EXPERT
+from tinsmith_checkpoints.huggingface.decoder import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    HEAD,
+    LATENT,
+    MLP,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+)
 from tinsmith_checkpoints.values import Array, FloatArray, LoraConfig
 
 TINKER_HEAD: Final = "model.unembed_tokens"
@@ -21,7 +30,7 @@ model, which has no `lm_head.weight`."""
 Side = Literal["A", "B"]
 SIDES: Final[tuple[Side, Side]] = ("A", "B")
 
-_KINDS: Final = (*ATTENTION, *MLP, HEAD, *EXPERTS, *SHARED_EXPERT, *DELTA)
+_KINDS: Final = (*ATTENTION, *MLP, HEAD, *EXPERTS, *SHARED_EXPERT, *DELTA, *LATENT, *SHARED_EXPERTS)
 """Their order determines each module's random stream."""
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")

@@ -18,7 +18,7 @@ class WeightCounts:
     num_layers: int
     norm: int  # the last one
     head: int  # 0 if it is the embedding
-    others: int  # that layers which do not attend have beyond `layer`, in all
+    others: int  # that layers unlike the others have beyond `layer`, in all
 
     @property
     def outside_layers(self) -> int:
@@ -67,7 +67,7 @@ def _router_weights(shape: DecoderShape) -> int:
     """Count those that choose experts, and that gate the shared one."""
     if shape.experts is None:
         return 0
-    return shape.hidden_size * (shape.experts.num_experts + bool(shape.experts.shared_size))
+    return shape.hidden_size * (shape.experts.num_experts + shape.experts.shared_gate)
 
 
 def _scales(shape: DecoderShape, plain: Sequence[tuple[int, int]]) -> int:

@@ -81,6 +81,9 @@ class FamilyContract:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                buffer.uniform_(-0.5, 0.5)
         directory = tmp_path_factory.mktemp("family")
         model.save_pretrained(directory)
         return directory

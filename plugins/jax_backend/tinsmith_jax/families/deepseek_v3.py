@@ -1,0 +1,59 @@
+"""DeepSeek V3 and what has its layers: attention by latents; experts chosen by groups, and shared ones without a gate.
+
+The first layers have a dense MLP.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from tinsmith import ConfigError
+from tinsmith_checkpoints.huggingface import Json, read_rope
+from tinsmith_jax import Attention, Groups, Latent, LayerKind, Mixture, ModelConfig, decoder, family, refuse
+
+
+@family("DeepseekV3ForCausalLM")
+def deepseek_v3(config: Mapping[str, Json], path: Path) -> ModelConfig:
+    refuse(config, path, "attention_bias")
+    config = {"n_shared_experts": 1, "norm_topk_prob": True, **config}
+    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if config.get(key, known) != known:
+            msg = f"{path}: {key} is {config[key]!r}, supported is {known!r}"
+            raise ConfigError(msg)
+    layers = int(config["num_hidden_layers"])
+    dense = min(int(config.get("first_k_dense_replace", 3)), layers)
+    if dense == layers:
+        config = {**config, "n_routed_experts": 0}
+    latent = Latent(
+        query_rank=config.get("q_lora_rank", 1536),
+        rank=int(config.get("kv_lora_rank", 512)),
+        plain_dim=int(config.get("qk_nope_head_dim", 128)),
+        rotated_dim=int(config.get("qk_rope_head_dim", 64)),
+        value_dim=int(config.get("v_head_dim", 128)),
+        alternate=bool(config.get("rope_interleave", True)),
+    )
+    rope = read_rope(config, latent.rotated_dim, str(path))
+    return decoder(
+        {**config, "head_dim": latent.key_dim, "num_key_value_heads": config["num_attention_heads"]},
+        path,
+        kinds={"all": LayerKind(rope=rope)},
+        layer_types=("all",) * layers,
+        attention=Attention(latent=latent, scale=_scale(config, latent.key_dim)),
+        mixture=Mixture(
+            groups=Groups(
+                number=int(config.get("n_group") or 1),
+                chosen=int(config.get("topk_group") or 1),
+                scale=float(config.get("routed_scaling_factor", 2.5)),
+            )
+        ),
+        dense_layers=dense if dense < layers else 0,
+    )
+
+
+def _scale(config: Mapping[str, Json], key_dim: int) -> float | None:
+    """Return the scale of scores, where that of yarn is not only in the rotated part of queries and keys."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    all_dims = float(rope.get("mscale_all_dim") or 0)
+    if not all_dims or float(rope.get("factor") or 1) <= 1:
+        return None
+    return float((0.1 * all_dims * math.log(float(rope["factor"])) + 1) ** 2 * key_dim**-0.5)
