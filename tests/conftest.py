@@ -13,7 +13,7 @@ from tinsmith.testing.postgres import Postgres, PostgresMissingError, running_po
 @pytest.fixture(autouse=True)
 def _no_secrets_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process masks every secret that it has read, and those of tests may be plain words."""
-    monkeypatch.setattr(secrets, "_known", {})
+    monkeypatch.setattr(secrets, "known", {})
 
 
 @pytest.fixture(scope="session")

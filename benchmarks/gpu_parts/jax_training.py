@@ -143,7 +143,7 @@ class Measured:
     def _models(self, number: int) -> list[str]:
         models = [f"model-{index}" for index in range(number)]
         for index, model_id in enumerate(models):
-            if model_id not in self.backend._models:  # noqa: SLF001
+            if model_id not in self.backend.models:
                 lora = LoraConfig(rank=self.options.rank, seed=index)
                 self.backend.create_model(CreateModel(model_id=model_id, lora=lora))
         return models

@@ -25,7 +25,7 @@ from typing import Any, Final, NoReturn
 from tinsmith import scratch, tether
 from tinsmith.tether import has_ended, tie
 
-_PATIENCE_S: Final = 2.0
+PATIENCE_S: Final = 2.0
 _POLL_S: Final = 0.01
 
 _lock = threading.Lock()
@@ -85,7 +85,7 @@ def run_tethered(
 
 def end_group(group: int) -> None:
     """End what is left of a process group whose leader has ended; kill what does not do so in time."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     with suppress(ProcessLookupError, PermissionError):  # nothing is left, or only what has ended
         os.killpg(group, signal.SIGTERM)
         while _lives(group):

@@ -39,7 +39,7 @@ BASE = LoraConfig(rank=0, seed=0)
 def seed_changes_the_weights(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         _create(self, op)
-        model = self._device.models[op.model_id]
+        model = self.device.models[op.model_id]
         model.weights = {name: w * np.float32(1 + 1e-6 * op.lora.seed) for name, w in model.weights.items()}
 
     patch.setattr(ToyBackend, "create_model", create_model)
@@ -49,7 +49,7 @@ def weights_are_rounded(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         _create(self, op)
         if op.lora.rank == 0:
-            model = self._device.models[op.model_id]
+            model = self.device.models[op.model_id]
             model.weights = {name: w.astype(np.float16).astype(np.float32) for name, w in model.weights.items()}
 
     patch.setattr(ToyBackend, "create_model", create_model)
@@ -58,7 +58,7 @@ def weights_are_rounded(patch: Patch) -> None:
 def gradients_depend_on_company(patch: Patch) -> None:
     def forward_backward(self: ToyBackend, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
         results = _pass(self, ops)
-        for model in [self._device.models[op.model_id] for op in ops] if len(ops) > 1 else []:
+        for model in [self.device.models[op.model_id] for op in ops] if len(ops) > 1 else []:
             model.gradients = {name: g * np.float32(1 + 1e-6) for name, g in model.gradients.items()}
         return results
 
@@ -70,9 +70,9 @@ def base_learns(patch: Patch) -> None:
 
     def optim_step(self: ToyBackend, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
         results = _step(self, ops)
-        for model in [self._device.models[op.model_id] for op in ops]:
-            for module in self._device.model._base if model.lora.rank == 0 else ():
-                self._device.model._base[module] = model.weights[toy_model._full(module)]
+        for model in [self.device.models[op.model_id] for op in ops]:
+            for module in self.device.model.base if model.lora.rank == 0 else ():
+                self.device.model.base[module] = model.weights[toy_model.full_name(module)]
         return results
 
     patch.setattr(ToyBackend, "optim_step", optim_step)
@@ -80,10 +80,10 @@ def base_learns(patch: Patch) -> None:
 
 def models_begin_where_the_last_one_is(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
-        trained = [model for model in self._device.models.values() if model.lora.rank == op.lora.rank == 0]
+        trained = [model for model in self.device.models.values() if model.lora.rank == op.lora.rank == 0]
         _create(self, op)
         if trained:
-            self._device.models[op.model_id].weights = trained[-1].weights
+            self.device.models[op.model_id].weights = trained[-1].weights
 
     patch.setattr(ToyBackend, "create_model", create_model)
 
@@ -92,11 +92,11 @@ def forward_keeps_its_weights(patch: Patch) -> None:
     kept: dict[str, TrainedModel] = {}
 
     def forward(self: ToyBackend, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
-        now = dict(self._device.models)
+        now = dict(self.device.models)
         for op in ops:
-            self._device.models[op.model_id] = kept.setdefault(op.model_id, replace(now[op.model_id]))
-        results = [self._score(op, backward=False) for op in ops]
-        self._device.models.update(now)
+            self.device.models[op.model_id] = kept.setdefault(op.model_id, replace(now[op.model_id]))
+        results = [self.score(op, backward=False) for op in ops]
+        self.device.models.update(now)
         return results
 
     patch.setattr(ToyBackend, "forward", forward)
@@ -116,7 +116,7 @@ def restore_without(part: str) -> Fault:
 
 def the_base_is_published(patch: Patch) -> None:
     def publish(self: ToyBackend, model_id: str, snapshot_id: str) -> Snapshot:
-        return HostSnapshot(snapshot_id, self._device.models[model_id].lora, self._device.model.init_lora(BASE))
+        return HostSnapshot(snapshot_id, self.device.models[model_id].lora, self.device.model.init_lora(BASE))
 
     patch.setattr(ToyBackend, "publish", publish)
 
@@ -126,7 +126,7 @@ def moments_are_shared(patch: Patch) -> None:
     last: list[TrainedModel] = []
 
     def optim_step(self: ToyBackend, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        for model in [self._device.models[op.model_id] for op in ops]:
+        for model in [self.device.models[op.model_id] for op in ops]:
             if last and last[-1].adam_m.keys() == model.adam_m.keys():
                 model.adam_m = last[-1].adam_m
             last.append(model)

@@ -164,7 +164,7 @@ def a_refused_step_refuses_its_call(patch: Patch) -> None:
 
 def drop_every_gradient(patch: Patch) -> None:
     def drop_gradient(self: ToyBackend, model_id: str) -> None:
-        for model in self._device.models.values():
+        for model in self.device.models.values():
             model.gradients = {}
 
     patch.setattr(ToyBackend, "drop_gradient", drop_gradient)
@@ -196,11 +196,11 @@ def steps_have_no_metrics(patch: Patch) -> None:
 def decay_reaches_everybody(patch: Patch) -> None:
     def optim_step(self: ToyBackend, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
         for op in ops:
-            for model in self._device.models.values():
+            for model in self.device.models.values():
                 shrunk = np.float32(1 - op.adam.learning_rate * op.adam.weight_decay)
                 model.weights = {name: weight * shrunk for name, weight in model.weights.items()}
         for op in ops:
-            self._device.models[op.model_id].optim_step(replace(op.adam, weight_decay=0.0))
+            self.device.models[op.model_id].optim_step(replace(op.adam, weight_decay=0.0))
         return [OptimStepOutput() for _ in ops]
 
     patch.setattr(ToyBackend, "optim_step", optim_step)
@@ -208,10 +208,10 @@ def decay_reaches_everybody(patch: Patch) -> None:
 
 def nan_is_contagious(patch: Patch) -> None:
     def forward_backward(self: ToyBackend, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
-        results = [self._score(op, backward=True) for op in ops]
-        if any(np.isnan(g).any() for op in ops for g in self._device.models[op.model_id].gradients.values()):
+        results = [self.score(op, backward=True) for op in ops]
+        if any(np.isnan(g).any() for op in ops for g in self.device.models[op.model_id].gradients.values()):
             for op in ops:
-                model = self._device.models[op.model_id]
+                model = self.device.models[op.model_id]
                 model.gradients = {name: g * np.float32("nan") for name, g in model.gradients.items()}
         return results
 
@@ -220,9 +220,9 @@ def nan_is_contagious(patch: Patch) -> None:
 
 def rounding_depends_on_company(patch: Patch) -> None:
     def forward_backward(self: ToyBackend, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
-        results = [self._score(op, backward=True) for op in ops]
+        results = [self.score(op, backward=True) for op in ops]
         for op in ops if len(ops) > 1 else ():
-            model = self._device.models[op.model_id]
+            model = self.device.models[op.model_id]
             model.gradients = {name: g * np.float32(1 + 1e-6) for name, g in model.gradients.items()}
         return results
 
@@ -236,23 +236,23 @@ def freed_places_keep_gradients(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         create(self, op)
         if attic:
-            self._device.models[op.model_id].gradients = attic.pop().gradients
+            self.device.models[op.model_id].gradients = attic.pop().gradients
 
     patch.setattr(ToyBackend, "create_model", create_model)
-    patch.setattr(ToyBackend, "unload_model", lambda self, model_id: attic.append(self._device.models.pop(model_id)))
+    patch.setattr(ToyBackend, "unload_model", lambda self, model_id: attic.append(self.device.models.pop(model_id)))
 
 
 def results_come_in_another_order(patch: Patch) -> None:
     def forward_backward(self: ToyBackend, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
         by_model = sorted(ops, key=lambda op: op.model_id)
-        return [self._score(op, backward=True) for op in by_model]
+        return [self.score(op, backward=True) for op in by_model]
 
     patch.setattr(ToyBackend, "forward_backward", forward_backward)
 
 
 def any_rank_is_accepted(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
-        self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(op.lora))
+        self.device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self.device.model.init_lora(op.lora))
 
     patch.setattr(ToyBackend, "create_model", create_model)
 
@@ -260,7 +260,7 @@ def any_rank_is_accepted(patch: Patch) -> None:
 def flags_are_ignored(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         everything = LoraConfig(rank=op.lora.rank, seed=op.lora.seed)
-        self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(everything))
+        self.device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self.device.model.init_lora(everything))
 
     patch.setattr(ToyBackend, "create_model", create_model)
 
@@ -268,7 +268,7 @@ def flags_are_ignored(patch: Patch) -> None:
 def seed_is_ignored(patch: Patch) -> None:
     def create_model(self: ToyBackend, op: CreateModel) -> None:
         lora = replace(op.lora, seed=0)
-        self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(lora))
+        self.device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self.device.model.init_lora(lora))
 
     patch.setattr(ToyBackend, "create_model", create_model)
 
@@ -312,7 +312,7 @@ class LiveSnapshot(HostSnapshot):
 
 def snapshots_are_live(patch: Patch) -> None:
     def publish(self: ToyBackend, model_id: str, snapshot_id: str) -> Snapshot:
-        return LiveSnapshot(snapshot_id, self._device.models[model_id])
+        return LiveSnapshot(snapshot_id, self.device.models[model_id])
 
     patch.setattr(ToyBackend, "publish", publish)
 
@@ -339,7 +339,7 @@ def a_second_sleep_forgets(patch: Patch) -> None:
     def forgetful(self: ToyBackend) -> None:
         if self._awake is None:
             self.wake_trainer()
-            self._device.models.clear()
+            self.device.models.clear()
         sleep(self)
 
     patch.setattr(ToyBackend, "sleep_trainer", forgetful)
@@ -362,7 +362,7 @@ def steps_raise_if(condition: Callable[[AdamParams], bool]) -> Fault:
 
 def passes_raise_if(condition: Callable[[ForwardBackward], bool]) -> Fault:
     def fault(patch: Patch) -> None:
-        score = ToyBackend._score
+        score = ToyBackend.score
 
         def raising(self: ToyBackend, op: Forward, *, backward: bool) -> ForwardBackwardOutput | Failed:
             if condition(op):
@@ -370,7 +370,7 @@ def passes_raise_if(condition: Callable[[ForwardBackward], bool]) -> Fault:
                 raise OverflowError(msg)
             return score(self, op, backward=backward)
 
-        patch.setattr(ToyBackend, "_score", raising)
+        patch.setattr(ToyBackend, "score", raising)
 
     return fault
 
@@ -654,16 +654,16 @@ def snapshots_are_ignored(patch: Patch) -> None:
 
 def samples_use_live_weights(patch: Patch) -> None:
     async def sample(self: ToyBackend, op: Sample) -> SampleOutput | Failed:
-        (model,) = self._device.models.values()
-        return await toy_sampling.sample(self._device.model, model.adapter, op, self.sampler_capabilities.vocab_size)
+        (model,) = self.device.models.values()
+        return await toy_sampling.sample(self.device.model, model.adapter, op, self.sampler_capabilities.vocab_size)
 
     patch.setattr(ToyBackend, "sample", sample)
 
 
 def unknown_snapshots_are_the_base_model(patch: Patch) -> None:
     async def sample(self: ToyBackend, op: Sample) -> SampleOutput | Failed:
-        adapter = self._device.snapshots.get(op.snapshot_id, self._device.snapshots[None])
-        return await toy_sampling.sample(self._device.model, adapter, op, self.sampler_capabilities.vocab_size)
+        adapter = self.device.snapshots.get(op.snapshot_id, self.device.snapshots[None])
+        return await toy_sampling.sample(self.device.model, adapter, op, self.sampler_capabilities.vocab_size)
 
     patch.setattr(ToyBackend, "sample", sample)
 

@@ -38,7 +38,7 @@ class Machine:
 
     def __init__(self, number: int) -> None:
         self.address = f"10.77.0.{number}"
-        self._hardware = f"02:00:00:00:00:{number:02x}"
+        self.hardware = f"02:00:00:00:00:{number:02x}"
         self._name = f"machine-{number}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name, initializer=self._leave)
         self.thread_id = self.run(threading.get_native_id)
@@ -57,7 +57,7 @@ class Machine:
 
     def plug_into(self, switch: "Machine") -> None:
         port = f"to-{self._name}"
-        own = ("name", "eth0", "address", self._hardware, "netns", str(self.thread_id))
+        own = ("name", "eth0", "address", self.hardware, "netns", str(self.thread_id))
         switch.ip("link", "add", port, "type", "veth", "peer", *own)
         switch.ip("link", "set", port, "master", "switch", "up")
         self.ip("address", "add", f"{self.address}/24", "dev", "eth0")
@@ -65,7 +65,7 @@ class Machine:
 
     def reach(self, other: "Machine", *, wrongly: bool = False) -> None:
         """Send what is for the other machine to its hardware address, or where nobody is."""
-        hardware = "02:ff:ff:ff:ff:ff" if wrongly else other._hardware
+        hardware = "02:ff:ff:ff:ff:ff" if wrongly else other.hardware
         self.ip("neigh", "replace", other.address, "lladdr", hardware, "dev", "eth0", "nud", "permanent")
 
     def close(self) -> None:

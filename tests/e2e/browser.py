@@ -75,6 +75,12 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, **({"text": "\r"} if key == "Enter" else {}))
 
+    def hang_up(self) -> None:
+        self._to.close()
+
+    def close(self) -> None:
+        self._from.close()
+
     def picture(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
 
@@ -91,10 +97,10 @@ def running_browser(chromium: str, directory: Path) -> Iterator[Browser]:
     try:
         yield browser
     finally:
-        browser._to.close()  # it ends by itself
+        browser.hang_up()  # it ends by itself
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        browser._from.close()
+        browser.close()

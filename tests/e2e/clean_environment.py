@@ -27,13 +27,13 @@ class Environment:
 
     def start(self, program: str, *arguments: str) -> "subprocess.Popen[str]":
         command = [str(self._bin / program), *arguments]
-        return subprocess.Popen(command, cwd=self.home, env=self._variables(), stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, cwd=self.home, env=self.variables(), stderr=subprocess.PIPE, text=True)
 
     def _run(self, command: list[str], *, cwd: Path | None = None, code: int = 0) -> str:
         done = subprocess.run(
             command,
             cwd=cwd or self.home,
-            env=self._variables(),
+            env=self.variables(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -44,7 +44,7 @@ class Environment:
         return done.stdout
 
     @staticmethod
-    def _variables() -> dict[str, str]:
+    def variables() -> dict[str, str]:
         ours = ("TINSMITH_", "PYTHON", "PIP_", "PYTEST_", "VIRTUAL_ENV")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -61,8 +61,8 @@ class CleanEnvironment(Environment):
         self._link_dependencies(directory / "dependencies", wanted)
 
     @staticmethod
-    def _variables() -> dict[str, str]:
-        return {**Environment._variables(), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+    def variables() -> dict[str, str]:
+        return {**Environment.variables(), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
 
     def _link_dependencies(self, links: Path, wanted: Sequence[str]) -> None:
         links.mkdir()

@@ -95,7 +95,7 @@ def test_an_engine_of_the_jax_backend_is_killed(launcher: Launcher, tmp_path: Pa
     from jax._src import compilation_cache  # nothing public says which directory is in use
 
     expected = undisturbed(tmp_path / "undisturbed", model)
-    compiled_here = compilation_cache._cache._path  # where this process keeps all that it compiles
+    compiled_here = compilation_cache._cache._path  # noqa: SLF001 - nothing public says where jax keeps programs
     shutil.copytree(compiled_here, tmp_path / "killed" / "cache" / "jax" / "tiny" / "compiled")
     random_ = random.Random(22)
     with serving(launcher, tmp_path / "killed", model) as served:

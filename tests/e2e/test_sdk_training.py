@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from chunks import in_chunks_of
 from tinker import types
 
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
@@ -58,12 +59,8 @@ def test_a_batch_cut_into_chunks_is_the_batch(client: tinker.ServiceClient) -> N
     whole, chunked = (
         client.create_lora_training_client(base_model="toy", rank=4, seed=5).result(timeout=300) for _ in range(2)
     )
-    holder, config = chunked.holder, chunked.holder._client_config
-    holder._client_config = config.model_copy(update={"fwdbwd_max_chunk_len": 2})
-    try:
+    with in_chunks_of(2, chunked):
         first = step(chunked, data)
-    finally:
-        holder._client_config = config
     expected = step(whole, data)
     np.testing.assert_allclose(np.concatenate(logprobs(first)), np.concatenate(logprobs(expected)), rtol=1e-6)
     assert first.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)

@@ -273,7 +273,7 @@ if number % 3 == 0:
 os.kill(os.getpid(), signal.SIGKILL)
 """
     use_command(monkeypatch, script)
-    monkeypatch.setattr(deaths, "_COUNTERS", tmp_path / "none")  # who else runs out of memory is not counted
+    monkeypatch.setattr(deaths, "COUNTERS", tmp_path / "none")  # who else runs out of memory is not counted
     settings = settings_for(tmp_path, max_restarts=2)
     settings = settings.model_copy(update={"recovery": RecoverySettings(max_interruptions=5)})
     async with supervised(settings, store):
@@ -312,7 +312,7 @@ async def test_an_engine_that_was_killed_for_memory_has_crashed(
 ) -> None:
     counters = tmp_path / "vmstat"
     counters.write_text("nr_free_pages 1\noom_kill 3\n")
-    monkeypatch.setattr(deaths, "_COUNTERS", counters)
+    monkeypatch.setattr(deaths, "COUNTERS", counters)
     use_command(
         monkeypatch,
         f"import os, signal; open({str(counters)!r}, 'w').write('oom_kill 4'); os.kill(os.getpid(), signal.SIGKILL)",
@@ -365,7 +365,7 @@ input()
 async def test_an_engine_that_does_not_stop_is_killed(
     tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_STOP_S", 0.1)
+    monkeypatch.setattr(supervisor_module, "STOP_S", 0.1)
     deaf = tmp_path / "deaf"
     use_command(
         monkeypatch,
@@ -502,8 +502,10 @@ async def test_a_standby_that_keeps_crashing_is_given_up_and_the_engine_that_ser
         await client.result(await client.create_model())
         use_command(monkeypatch, "raise SystemExit('no such device')")
         standby = Supervisor(settings_for(tmp_path, max_restarts=2), store)
+        others = asyncio.all_tasks()
         await standby.start()
-        await asyncio.wait_for(asyncio.gather(*standby._tasks), WAIT_S)
+        watching = [task for task in asyncio.all_tasks() - others if task.get_name().startswith("supervise")]
+        await asyncio.wait_for(asyncio.gather(*watching), WAIT_S)
         assert caplog.text.count("no such device") == 3
         assert (await ready(store)).pid == first.pid
         step = ops.OptimStep(model_id=client.model_id(), adam=ops.AdamParams())

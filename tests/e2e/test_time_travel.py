@@ -16,7 +16,7 @@ from rich.console import Console
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.saved import read_checkpoint
-from tinsmith.commands.replay import _Replay, run_replay
+from tinsmith.commands.replay import Replay, run_replay
 from tinsmith.engine.models import Models
 from tinsmith.errors import ConfigError, NotFoundError, ServerError, TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
@@ -174,7 +174,7 @@ def test_ctrl_c_leaves_nothing(
     server: RunningServer, saves: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C cancels the task; here while the model is created."""
-    replay = _Replay(server.settings, PLUGINS, Console(stderr=True))
+    replay = Replay(server.settings, PLUGINS, Console(stderr=True))
 
     async def interrupted() -> None:
         working = asyncio.create_task(

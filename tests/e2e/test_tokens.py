@@ -29,7 +29,7 @@ def exchanges(server: RunningServer) -> int:
 
 def forget_tokens(server: RunningServer) -> None:
     """Replace the secret, as a server on another database would have it."""
-    server.app.state.context.api_keys._tokens = KeyTokens(b"another" * 5, 3600)
+    server.app.state.context.api_keys.tokens = KeyTokens(b"another" * 5, 3600)
 
 
 def test_training_goes_on_when_tokens_are_refused(tmp_path: Path) -> None:

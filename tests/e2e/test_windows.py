@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import tinker
+from chunks import in_chunks_of
 
 from tinsmith.testing.sdk_data import TOKENS, datum, ragged, rl_datum, step
 
@@ -60,10 +61,10 @@ def test_a_script_goes_on_after_a_bad_pass(models: list[tinker.TrainingClient]) 
 def test_a_failed_chunk_discards_the_step_of_its_batch(models: list[tinker.TrainingClient]) -> None:
     """The SDK has split the batch: its other chunks were good."""
     model, _ = models
-    model.holder._client_config = model.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 1})
-    passed, stepped = model.forward_backward([*ragged(2), BAD, *ragged(2)], "cross_entropy"), model.optim_step(ADAM)
-    with pytest.raises(tinker.RequestFailedError, match="token id 999"):
-        passed.result(timeout=300)
+    with in_chunks_of(1, model):
+        passed, stepped = model.forward_backward([*ragged(2), BAD, *ragged(2)], "cross_entropy"), model.optim_step(ADAM)
+        with pytest.raises(tinker.RequestFailedError, match="token id 999"):
+            passed.result(timeout=300)
     assert "token id 999" in refused(stepped)
     train_alike(models)
 
@@ -72,10 +73,10 @@ def test_a_gradient_that_is_not_finite_costs_its_window_alone(models: list[tinke
     model, _ = models
     for each in models:
         step(each, [datum()])
-    model.holder._client_config = model.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 1})
-    data = [rl_datum(TOKENS, [-4.0] * 6, 1.0), INFINITE]  # in chunks: the first one is fine
-    passed, stepped = model.forward_backward(data, "importance_sampling"), model.optim_step(ADAM)
-    metrics = passed.result(timeout=300).metrics
+    data = [rl_datum(TOKENS, [-4.0] * 6, 1.0), INFINITE]
+    with in_chunks_of(1, model):  # the first one is fine
+        passed, stepped = model.forward_backward(data, "importance_sampling"), model.optim_step(ADAM)
+        metrics = passed.result(timeout=300).metrics
     assert not np.isfinite(metrics["loss:sum"])
     assert metrics["not_finite:max"] == 1
     assert "the norm of the gradient is" in refused(stepped)

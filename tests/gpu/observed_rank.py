@@ -51,6 +51,6 @@ def _attend_as_on_a_gpu() -> None:
     def packed(module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **given: Any) -> Any:
         if query.dtype != torch.bfloat16:
             return one_by_one(module, query, key, value, mask, **given)
-        return attention._varlen(query, key, value, given["stream"], given.get("scaling")), None
+        return attention.attend_varlen(query, key, value, given["stream"], given.get("scaling")), None
 
     attention.packed_attention = packed

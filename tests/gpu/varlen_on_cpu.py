@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 
 def register() -> None:
     """Give the operators a kernel for CPUs. It is causal, whatever it is asked for."""
-    V._varlen_attn.register_kernel("cpu")(_forward)
-    V._varlen_attn_backward.register_kernel("cpu")(_backward)
+    V._varlen_attn.register_kernel("cpu")(_forward)  # noqa: SLF001 - torch's operators are private
+    V._varlen_attn_backward.register_kernel("cpu")(_backward)  # noqa: SLF001
 
 
 def _scale(q: torch.Tensor, arguments: tuple[Any, ...]) -> float:

@@ -43,7 +43,7 @@ OF_OTHERS = (
     *("reference_model", "merge", "shards", "format", "encryption", "async", "priority", "extra_body"),
 )
 """As other servers and trainers have them."""
-EXACT = [each for each in vars(wire).values() if isinstance(each, type) and issubclass(each, wire._ExactBody)]
+EXACT = [each for each in vars(wire).values() if isinstance(each, type) and issubclass(each, wire.ExactBody)]
 KNOWN = st.sampled_from(sorted({name for each in EXACT for name in each.model_fields}))
 CHANGES = st.sampled_from(
     [str.upper, str.title, lambda name: f"{name}s", lambda name: f" {name}", lambda name: name[:-1]]

@@ -78,15 +78,15 @@ STEPS: Final = frozenset(
 """The store's methods before which a session pauses."""
 
 FILE_STEPS: Final = (
-    (atomic_directory, "_put"),
+    (atomic_directory, "put"),
     (atomic_directory, "delete"),
     (atomic_directory, "find"),
     (checkpoint_format, "read_manifest"),
-    (checkpoints, "_files"),
+    (checkpoints, "files_in"),
 )
 """The functions in threads before which a session pauses."""
 
-READING: Final = frozenset({"_put", "find", "read_manifest", "_files"})
+READING: Final = frozenset({"put", "find", "read_manifest", "files_in"})
 """What three sessions do without a pause, so that all of their orders can be tried. Two sessions pause."""
 
 CLEARING: Final = READING | {"get_run", "delete"}
@@ -99,7 +99,7 @@ def pausing_files() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module, name in FILE_STEPS:
             patch.setattr(module, name, _paused(getattr(module, name), name))
-        patch.setattr(atomic_directory, "_fsync", lambda _: None)
+        patch.setattr(atomic_directory, "synchronise", lambda _: None)
         yield
 
 
@@ -217,7 +217,7 @@ class World:
 
     async def _create_model(self) -> None:
         now, lora = datetime.now(UTC), self.template.lora
-        creation = self.client._new(ops.CreateModel(model_id=self.model_id, lora=lora), self.model_id, 0)
+        creation = self.client.new_operation(ops.CreateModel(model_id=self.model_id, lora=lora), self.model_id, 0)
         new = RunRecord(
             model_id=self.model_id,
             session_id=self.client.session_id,
@@ -227,7 +227,7 @@ class World:
             created_at=now,
             last_request_at=now,
         )
-        self.client._next_seq_id[self.model_id] = 1
+        self.client.next_seq_id[self.model_id] = 1
         request_id = await self.store.create_run(new, creation)
         await self.claimed(self.store)
         ready = RunStateChanged(model_id=self.model_id, state=RunState.READY)
@@ -306,7 +306,9 @@ class World:
             self.deleted = True
 
     async def unpublishing(self) -> None:
-        await runs._set_public(self.context("unpublish"), ANN, self.path, public=False)
+        path = TinkerPath.parse(self.path)
+        segment, _, name = path.checkpoint_id.partition("/")
+        await runs.unpublish(self.model_id, segment, name, ANN, self.context("unpublish"))
 
     async def unpublishing_then_saving(self) -> None:
         await self.unpublishing()

@@ -56,7 +56,7 @@ def test_a_version_that_is_put_back_meanwhile_is_replaced_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "run/a", "old", OLD_EPOCH)
-    put, seen = atomic_directory._put, []
+    put, seen = atomic_directory.put, []
 
     def put_late(target: Path, fresh: Path) -> None:
         if target.name == "a" and not seen:
@@ -64,7 +64,7 @@ def test_a_version_that_is_put_back_meanwhile_is_replaced_all_the_same(
             seen.append(text_at(tmp_path, "run/a"))
         put(target, fresh)
 
-    monkeypatch.setattr(atomic_directory, "_put", put_late)
+    monkeypatch.setattr(atomic_directory, "put", put_late)
     write(tmp_path, "run/a", "new", NEW_EPOCH)
     assert seen == ["old"]
     assert text_at(tmp_path, "run/a") == "new"

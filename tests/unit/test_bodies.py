@@ -215,7 +215,7 @@ async def test_bodies_that_unpack_together_stay_within_the_budget_of_their_tenan
 
 
 async def test_a_spent_budget_is_a_429_that_tells_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_budget, "_WAIT_S", 0)
+    monkeypatch.setattr(body_budget, "WAIT_S", 0)
     budget = BodyBudget(total_bytes=1 << 40, tenant_bytes=MEGABYTE)
     async with _client(64 * MEGABYTE, {"x-api-key": "tml-friend"}, budget) as client:
         with budget.lease("friend") as other:
@@ -275,7 +275,7 @@ async def test_what_is_given_back_goes_to_those_who_fit_in_the_order_in_which_th
 
 
 async def test_few_requests_of_a_tenant_wait_and_the_next_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_budget, "_MAX_WAITING", 1)
+    monkeypatch.setattr(body_budget, "MAX_WAITING", 1)
     budget = BodyBudget(total_bytes=10, tenant_bytes=10)
     with budget.lease("a") as first, budget.lease("a") as waiting, budget.lease("a") as refused:
         first.resize(10)
@@ -292,7 +292,7 @@ async def test_few_requests_of_a_tenant_wait_and_the_next_is_refused_at_once(mon
 
 async def test_what_a_small_body_decodes_to_is_counted_if_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty requests of 5 KB, with sparse tensors, took 41 MB each."""
-    monkeypatch.setattr(body_budget, "_WAIT_S", 0)
+    monkeypatch.setattr(body_budget, "WAIT_S", 0)
     budget = BodyBudget(total_bytes=1 << 40, tenant_bytes=MEGABYTE)
     with budget.lease("t") as other, budget.lease() as lease:
         request = Request({"type": "http", LEASE: lease})

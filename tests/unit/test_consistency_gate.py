@@ -18,7 +18,7 @@ from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine import consistency_gate
 from tinsmith.engine.consistency_gate import MOST_WAITING
 from tinsmith.engine.engine import Engine
-from tinsmith.engine.probes import _PROBE_ID
+from tinsmith.engine.probes import PROBE_ID
 from tinsmith.errors import NotFoundError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
@@ -343,7 +343,7 @@ async def test_a_sampler_that_fails_on_the_snapshot_is_refused(setup: Setup) -> 
 async def test_a_model_that_has_diverged_is_its_owners_business(setup: Setup) -> None:
     async with setup.running() as client:
         await train(client)
-        for weights in setup.toy._device.models[MODEL].weights.values():
+        for weights in setup.toy.device.models[MODEL].weights.values():
             weights.fill(np.nan)
         await client.run(ephemeral(0))
     (found,) = setup.verdicts()
@@ -426,7 +426,7 @@ class Calls:
 @pytest.fixture
 def nobody_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons begin when they must, and never because time has passed."""
-    monkeypatch.setattr(consistency_gate, "_LATEST_S", WAIT_S)
+    monkeypatch.setattr(consistency_gate, "LATEST_S", WAIT_S)
 
 
 async def test_saves_between_two_steps_share_the_trainers_scores(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ async def test_saves_between_two_steps_share_the_trainers_scores(setup: Setup, m
         await client.run(ephemeral(1))
         for number in (0, 1):
             await client.run(sample(number))
-        assert calls.made == [("forward", MODEL), ("forward", _PROBE_ID)]
+        assert calls.made == [("forward", MODEL), ("forward", PROBE_ID)]
         await train(client, steps=1)
         await client.run(ephemeral(2))
         await client.run(sample(2))

@@ -17,7 +17,7 @@ SUPERSEDED, MISCONFIGURED = Death(Cause.SUPERSEDED, "was replaced"), Death(Cause
 def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     counters = tmp_path / "vmstat"
     counters.write_text("nr_free_pages 1\noom_kill 3\n")
-    monkeypatch.setattr(deaths, "_COUNTERS", counters)
+    monkeypatch.setattr(deaths, "COUNTERS", counters)
     return counters
 
 
@@ -55,7 +55,7 @@ def test_a_kill_while_memory_ran_out_is_a_crash(counters: Path) -> None:
 
 
 def test_a_kernel_that_does_not_count_is_not_asked_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaths, "_COUNTERS", tmp_path / "none")
+    monkeypatch.setattr(deaths, "COUNTERS", tmp_path / "none")
     assert Witness().judge(-signal.SIGKILL).cause is Cause.INTERRUPTION
 
 

@@ -508,7 +508,7 @@ def adapter_bytes(backend: ToyBackend) -> int:
 
 @pytest.mark.parametrize("limit", ["number", "bytes", "sampler"])
 async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(
-    setup: Setup, client: EngineDriver, limit: str
+    setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """Whoever kept an old sampling client samples from the same weights as ever."""
     size = adapter_bytes(setup.backend)
@@ -518,7 +518,8 @@ async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(
         "sampler": Keeping(max_resident=100, max_bytes=100 * size),
     }[limit]
     if limit == "sampler":
-        setup.backend._sampler_capabilities = replace(setup.backend.sampler_capabilities, max_snapshots=2)
+        two = replace(setup.backend.sampler_capabilities, max_snapshots=2)
+        monkeypatch.setattr(type(setup.backend), "sampler_capabilities", two)
     async with setup.running(keeping=keeping):
         await client.create_model()
         wanted = []
@@ -728,7 +729,7 @@ async def test_whatever_a_backend_raises_ends_the_engine(
 async def test_a_store_that_fails_for_a_moment_costs_nothing(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.engine.failures._RETRY_AFTER_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("tinsmith.engine.failures.RETRY_AFTER_S", (0.0, 0.0, 0.0))
     complete, failures = setup.store.complete, itertools.count()
 
     async def sometimes(lease: Lease, completions: Any) -> None:
@@ -796,7 +797,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database committed the claim, but the connection broke before the engine heard of it."""
-    monkeypatch.setattr("tinsmith.engine.failures._RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr("tinsmith.engine.failures.RETRY_AFTER_S", (0.0, 0.0))
     claim, lost = setup.store.claim, 0
 
     async def unheard(lease: Lease, **limits: Any) -> Claim:

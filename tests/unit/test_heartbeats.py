@@ -130,6 +130,6 @@ async def test_what_waits_is_recorded_before_the_store_closes(store: SqlStore) -
 
 def test_long_polls_that_begin_together_end_at_different_times() -> None:
     context: Any = SimpleNamespace(settings=Settings(server=ServerSettings(long_poll_s=30.0)))
-    held = [futures._hold_s(context) for _ in range(1000)]
+    held = [futures.spread_hold_s(context) for _ in range(1000)]
     assert all(15 <= each <= 30 for each in held)
     assert max(sum(second <= each < second + 1 for each in held) for second in range(15, 31)) < 200

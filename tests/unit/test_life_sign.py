@@ -40,5 +40,5 @@ def test_a_lock_proves_nothing_under_another_kernel(tmp_path: Path, monkeypatch:
         pass
     assert has_ended(tmp_path, "e")
     for kernel in ("another", ""):  # another machine or a reboot; a system that does not say
-        monkeypatch.setattr(lease, "_kernel", lambda kernel=kernel: kernel)
+        monkeypatch.setattr(lease, "running_kernel", lambda kernel=kernel: kernel)
         assert not has_ended(tmp_path, "e")

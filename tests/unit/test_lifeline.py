@@ -112,7 +112,7 @@ def test_an_end_is_one_of_the_whole_group(how: str) -> None:
 
 
 def test_what_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(lifeline, "PATIENCE_S", 0.1)
     stubborn = "trap '' TERM; sleep 1000 2>/dev/null & echo $! >&2"
     with Tethered(["sh", "-c", stubborn], env=ENVIRON, stderr=subprocess.PIPE) as program:
         assert program.stderr is not None

@@ -70,7 +70,7 @@ def test_a_change_within_one_tick_of_the_file_systems_clock_is_seen(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(live_keys, "_stamp", lambda _file: (1,))
+    monkeypatch.setattr(live_keys, "stamp_of", lambda _file: (1,))
     read = partial(load_api_keys, file=file, environ={}, flags=())
     keys = LiveKeys(KeySource(keys=(), files=(file,)), read=read, clock=lambda: now_s)
     assert tenants(keys) == ["ann", "bob"]
@@ -289,7 +289,7 @@ async def test_a_removed_key_ends_with_its_tokens_on_every_server(servers: Serve
 async def test_a_key_that_is_removed_while_a_body_arrives_is_refused(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "_STALE_S", -1.0)  # however fast this machine is
+    monkeypatch.setattr(bodies, "STALE_S", -1.0)  # however fast this machine is
 
     async def body() -> AsyncIterator[bytes]:
         yield b"{"

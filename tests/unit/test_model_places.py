@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,18 @@ def test_places_are_kept_only_where_there_are_many() -> None:
     assert [QuotaSettings().kept(places) for places in (1, 7, 8, 64)] == [0, 0, 1, 8]
 
 
+class _Limited(ToyBackend):
+    """The toy backend with other capabilities."""
+
+    def __init__(self, config: ToyConfig, context: BackendContext, other: Mapping[str, Any]) -> None:
+        super().__init__(config, context)
+        self._other = other
+
+    @property
+    def trainer_capabilities(self) -> TrainerCapabilities:
+        return replace(super().trainer_capabilities, **self._other)
+
+
 @asynccontextmanager
 async def engine_on(
     store: SqlStore, tmp_path: Path, capabilities: Mapping[str, object] | None = None, **quotas: float
@@ -85,9 +98,7 @@ async def engine_on(
     context = BackendContext(
         model_name="toy", model_path=None, cache_dir=tmp_path, losses={loss.name: loss for loss in BUILTIN_LOSSES}
     )
-    backend = ToyBackend(ToyConfig(max_models=PLACES), context)
-    if capabilities is not None:
-        backend._trainer_capabilities = replace(backend.trainer_capabilities, **capabilities)  # type: ignore[arg-type]  # its fields
+    backend = _Limited(ToyConfig(max_models=PLACES), context, capabilities or {})
     engine = await make_engine(store, backend, tmp_path, sampler=backend, quotas=QuotaSettings(**quotas))
     await engine.recover("killed", lambda _what, _share: None)
     running = asyncio.create_task(engine.run())

@@ -59,7 +59,7 @@ class FragileBackend(ToyBackend):
         self.drift = 0.0
 
     def forward_backward(self, ops: Sequence[ops.ForwardBackward]) -> Any:
-        self._called("forward_backward")
+        self.called("forward_backward")
         if self.held is not None:
             assert self.held.wait(WAIT_S)
         if any(POISON in datum.tokens_T for op in ops for datum in op.data):
@@ -71,22 +71,22 @@ class FragileBackend(ToyBackend):
         return results
 
     def optim_step(self, ops: Sequence[ops.OptimStep]) -> Any:
-        self._called("optim_step")
+        self.called("optim_step")
         return super().optim_step(ops)
 
     def capture_state(self, model_id: str) -> ModelState:
-        self._called("capture_state")
+        self.called("capture_state")
         return super().capture_state(model_id)
 
     def publish(self, model_id: str, snapshot_id: str) -> Any:
-        self._called("publish")
+        self.called("publish")
         return super().publish(model_id, snapshot_id)
 
     async def sample(self, op: ops.Sample) -> Any:
-        self._called("sample")
+        self.called("sample")
         return await super().sample(op)
 
-    def _called(self, what: str) -> None:
+    def called(self, what: str) -> None:
         self.calls.append(what)
         if self.fail_in == what:
             raise RuntimeError(f"failed in {what}")
@@ -727,7 +727,7 @@ async def test_a_model_that_breaks_each_recovery_is_lost_alone(setup: Setup, cli
 async def test_a_store_that_fails_during_recovery_costs_no_model(
     setup: Setup, client: EngineDriver, undisturbed: dict[str, bytes | int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.engine.failures._RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr("tinsmith.engine.failures.RETRY_AFTER_S", (0.0, 0.0))
     async with setup.engine(point_every_operations=4):
         await client.create_model()
         await train(client, *range(6))
@@ -757,14 +757,14 @@ async def test_other_results_than_before_are_reported(
     async with setup.engine():
         await client.create_model()
         await train(client, 0, 1)
-    called = FragileBackend._called
+    called = FragileBackend.called
 
     def drifting(self: FragileBackend, what: str) -> None:
         self.drift = 0.25
         called(self, what)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FragileBackend, "_called", drifting)
+        patch.setattr(FragileBackend, "called", drifting)
         async with setup.engine():
             pass
     run = await setup.store.get_run(MODEL)

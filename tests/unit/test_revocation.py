@@ -416,7 +416,7 @@ async def test_a_download_is_a_request_in_progress_of_whoever_made_its_link(
     ann, bob = service.clients["ann"][0], service.clients["bob"][0]
     made = await links(bob, await a_published_adapter(service))
     app = bob.app
-    monkeypatch.setattr(app.state.context.quotas, "_settings", QuotaSettings(requests_in_progress=1))
+    monkeypatch.setattr(app.state.context.quotas, "settings", QuotaSettings(requests_in_progress=1))
     for link in made:
         sending, may_read = asyncio.Event(), asyncio.Event()
         scope = {
@@ -500,8 +500,8 @@ async def test_a_key_that_may_no_longer_read_a_checkpoint_takes_its_links_and_sa
         await ann[0].http.delete(f"{of(each)}/publish")
     assert await statuses(root, made) == {(200, "")}
     demoted = root[1].app.state.context.api_keys
-    keys = tuple(key.model_copy(update={"admin": False}) for key in demoted._keys.now())
-    monkeypatch.setattr(demoted, "_keys", LiveKeys(KeySource(keys=keys)))
+    keys = tuple(key.model_copy(update={"admin": False}) for key in demoted.keys.now())
+    monkeypatch.setattr(demoted, "keys", LiveKeys(KeySource(keys=keys)))
     why = "is not published, and the API key of the link may no longer read it"
     assert await statuses([root[1]], made) == {(404, why)}
     assert_closed(await root[1].asample(sampler, 0), shared, "is not published, and your key may no longer read it")

@@ -278,7 +278,7 @@ async def test_the_metrics_are_rendered_once_for_all_strangers_of_a_second(
         return await list_engines()
 
     monkeypatch.setattr(server.store, "list_engines", counted)
-    monkeypatch.setattr("tinsmith.builtin.metrics_endpoint._KEPT_S", 3600.0)
+    monkeypatch.setattr("tinsmith.builtin.metrics_endpoint.KEPT_S", 3600.0)
     for _ in range(2):
         answers = await asyncio.gather(*(http.get("/metrics") for _ in range(50)))
         assert {answer.status_code for answer in answers} == {200}
@@ -335,12 +335,12 @@ async def test_strangers_make_room_before_those_who_are_known() -> None:
     for each in (known, delayed, busy, idle):
         assert admit(each)
     connections.delays(delayed)  # type: ignore[arg-type]
-    connections._is_busy(busy)  # type: ignore[arg-type]
+    connections.arrives(busy)  # type: ignore[arg-type]
     newcomers = [Connection(is_known=True) for _ in range(4)]
     gone = []
     for newcomer in newcomers:
         assert admit(newcomer)
-        connections._is_busy(newcomer)  # type: ignore[arg-type]
+        connections.arrives(newcomer)  # type: ignore[arg-type]
         gone.append([each.aborted for each in (idle, delayed, known, busy)])
         if all(gone[-1][:3]):
             break

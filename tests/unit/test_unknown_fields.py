@@ -72,7 +72,7 @@ def test_an_unknown_field_is_refused_by_name_unless_it_holds_nothing(
 
 
 def test_every_body_that_changes_numbers_is_tried() -> None:
-    exact = {each.__name__ for each in vars(wire).values() if _is_exact(each)} - {"_ExactBody"}
+    exact = {each.__name__ for each in vars(wire).values() if _is_exact(each)} - {"ExactBody"}
     tried = {model.__name__ for model, _, _ in BODIES}
     inner = {
         "LoraConfig",
@@ -163,7 +163,7 @@ def test_the_versions_are_those_that_are_tried() -> None:
 
 
 def optional_fields() -> list[tuple[type[BaseModel], str]]:
-    models = [each for each in vars(wire).values() if isinstance(each, type) and issubclass(each, wire._Body)]
+    models = [each for each in vars(wire).values() if isinstance(each, type) and issubclass(each, wire.Body)]
     return [(model, name) for model in models for name, field in model.model_fields.items() if not field.is_required()]
 
 

@@ -194,7 +194,7 @@ async def test_a_writer_that_was_paused_during_a_takeover_touches_only_what_is_i
 ) -> None:
     """It has written its files, and wakes up when another engine has saved the same checkpoint."""
     paused, may_go_on, woken = threading.Event(), threading.Event(), threading.Event()
-    put, write = atomic_directory._put, atomic_directory.write
+    put, write = atomic_directory.put, atomic_directory.write
 
     def put_later(target: Path, fresh: Path) -> None:
         paused.set()
@@ -210,11 +210,11 @@ async def test_a_writer_that_was_paused_during_a_takeover_touches_only_what_is_i
     first = asyncio.create_task((await setup.make_engine()).run())
     await setup.client.create_model()
     await setup.client.run(STEP)
-    monkeypatch.setattr(atomic_directory, "_put", put_later)
+    monkeypatch.setattr(atomic_directory, "put", put_later)
     monkeypatch.setattr(atomic_directory, "write", write_and_tell)
     waiting = await setup.client.submit(setup.a_save())
     assert await asyncio.to_thread(paused.wait, WAIT_S)
-    monkeypatch.setattr(atomic_directory, "_put", put)
+    monkeypatch.setattr(atomic_directory, "put", put)
     monkeypatch.setattr(atomic_directory, "write", write)
     async with setup.engine():
         assert isinstance(await setup.client.result(waiting), ops.WeightsSaved)

@@ -19,7 +19,7 @@ from tinsmith.figures import FIGURES, Figure, Figures, Gpu, Report, Series, deco
 from tinsmith.hook_values import RoutesContext
 from tinsmith.store import ConsistencyCounts, EngineRecord, EngineState, PendingWork, ReportedFigures
 
-_KEPT_S: Final = 1.0
+KEPT_S: Final = 1.0
 _OLD: Final = timedelta(minutes=1)
 """After which an engine's memory and GPUs are no longer shown, unless nothing else of it changes either."""
 
@@ -55,7 +55,7 @@ class _Page:
         self._rendered_at_s = -1e9
 
     async def text(self, *, fresh: bool) -> bytes:
-        if not fresh and time.monotonic() - self._rendered_at_s < _KEPT_S:
+        if not fresh and time.monotonic() - self._rendered_at_s < KEPT_S:
             return self._text
         if self._rendering is None:
             self._rendering = asyncio.create_task(self._render())

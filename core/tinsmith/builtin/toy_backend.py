@@ -118,25 +118,25 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         if not 0 <= op.lora.rank <= limits.max_lora_rank:
             msg = f"rank {op.lora.rank} is not supported; it may be 1 to {limits.max_lora_rank}, or 0: all weights"
             raise UserError(msg)
-        if len(self._device.models) >= limits.max_models:
+        if len(self.device.models) >= limits.max_models:
             msg = f"all {limits.max_models} places for models are taken; end a session first"
             raise CapacityError(msg)
-        self._device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self._device.model.init_lora(op.lora))
+        self.device.models[op.model_id] = TrainedModel(lora=op.lora, weights=self.device.model.init_lora(op.lora))
 
     def unload_model(self, model_id: str) -> None:
-        del self._device.models[model_id]
+        del self.device.models[model_id]
 
     def forward(self, ops: Sequence[Forward]) -> list[ForwardBackwardOutput | Failed]:
-        return [self._score(op, backward=False) for op in ops]
+        return [self.score(op, backward=False) for op in ops]
 
     def forward_backward(self, ops: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput | Failed]:
-        return [self._score(op, backward=True) for op in ops]
+        return [self.score(op, backward=True) for op in ops]
 
-    def _score(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
+    def score(self, op: ForwardBackward, *, backward: bool) -> ForwardBackwardOutput:
         self._figures.computed(tokens=op.num_tokens, padding=0)
-        spec, model = self._losses[op.loss_fn], self._device.models[op.model_id]
+        spec, model = self._losses[op.loss_fn], self.device.models[op.model_id]
         scored = [
-            toy_training.score(self._device.model, model.adapter, datum, spec, op.loss_fn_config, backward=backward)
+            toy_training.score(self.device.model, model.adapter, datum, spec, op.loss_fn_config, backward=backward)
             for datum in op.data
         ]
         if backward:
@@ -149,16 +149,16 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         return ForwardBackwardOutput(loss_fn_outputs=tuple(result.outputs for result in scored), metrics=metrics)
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        norms = [self._device.models[op.model_id].optim_step(op.adam) for op in ops]
+        norms = [self.device.models[op.model_id].optim_step(op.adam) for op in ops]
         return [step_result(norm, op.adam) for norm, op in zip(norms, ops, strict=True)]
 
     def drop_gradient(self, model_id: str) -> None:
-        self._device.models[model_id].gradients = {}
+        self.device.models[model_id].gradients = {}
 
     # State -----------------------------------------------------------------------------------------------------------
 
     def capture_state(self, model_id: str) -> ModelState:
-        model = self._device.models[model_id]
+        model = self.device.models[model_id]
         return ModelState(
             lora=model.lora,
             weights=_copies(model.weights),
@@ -169,7 +169,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         )
 
     def restore_state(self, model_id: str, state: ModelState) -> None:
-        self._device.models[model_id] = TrainedModel(
+        self.device.models[model_id] = TrainedModel(
             lora=state.lora,
             weights=_copies(state.weights),
             adam_m=_copies(state.adam_m),
@@ -179,17 +179,17 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         )
 
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        model = self._device.models[model_id]
+        model = self.device.models[model_id]
         return HostSnapshot(snapshot_id, model.lora, _copies(model.weights))
 
     # Sampling ---------------------------------------------------------------------------------------------------------
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         adapter = Adapter(weights=dict(snapshot.adapter_weights()), scale=snapshot.lora.scale)
-        self._device.snapshots.setdefault(snapshot.snapshot_id, adapter)
+        self.device.snapshots.setdefault(snapshot.snapshot_id, adapter)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        self._device.snapshots.pop(snapshot_id, None)  # samples that are running hold the weights themselves
+        self.device.snapshots.pop(snapshot_id, None)  # samples that are running hold the weights themselves
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._sample(op)
@@ -198,17 +198,17 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         return await self._sample(op, on_tokens)
 
     async def _sample(self, op: Sample, on_tokens: OnTokens | None = None) -> SampleOutput | Failed:
-        adapter = self._device.snapshots.get(op.snapshot_id)
+        adapter = self.device.snapshots.get(op.snapshot_id)
         if adapter is None:
             return Failed(message=f"snapshot {op.snapshot_id!r} is not loaded", category="server")
         vocab_size = self.sampler_capabilities.vocab_size
-        output = await toy_sampling.sample(self._device.model, adapter, op, vocab_size, on_tokens)
+        output = await toy_sampling.sample(self.device.model, adapter, op, vocab_size, on_tokens)
         return unless_diverged(op, output)
 
     # Sleep ------------------------------------------------------------------------------------------------------------
 
     @property
-    def _device(self) -> _Device:
+    def device(self) -> _Device:
         if self._awake is None:
             msg = "the toy backend sleeps: wake it first"
             raise RuntimeError(msg)

@@ -55,7 +55,7 @@ class ToyModel:
         rng = np.random.default_rng(seed)
         self._embedding_VH = rng.normal(size=(vocab_size, hidden_size))
         bound = hidden_size**-0.5
-        self._base = {  # [out, in], as torch.nn.Linear keeps them
+        self.base = {  # [out, in], as torch.nn.Linear keeps them
             _Q_PROJ: rng.normal(size=(hidden_size, hidden_size)) * bound,
             _UP_PROJ: rng.normal(size=(hidden_size, hidden_size)) * bound,
             _LM_HEAD: rng.normal(size=(vocab_size, hidden_size)) * bound,
@@ -67,11 +67,11 @@ class ToyModel:
         At rank 0 return all weights of the base model.
         """
         if lora.rank == 0:
-            every = {_EMBEDDING: self._embedding_VH} | {_full(module): base for module, base in self._base.items()}
+            every = {_EMBEDDING: self._embedding_VH} | {full_name(module): base for module, base in self.base.items()}
             return {name: weight.astype(np.float32) for name, weight in every.items()}
         trained = {_Q_PROJ: lora.train_attn, _UP_PROJ: lora.train_mlp, _LM_HEAD: lora.train_unembed}
         weights: dict[str, FloatArray] = {}
-        for index, (module, base) in enumerate(self._base.items()):
+        for index, (module, base) in enumerate(self.base.items()):
             if trained[module]:
                 rng = np.random.default_rng([lora.seed % 2**64, index])  # a module's draw is independent of the flags
                 bound = base.shape[1] ** -0.5
@@ -110,7 +110,7 @@ class ToyModel:
         return gradients
 
     def _matrix(self, module: str, adapter: Adapter) -> Float64Array:
-        return np.asarray(adapter.weights.get(_full(module), self._base[module]), np.float64)
+        return np.asarray(adapter.weights.get(full_name(module), self.base[module]), np.float64)
 
     def _linear(self, module: str, x: Float64Array, adapter: Adapter) -> Float64Array:
         y: Float64Array = x @ self._matrix(module, adapter).T
@@ -124,8 +124,8 @@ class ToyModel:
     ) -> Float64Array:
         """Add the module's gradients to `gradients` and return that of its input."""
         dx: Float64Array = dy @ self._matrix(module, adapter)
-        if _full(module) in adapter.weights:
-            gradients[_full(module)] = dy.T @ x
+        if full_name(module) in adapter.weights:
+            gradients[full_name(module)] = dy.T @ x
         if _a(module) in adapter.weights:
             a, b = adapter.weights[_a(module)], adapter.weights[_b(module)]
             dlow = adapter.scale * dy @ b
@@ -151,6 +151,6 @@ def _b(module: str) -> str:
     return f"{module}.lora_B.weight"
 
 
-def _full(module: str) -> str:
+def full_name(module: str) -> str:
     """Name the matrix itself, as the model's own files do."""
     return f"{module.removeprefix('base_model.model.')}.weight"

@@ -157,7 +157,7 @@ def _doom(path: Path, target: Path) -> Path:
     """Move the directory out of sight by one rename, so that readers see all of it or nothing."""
     doomed = Path(tempfile.mkdtemp(prefix=f".{target.name}.deleted-", dir=target.parent))
     path.rename(doomed)
-    _fsync(target.parent)
+    synchronise(target.parent)
     return doomed
 
 
@@ -173,7 +173,7 @@ def _fill(fill: Callable[[Path], None], fresh: Path) -> None:
 @durable_boundary("directory.sync")
 def _sync(fresh: Path) -> None:
     for path in (*fresh.iterdir(), fresh):
-        _fsync(path)
+        synchronise(path)
 
 
 def _replace(target: Path, fresh: Path) -> None:
@@ -182,7 +182,7 @@ def _replace(target: Path, fresh: Path) -> None:
         if target.exists():
             _set_aside(target)
         try:
-            return _put(target, fresh)
+            return put(target, fresh)
         except OSError:
             if not target.exists():
                 raise
@@ -195,14 +195,14 @@ def _set_aside(target: Path) -> None:
 
 
 @durable_boundary("directory.put")
-def _put(target: Path, fresh: Path) -> None:
+def put(target: Path, fresh: Path) -> None:
     fresh.rename(target)
 
 
 @durable_boundary("directory.sync_parents")
 def _sync_parents(root: Path, target: Path) -> None:
     for parent in target.relative_to(root).parents:
-        _fsync(root / parent)
+        synchronise(root / parent)
     _sync_ancestors(root)
 
 
@@ -215,7 +215,7 @@ def _sync_ancestors(root: Path) -> None:
     """
     for parent in root.absolute().parents[:_ROOT_DEPTH]:
         try:
-            _fsync(parent)
+            synchronise(parent)
         except OSError as error:
             if error.errno not in _NOT_OURS:
                 raise
@@ -239,7 +239,7 @@ def _epoch_of(half_written: Path) -> int:
     return int(number) if dash else 0
 
 
-def _fsync(path: Path) -> None:
+def synchronise(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

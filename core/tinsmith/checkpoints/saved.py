@@ -97,7 +97,7 @@ def delete_checkpoint(root: Path, directory: str) -> None:
 
 def checkpoint_files(root: Path, directory: str) -> list[Path]:
     """List the files of a checkpoint of any kind, by name. Raise NotFoundError if there is none."""
-    return _files(atomic_directory.find(root, directory))
+    return files_in(atomic_directory.find(root, directory))
 
 
 def open_checkpoint_files(root: Path, directory: str) -> list[BinaryIO]:
@@ -106,13 +106,13 @@ def open_checkpoint_files(root: Path, directory: str) -> list[BinaryIO]:
         found = atomic_directory.find(root, directory)
         with ExitStack() as stack, suppress(FileNotFoundError):  # replaced in between: open the next version
             version = found.stat()
-            files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in _files(found)]
+            files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in files_in(found)]
             if os.path.samestat(version, atomic_directory.find(root, directory).stat()):
                 stack.pop_all()
                 return files
 
 
-def _files(directory: Path) -> list[Path]:
+def files_in(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file() and not path.is_symlink())
 
 

@@ -43,7 +43,7 @@ def run_replay(
 ) -> None:
     """Rebuild the model, write it, and print where it is. Raise TinsmithError, writing nothing, if that fails."""
     console = new_console(stderr=True)
-    replay = _Replay(settings, plugins, console)
+    replay = Replay(settings, plugins, console)
     try:
         asyncio.run(replay.run(run, until, to, accept_differences=accept_differences))
     except KeyboardInterrupt:
@@ -64,7 +64,7 @@ class _Target:
         return str(self.path or self.root / self.directory)
 
 
-class _Replay:
+class Replay:
     def __init__(self, settings: Settings, plugins: Plugins, console: Console) -> None:
         self._settings = settings
         self._plugins = plugins

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 Comparing = asyncio.Task[Consistency | None]
 """Ends with the verdict: None if nothing is compared."""
 
-_LATEST_S: Final = 0.1  # after which a snapshot is compared even if nobody samples from it
+LATEST_S: Final = 0.1  # after which a snapshot is compared even if nobody samples from it
 
 MOST_WAITING: Final = 4  # snapshots, which stay in the sampler until they are compared
 
@@ -116,7 +116,7 @@ class ConsistencyGate:
             async with self._snapshots.use(snapshot.snapshot_id):
                 if due is not None:
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(_LATEST_S):
+                        async with asyncio.timeout(LATEST_S):
                             await due.wait()
                 found = await self._probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
         except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk

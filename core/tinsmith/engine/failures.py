@@ -11,7 +11,7 @@ from tinsmith.errors import ServerError, StoreError, TinsmithError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_RETRY_AFTER_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+RETRY_AFTER_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ async def with_retries(call: Callable[P, Awaitable[T]], *args: P.args, **kwargs:
 
     `call` may run several times. Raise StoreError if the last attempt fails too.
     """
-    for delay_s in _RETRY_AFTER_S:
+    for delay_s in RETRY_AFTER_S:
         try:
             return await call(*args, **kwargs)
         except StoreError as error:

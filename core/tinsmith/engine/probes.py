@@ -27,7 +27,7 @@ from tinsmith.errors import UserError
 from tinsmith.operations import Consistency
 from tinsmith.settings import ConsistencySettings
 
-_PROBE_ID: Final = "consistency-probe"  # as model_id and as sampling_session_id; clients' ids contain colons
+PROBE_ID: Final = "consistency-probe"  # as model_id and as sampling_session_id; clients' ids contain colons
 _LOSS: Final = "cross_entropy"
 _SAMPLER_TIMEOUT_S: Final = 60.0  # probes queue behind the samples of all clients
 
@@ -203,11 +203,11 @@ class Probes:
 
     def _score_fresh(self, lora: ops.LoraConfig) -> Scored:
         """Score with an untrained adapter, which changes nothing. The same LoRA shape reuses compiled programs."""
-        self._backend.create_model(ops.CreateModel(model_id=_PROBE_ID, lora=lora))
+        self._backend.create_model(ops.CreateModel(model_id=PROBE_ID, lora=lora))
         try:
-            return self._score(_PROBE_ID)
+            return self._score(PROBE_ID)
         finally:
-            self._backend.unload_model(_PROBE_ID)
+            self._backend.unload_model(PROBE_ID)
 
     def _score(self, model_id: str) -> Scored:
         data = tuple(_datum(probe) for probe in self._probes)
@@ -341,7 +341,7 @@ def _datum(probe: ops.TokenArray) -> ops.Datum:
 
 def _sample(probe: ops.TokenArray, snapshot_id: str | None) -> ops.Sample:
     return ops.Sample(
-        sampling_session_id=_PROBE_ID,
+        sampling_session_id=PROBE_ID,
         snapshot_id=snapshot_id,
         prompt_P=probe,
         params=ops.SamplingParams(max_tokens=1, seed=0),

@@ -18,7 +18,7 @@ EXIT_SUPERSEDED: Final = 4  # another engine took the lease
 EXIT_HUNG: Final = 5  # a call of the backend did not return
 
 _FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_COUNTERS: Final = Path("/proc/vmstat")
+COUNTERS: Final = Path("/proc/vmstat")
 
 
 class Cause(StrEnum):
@@ -90,7 +90,7 @@ def _signal_name(number: int) -> str:
 def _memory_kills() -> int | None:
     """Return how many processes the kernel has killed for want of memory, or None if it does not tell."""
     try:
-        counters = _COUNTERS.read_text(encoding="ascii").split()
+        counters = COUNTERS.read_text(encoding="ascii").split()
     except OSError:
         return None
     return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else None

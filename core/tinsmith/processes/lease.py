@@ -133,7 +133,7 @@ def life_sign(directory: Path, engine_id: str) -> Iterator[None]:
     fresh = path.with_suffix(".new")
     with fresh.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(_kernel())
+        file.write(running_kernel())
         file.flush()
         fresh.rename(path)  # a file of this name is always locked by a living process
         yield
@@ -141,7 +141,7 @@ def life_sign(directory: Path, engine_id: str) -> Iterator[None]:
 
 def has_ended(directory: Path, engine_id: str) -> bool:
     """Return whether that engine is certainly dead. False if it lives or nothing is known."""
-    kernel = _kernel()
+    kernel = running_kernel()
     try:
         with _sign(directory, engine_id).open() as file:
             if not kernel or file.read() != kernel:
@@ -168,7 +168,7 @@ def _sign(directory: Path, engine_id: str) -> Path:
     return directory / f"{engine_id}{_SUFFIX}"
 
 
-def _kernel() -> str:
+def running_kernel() -> str:
     """Return an id of this boot of this machine, empty if it is unknown."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()

@@ -20,8 +20,8 @@ from tinsmith.settings.secrets import cleaned
 from tinsmith.stopping import alongside
 from tinsmith.store import EngineFailure, EngineState, RequestStore
 
+STOP_S: Final = 20.0  # to finish the running batch
 _LOOKS: Final = 10  # in the time that an engine may be silent
-_STOP_S: Final = 20.0  # to finish the running batch
 _REMEDY: Final = "fix it and restart the server: existing models then continue"
 
 _WAS_READY: Final = frozenset({EngineState.READY, EngineState.SILENT})
@@ -51,9 +51,9 @@ class Supervisor:
         for child in self._children:
             child.end(signal.SIGTERM)
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_STOP_S)
+            _, late = await asyncio.wait(self._tasks, timeout=STOP_S)
             if late:
-                _log.warning("engines that did not stop within %.0f s are killed: %d", _STOP_S, len(late))
+                _log.warning("engines that did not stop within %.0f s are killed: %d", STOP_S, len(late))
                 self.kill()
                 await asyncio.wait(late)
         self._tasks = []

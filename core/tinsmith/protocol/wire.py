@@ -1,6 +1,6 @@
 """The JSON bodies of the Tinker API, field for field as SDK 0.38.0 sends and reads them.
 
-In a body that changes numbers (`_ExactBody`), a field that no SDK has is refused: `unknown_fields.py`. In all others it
+In a body that changes numbers (`ExactBody`), a field that no SDK has is refused: `unknown_fields.py`. In all others it
 is ignored, so that a newer SDK still works. `docs/field_status.py` has the status of each known one, `bounds.py` its
 bounds. Protobuf bodies are in `tinsmith.protocol.proto`. Models of answers leave out what is None.
 """
@@ -47,11 +47,11 @@ Numbers = Annotated[
 Shape = Annotated[list[Int64], Field(max_length=bounds.MAX_DIMENSIONS, fail_fast=True)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
-class _ExactBody(_Body):
+class ExactBody(Body):
     """Changes numbers, so nothing in it may be without effect. The `type` of a request repeats the endpoint."""
 
     model_config = ConfigDict(extra="forbid")
@@ -60,11 +60,11 @@ class _ExactBody(_Body):
 # Sessions -------------------------------------------------------------------------------------------------------------
 
 
-class ClientConfigRequest(_Body):
+class ClientConfigRequest(Body):
     sdk_version: Name = ""
 
 
-class CreateSessionRequest(_Body):
+class CreateSessionRequest(Body):
     tags: Annotated[list[Name], Field(max_length=bounds.MAX_TAGS, fail_fast=True)] = []
     user_metadata: JsonMetadata | None = None
     sdk_version: Name | None = None
@@ -72,29 +72,29 @@ class CreateSessionRequest(_Body):
     display_name: Name | None = None
 
 
-class SessionRequest(_Body):
+class SessionRequest(Body):
     """Of session_heartbeat."""
 
     session_id: Name
 
 
-class FinishReason(_Body):
+class FinishReason(Body):
     type: Literal["success", "errored", "interrupted"]
 
 
-class FinishSessionRequest(_Body):
+class FinishSessionRequest(Body):
     reason: FinishReason
     detail: Annotated[str, AfterValidator(bounds.shortened)] | None = None
 
 
-class ProjectRequest(_Body):
+class ProjectRequest(Body):
     project_id: Name
 
 
 # Models and training --------------------------------------------------------------------------------------------------
 
 
-class LoraConfig(_ExactBody):
+class LoraConfig(ExactBody):
     rank: Int
     seed: Seed | None = None
     train_unembed: bool = True
@@ -102,13 +102,13 @@ class LoraConfig(_ExactBody):
     train_attn: bool = True
 
 
-class OptimizerConfig(_ExactBody):
+class OptimizerConfig(ExactBody):
     """`adamw`; every other type is refused by its name."""
 
     type: Name = "adamw"
 
 
-class CreateModelRequest(_ExactBody):
+class CreateModelRequest(ExactBody):
     session_id: Name
     model_seq_id: SeqId
     base_model: Name
@@ -118,13 +118,13 @@ class CreateModelRequest(_ExactBody):
     type: Literal["create_model"] = "create_model"
 
 
-class ModelRequest(_Body):
+class ModelRequest(Body):
     """Of get_info and unload_model."""
 
     model_id: Name
 
 
-class AdamParams(_ExactBody):
+class AdamParams(ExactBody):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -133,7 +133,7 @@ class AdamParams(_ExactBody):
     grad_clip_norm: float = 0.0
 
 
-class OptimStepRequest(_ExactBody):
+class OptimStepRequest(ExactBody):
     """`adam_params`, or `optimizer_params` of another family."""
 
     model_id: Name
@@ -146,7 +146,7 @@ class OptimStepRequest(_ExactBody):
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-class SaveWeightsRequest(_ExactBody):
+class SaveWeightsRequest(ExactBody):
     model_id: Name
     seq_id: SeqId
     path: Name | None = None
@@ -156,7 +156,7 @@ class SaveWeightsRequest(_ExactBody):
     type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsForSamplerRequest(_ExactBody):
+class SaveWeightsForSamplerRequest(ExactBody):
     """With `path` persisted, without ephemeral."""
 
     model_id: Name
@@ -169,7 +169,7 @@ class SaveWeightsForSamplerRequest(_ExactBody):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class SaveWeightsExternalRequest(_ExactBody):
+class SaveWeightsExternalRequest(ExactBody):
     model_id: Name
     seq_id: SeqId
     path: Name | None = None
@@ -180,7 +180,7 @@ class SaveWeightsExternalRequest(_ExactBody):
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
-class LoadWeightsRequest(_ExactBody):
+class LoadWeightsRequest(ExactBody):
     """Makes a new model (`session_id`, `model_seq_id`), or loads into an existing one (`model_id`, `seq_id`)."""
 
     path: Name
@@ -196,18 +196,18 @@ class LoadWeightsRequest(_ExactBody):
     type: Literal["load_weights"] = "load_weights"
 
 
-class WeightsInfoRequest(_Body):
+class WeightsInfoRequest(Body):
     tinker_path: Name
 
 
-class TtlRequest(_Body):
+class TtlRequest(Body):
     ttl_seconds: Int | None = None
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
-class CreateSamplingSessionRequest(_ExactBody):
+class CreateSamplingSessionRequest(ExactBody):
     session_id: Name
     sampling_session_seq_id: Int64
     base_model: Name | None = None
@@ -215,27 +215,27 @@ class CreateSamplingSessionRequest(_ExactBody):
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
-class SamplingSessionRequest(_Body):
+class SamplingSessionRequest(Body):
     """Of join_sampling_session."""
 
     sampling_session_id: Name
 
 
-class Chunk(_ExactBody):
+class Chunk(ExactBody):
     """`encoded_text` with tokens; every other type is refused by its name."""
 
     type: Name = "encoded_text"
     tokens: Integers = Field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-class ModelInput(_ExactBody):
+class ModelInput(ExactBody):
     chunks: Annotated[list[Chunk], Field(max_length=bounds.MAX_CHUNKS, fail_fast=True)]
 
 
 Stop = str | Annotated[list[Int], Field(fail_fast=True)] | Annotated[list[str], Field(fail_fast=True)]
 
 
-class SamplingParams(_ExactBody):
+class SamplingParams(ExactBody):
     max_tokens: Int | None = None
     seed: Seed | None = None
     stop: Annotated[Stop | None, BeforeValidator(bounds.stop)] = None
@@ -244,7 +244,7 @@ class SamplingParams(_ExactBody):
     top_p: float = 1.0
 
 
-class TensorData(_ExactBody):
+class TensorData(ExactBody):
     data: Numbers
     dtype: Literal["int64", "float32"]
     shape: Shape | None = None
@@ -257,7 +257,7 @@ class TensorData(_ExactBody):
         return self.data.nbytes + (8 * prod(self.shape or []) if self.sparse_crow_indices is not None else 0)
 
 
-class SampleRequest(_ExactBody):
+class SampleRequest(ExactBody):
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()
     sampling_session_id: Name | None = None
@@ -284,12 +284,12 @@ class SampleRequest(_ExactBody):
 # Futures --------------------------------------------------------------------------------------------------------------
 
 
-class RetrieveFutureRequest(_Body):
+class RetrieveFutureRequest(Body):
     request_id: Name
     allow_metadata_only: bool = False
 
 
-class SamplingSessionTarget(_Body):
+class SamplingSessionTarget(Body):
     """One client of a sampling session; each clone numbers its samples from `cloned_sampler_id` * 10**9."""
 
     type: Literal["sampling_session"] = "sampling_session"
@@ -297,18 +297,18 @@ class SamplingSessionTarget(_Body):
     cloned_sampler_id: Annotated[int, Field(ge=0, le=2**63 // 10**9)] = 0
 
 
-class RetrieveFuturesRequest(_Body):
+class RetrieveFuturesRequest(Body):
     target: SamplingSessionTarget
     prev_cursor: Int64 = 0
     timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     retrieved_request_ids: Annotated[list[str], Field(fail_fast=True)] = []
 
 
-class CancelFutureRequest(_Body):
+class CancelFutureRequest(Body):
     request_id: Name
 
 
-class TelemetryRequest(_Body):
+class TelemetryRequest(Body):
     """Accepted and dropped: nothing in it concerns a self-hosted server's work."""
 
     session_id: Name | None = None
@@ -598,14 +598,14 @@ MetricName = Annotated[str, StringConstraints(min_length=1, max_length=200), Aft
 MetricValue = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class LoggedPoint(_ExactBody):
+class LoggedPoint(ExactBody):
     """Values of one step. Null stands for one that is not finite."""
 
     step: Annotated[int, Field(ge=0, lt=2**53)]
     values: Annotated[dict[MetricName, MetricValue | None], Field(max_length=512)]
 
 
-class LogMetricsRequest(_ExactBody):
+class LogMetricsRequest(ExactBody):
     points: Annotated[list[LoggedPoint], Field(min_length=1, max_length=1000)]
 
 

@@ -121,8 +121,8 @@ class ApiKeys:
     """The server registers one as a plugin."""
 
     def __init__(self, keys: LiveKeys, tokens: KeyTokens) -> None:
-        self._keys = keys
-        self._tokens = tokens
+        self.keys = keys
+        self.tokens = tokens
         self._indexed: tuple[object, object] = (None, None)  # keys and tokens of the index
         self._by_id: dict[str, ApiKey] = {}
 
@@ -141,10 +141,10 @@ class ApiKeys:
             raise AuthenticationError(msg)
         if credential.startswith(_TOKEN_PREFIX):
             return self._of_token(credential)
-        keys = self._keys.now()
+        keys = self.keys.now()
         if not keys:
             return _anyone(credential)
-        found = self._index(keys).get(self._tokens.key_id(digest_of_key(credential)))
+        found = self._index(keys).get(self.tokens.key_id(digest_of_key(credential)))
         if found is None:
             raise AuthenticationError(_UNKNOWN)
         return _owner(found)
@@ -156,9 +156,9 @@ class ApiKeys:
         """
         principal = self.principal(credential)
         if credential.startswith(_TOKEN_PREFIX):
-            token = self._tokens.read(credential)
-            return self._tokens.issue(principal, token.key_id, not_after=token.expires_at)
-        return self._tokens.issue(principal, self._key_id(credential))
+            token = self.tokens.read(credential)
+            return self.tokens.issue(principal, token.key_id, not_after=token.expires_at)
+        return self.tokens.issue(principal, self._key_id(credential))
 
     def identifies(self, caller: Principal, credential: str) -> bool:
         """Return whether it was this credential that identified the caller, rather than one that a plugin knows."""
@@ -178,7 +178,7 @@ class ApiKeys:
         Raises InvalidTokenError if the credential is a token that is not valid.
         """
         if credential.startswith(_TOKEN_PREFIX):
-            return self._tokens.read(credential).key_id
+            return self.tokens.read(credential).key_id
         return self._key_id(credential)
 
     def owner_of_id(self, key_id: str) -> Principal | None:
@@ -186,7 +186,7 @@ class ApiKeys:
 
         Raises AuthenticationError if the key has been removed.
         """
-        keys = self._keys.now()
+        keys = self.keys.now()
         if not keys and key_id == _ANYBODY:
             return None
         if (known := self._index(keys).get(key_id)) is not None:
@@ -198,7 +198,7 @@ class ApiKeys:
     def accept_anybody(self) -> bool:
         """True if no keys are configured, so whoever reaches this server is its operator."""
         try:
-            return not self._keys.now()
+            return not self.keys.now()
         except AuthenticationError:  # all of them were removed
             return False
 
@@ -207,16 +207,16 @@ class ApiKeys:
 
         The ids are keyed hashes, so the time of a look-up reveals nothing.
         """
-        if self._indexed[0] is not keys or self._indexed[1] is not self._tokens:
-            self._by_id = {self._tokens.key_id(each.digest): each for each in keys}
-            self._indexed = (keys, self._tokens)
+        if self._indexed[0] is not keys or self._indexed[1] is not self.tokens:
+            self._by_id = {self.tokens.key_id(each.digest): each for each in keys}
+            self._indexed = (keys, self.tokens)
         return self._by_id
 
     def _key_id(self, key: str) -> str:
-        return self._tokens.key_id(digest_of_key(key)) if self._keys.now() else _ANYBODY
+        return self.tokens.key_id(digest_of_key(key)) if self.keys.now() else _ANYBODY
 
     def _of_token(self, credential: str) -> Principal:
-        token = self._tokens.read(credential)
+        token = self.tokens.read(credential)
         try:
             return self.owner_of_id(token.key_id) or _with_fingerprint(token.tenant)
         except AuthenticationError as error:

@@ -76,7 +76,7 @@ class LiveKeys:
                 )
 
     def _follow(self, read: Callable[[], KeySource]) -> None:
-        stamps = tuple(map(_stamp, self._files))
+        stamps = tuple(map(stamp_of, self._files))
         if stamps != self._stamps:
             self._stamps, self._changed_at_s, self._is_settled = stamps, self._clock(), False
         elif self._is_settled:
@@ -112,7 +112,7 @@ class LiveKeys:
         self._keys, self._had_keys = keys, self._had_keys or bool(keys)
 
 
-def _stamp(file: Path) -> tuple[int, ...] | None:
+def stamp_of(file: Path) -> tuple[int, ...] | None:
     """Return what changes with the file's content, as far as its file system records it."""
     try:
         found = file.stat()

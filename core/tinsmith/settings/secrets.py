@@ -34,7 +34,7 @@ _IN_URL: Final = re.compile(
 _KEY_PREFIX: Final = "tml-"
 _NOT_KEYS: Final = ("tenant", "admin")  # beside `key`
 
-_known: dict[str, None] = {}  # the values of this process; a dict, since it keeps its order while threads add to it
+known: dict[str, None] = {}  # the values of this process; a dict, since it keeps its order while threads add to it
 
 
 class SecretUrl(SecretStr):
@@ -53,7 +53,7 @@ def remember(secret: SecretStr) -> SecretStr:
     passwords = [found["password"] or found["value"] for found in _IN_URL.finditer(text)]
     for each in (text, *passwords, *map(unquote, passwords)):
         if len(each) >= _FEWEST_CHARS:
-            _known[each] = None
+            known[each] = None
     return secret
 
 
@@ -123,7 +123,7 @@ def is_secret_name(name: str) -> bool:
 
 def cleaned(text: str) -> str:
     """Return the text without the secrets that this process knows."""
-    for secret in sorted(_known, key=len, reverse=True):  # one may begin like another
+    for secret in sorted(known, key=len, reverse=True):  # one may begin like another
         text = text.replace(secret, MASK)
     return text
 

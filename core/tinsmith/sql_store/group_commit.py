@@ -214,7 +214,7 @@ class Writer(Grouping[Database], Generic[W]):
         started = time.perf_counter()
 
         def commit(connection: Connection) -> None:
-            _commit(connection)
+            commit_durably(connection)
             self._wakeups.send(topics)
 
         try:
@@ -278,7 +278,7 @@ class Writer(Grouping[Database], Generic[W]):
 
 
 @durable_boundary("store.commit")
-def _commit(connection: Connection) -> None:
+def commit_durably(connection: Connection) -> None:
     connection.commit()
 
 

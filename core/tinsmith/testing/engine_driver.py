@@ -90,7 +90,7 @@ class EngineDriver:
         self.base_model = base_model
         self.tenant = tenant
         self.session_id = session_id
-        self._next_seq_id: Counter[str] = Counter()
+        self.next_seq_id: Counter[str] = Counter()
 
     async def open_session(self) -> None:
         now = datetime.now(UTC)
@@ -116,8 +116,8 @@ class EngineDriver:
             last_request_at=now,
             next_seq_id=WAITS_FOR_PLACE,
         )
-        self._next_seq_id[operation.model_id] = 1
-        return await self.store.create_run(run, self._new(operation, operation.model_id, 0))
+        self.next_seq_id[operation.model_id] = 1
+        return await self.store.create_run(run, self.new_operation(operation, operation.model_id, 0))
 
     def model_id(self, number: int = 0) -> str:
         return f"{self.session_id}:train:{number}"
@@ -136,9 +136,9 @@ class EngineDriver:
         if isinstance(operation, ops.Sample) and (operation.snapshot_id or "").startswith("tinker://"):
             await self._open_sampling_session(operation)
         if seq_id is None:
-            seq_id = self._next_seq_id[subject_id]
-            self._next_seq_id[subject_id] += 1
-        return await self.store.submit(replace(self._new(operation, subject_id, seq_id), refused=refused))
+            seq_id = self.next_seq_id[subject_id]
+            self.next_seq_id[subject_id] += 1
+        return await self.store.submit(replace(self.new_operation(operation, subject_id, seq_id), refused=refused))
 
     async def _open_sampling_session(self, operation: ops.Sample) -> None:
         """Open the session of a sample from a checkpoint, unless it is open already."""
@@ -153,7 +153,7 @@ class EngineDriver:
         )
         await self.store.create_sampling_session(session)
 
-    def _new(self, operation: ops.Operation, subject_id: str, seq_id: int) -> NewOperation:
+    def new_operation(self, operation: ops.Operation, subject_id: str, seq_id: int) -> NewOperation:
         payload = encode_operation(operation)
         return NewOperation(
             base_model=self.base_model,

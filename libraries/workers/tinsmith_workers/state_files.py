@@ -38,18 +38,18 @@ class StateFiles:
         """Remove what killed engines have left in `directory`. A replay may use it beside an engine."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_orphans(directory)
-        self._directory = directory / secrets.token_hex(4)
-        lock = _locked(self._directory.with_suffix(_LOCK), os.O_CREAT | os.O_EXCL)
+        self.directory = directory / secrets.token_hex(4)
+        lock = _locked(self.directory.with_suffix(_LOCK), os.O_CREAT | os.O_EXCL)
         assert lock is not None, "nobody else knows the name"
         weakref.finalize(self, os.close, lock)
-        self._directory.mkdir(mode=0o700)
+        self.directory.mkdir(mode=0o700)
         self._workers = workers
         self._shard_bytes = shard_bytes
         self._ended: deque[str] = deque()
 
     def seen(self) -> list[bool]:
         """Return whether each worker sees the directory, by rank."""
-        with tempfile.NamedTemporaryFile(dir=self._directory) as file:
+        with tempfile.NamedTemporaryFile(dir=self.directory) as file:
             return self._workers.call(StateProgram.sees, Path(file.name))
 
     def check(self) -> None:
@@ -58,7 +58,7 @@ class StateFiles:
         if not all(seen):
             member = self._workers.members[seen.index(False)]
             msg = (
-                f"worker {seen.index(False)} of {len(seen)}, on {member.host}, does not see {str(self._directory)!r}, "
+                f"worker {seen.index(False)} of {len(seen)}, on {member.host}, does not see {str(self.directory)!r}, "
                 "where workers write the state of a fully trained model: put server.data_dir on a file system that all "
                 "machines share, or train a LoRA adapter"
             )
@@ -112,7 +112,7 @@ class StateFiles:
 
     def _new_directory(self) -> Path:
         try:
-            return Path(tempfile.mkdtemp(dir=self._directory))
+            return Path(tempfile.mkdtemp(dir=self.directory))
         except OSError as error:
             raise _refused(error.strerror or str(error)) from error
 

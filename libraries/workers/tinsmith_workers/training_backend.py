@@ -70,13 +70,13 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         self._trained: dict[str, AdapterModelState | FullModelState] = {}
         self._asleep = False  # a subclass whose workers can sleep says so here
         try:
-            self._state_files = StateFiles(
+            self.state_files = StateFiles(
                 ranks, context.cache_dir / "state", shard_bytes=context.checkpoint_shard_bytes
             )
             device = agreed_device(ranks.call(LoadingProgram.device), config.device)
-            self._budget, self._setup = self.prepare(device, context)
-            self.loaded = ranks.call(LoadingProgram.load, self._setup)
-            self._rank_tokens = self._budget.micro_tokens
+            self._budget, self.setup = self.prepare(device, context)
+            self.loaded = ranks.call(LoadingProgram.load, self.setup)
+            self.rank_tokens = self._budget.micro_tokens
             self._capabilities = self.describe(device)
         except BaseException:
             ranks.close()
@@ -91,7 +91,7 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         return self.config.max_full_models
 
     def describe(self, device: WorkerDevice) -> TrainerCapabilities:
-        on_cpu, setup, budget = device.type == "cpu", self._setup, self._budget
+        on_cpu, setup, budget = device.type == "cpu", self.setup, self._budget
         exact = on_cpu and setup.strict and setup.dtype == "float32"
         return TrainerCapabilities(
             device=f"{len(self.ranks)} x {device.name}",
@@ -132,7 +132,7 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         return [[micro[rank] for micro in micros] for rank in range(len(self.ranks))]
 
     @property
-    def _models(self) -> dict[str, AdapterModelState | FullModelState]:
+    def models(self) -> dict[str, AdapterModelState | FullModelState]:
         """All that is asked of the backend asks for its models first."""
         if self._asleep:
             msg = "the backend sleeps: wake it first"
@@ -155,21 +155,21 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
 
     def create_model(self, op: CreateModel) -> None:
         max_lora_rank = self.config.max_lora_rank
-        if len(self._models) >= self.config.max_models:
+        if len(self.models) >= self.config.max_models:
             msg = f"all {self.config.max_models} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
         if op.lora.rank <= max_lora_rank:  # else it is refused for its rank
-            self._budget.check(op.lora.rank, [model.lora.rank for model in self._models.values()])
+            self._budget.check(op.lora.rank, [model.lora.rank for model in self.models.values()])
         if op.lora.rank == 0:
             self._check_full_models(self.max_full_models)
-            self._state_files.check()
-            self._models[op.model_id] = self.make_full(op)
+            self.state_files.check()
+            self.models[op.model_id] = self.make_full(op)
         else:
             _check_rank(op.lora.rank, max_lora_rank)
-            self._models[op.model_id] = self.make_adapter(op)
+            self.models[op.model_id] = self.make_adapter(op)
 
     def _check_full_models(self, limit: int) -> None:
-        if sum(isinstance(model, FullModelState) for model in self._models.values()) >= limit:
+        if sum(isinstance(model, FullModelState) for model in self.models.values()) >= limit:
             msg = (
                 "no room for one more model of LoRA rank 0 (full fine-tuning): the backend's max_full_models is "
                 f"{limit}; end the session that has one, raise the setting, or train a LoRA adapter"
@@ -177,17 +177,17 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
             raise CapacityError(msg)
 
     def unload_model(self, model_id: str) -> None:
-        if self._models.pop(model_id, None) is not None:
+        if self.models.pop(model_id, None) is not None:
             self.ranks.call(TrainingProgram.unload_model, model_id)
 
     def capture_state(self, model_id: str) -> ModelState:
-        return self._models[model_id].capture()
+        return self.models[model_id].capture()
 
     def restore_state(self, model_id: str, state: ModelState) -> None:
-        self._models[model_id].restore(state)
+        self.models[model_id].restore(state)
 
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
-        return self._models[model_id].publish(snapshot_id)
+        return self.models[model_id].publish(snapshot_id)
 
     # training
 
@@ -198,17 +198,17 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
         return self._run(ops, backward=True)
 
     def optim_step(self, ops: Sequence[OptimStep]) -> list[OptimStepOutput | Failed]:
-        assert all(op.model_id in self._models for op in ops)
+        assert all(op.model_id in self.models for op in ops)
         steps = [ModelStep(model_id=op.model_id, adam=op.adam) for op in ops]
         norms = self.ranks.call(TrainingProgram.optim_step, steps)[0]
         return [step_result(norm, op.adam) for norm, op in zip(norms, ops, strict=True)]
 
     def drop_gradient(self, model_id: str) -> None:
-        assert model_id in self._models
+        assert model_id in self.models
         self.ranks.call(TrainingProgram.drop_gradient, model_id)
 
     def _run(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput | Failed]:
-        whole = [isinstance(self._models[op.model_id], FullModelState) for op in ops]
+        whole = [isinstance(self.models[op.model_id], FullModelState) for op in ops]
         adapted = iter(
             self.run_adapters([op for op, full in zip(ops, whole, strict=True) if not full], backward=backward)
         )
@@ -226,9 +226,9 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
 
     def micro_batches(self, work: Sequence[Segment]) -> list[MicroBatch]:
         """Deal sequences out. With strict isolation, each has a micro-batch of its own."""
-        if self._setup.strict:
+        if self.setup.strict:
             return list(one_by_one(work, self._budget.data_parallel))
-        return list(deal(work, self._budget.data_parallel, self._rank_tokens))
+        return list(deal(work, self._budget.data_parallel, self.rank_tokens))
 
 
 def _check_rank(rank: int, limit: int) -> None:

@@ -49,7 +49,7 @@ def two_ranks(shared_ranks: SharedRanks) -> Iterator[FsdpBackend]:
     """Whoever uses them unloads all models."""
     backend = shared_ranks.get()
     yield backend
-    assert not backend._models, "the test has left models behind"
+    assert not backend.models, "the test has left models behind"
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ class RecordingRank(Rank):
     def load(self, setup: Setup) -> Loaded:
         loaded = super().load(setup)
         self._events: list[str] = []
-        base: BaseModel = self._trainer._base  # type: ignore[union-attr]
+        base: BaseModel = self._trainer.base  # type: ignore[union-attr]
         assert base.shortage is not None
-        base.shortage._gathers = _Told(base.shortage._gathers, self._events)  # type: ignore[assignment]
-        for module in base.shortage._modules:
-            module.set_custom_all_gather(base.shortage._gathers)  # type: ignore[arg-type]
+        base.shortage.gathers = _Told(base.shortage.gathers, self._events)  # type: ignore[assignment]
+        for module in base.shortage.modules:
+            module.set_custom_all_gather(base.shortage.gathers)  # type: ignore[arg-type]
         for number, layer in enumerate(base.model.layers):
             layer.get_submodule("inner.self_attn.q_proj").register_forward_hook(self._recorder(number))
         return loaded

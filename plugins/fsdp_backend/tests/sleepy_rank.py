@@ -12,9 +12,9 @@ class SleepyRank(Rank):
         """Return the bytes of its shards and of what it has gathered."""
         held = {"shards": 0, "gathered": 0}
         assert self._trainer is not None
-        for module in self._trainer._base.model.modules():
+        for module in self._trainer.base.model.modules():
             for each in _parameters(module):
-                held["shards"] += each._sharded_param_data.untyped_storage().nbytes()
+                held["shards"] += each._sharded_param_data.untyped_storage().nbytes()  # noqa: SLF001 - torch says nowhere else what FSDP holds
                 gathered = getattr(each, "_unsharded_param", None)
                 held["gathered"] += 0 if gathered is None else gathered.untyped_storage().nbytes()
         return held
@@ -23,5 +23,5 @@ class SleepyRank(Rank):
 def _parameters(module: Any) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001 - as above
     return [] if group is None else list(group.fsdp_params)

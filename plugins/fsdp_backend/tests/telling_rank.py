@@ -9,5 +9,5 @@ from tinsmith_workers.torch import Piece
 
 class TellingRank(Rank):
     def held(self, model_id: str) -> tuple[Loaded, Sequence[Piece]]:
-        model = self._trainer._full[model_id]
-        return model._base.loaded(), [piece for shard in model.shards for piece in shard.own_pieces]
+        model = self._trainer.full[model_id]
+        return model.base.loaded(), [piece for shard in model.shards for piece in shard.own_pieces]

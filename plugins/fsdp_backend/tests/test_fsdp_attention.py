@@ -73,5 +73,5 @@ def test_attention_on_a_gpu_is_that_of_each_sequence(scale: float | None, monkey
         module = torch.nn.Identity()
         return packed_attention(module, query, key, value, None, stream=stream, scaling=scale)[0][0]
 
-    monkeypatch.setattr("tinsmith_fsdp.attention._one_by_one", partial(pytest.fail, "it took the CPU's branch"))
+    monkeypatch.setattr("tinsmith_fsdp.attention.one_by_one", partial(pytest.fail, "it took the CPU's branch"))
     check_on_card(attend, scale)

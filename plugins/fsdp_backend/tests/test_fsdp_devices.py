@@ -239,7 +239,7 @@ def test_on_gpus_no_bits_are_claimed(
     monkeypatch.setattr("tinsmith_workers.starting.WorkerGroup", RanksOnCards)
     placement = Placement(devices=("0", "1"), memory_bytes=40 << 30, device_bytes=80 << 30)
     backend = make_backend(fsdp_models["qwen3"], tmp_path, placement=placement, device="cuda")
-    found, setup = backend.trainer_capabilities, backend._setup
+    found, setup = backend.trainer_capabilities, backend.setup
     assert (found.device, found.dtype, found.deterministic, found.isolation) == ("2 x H100", "bfloat16", False, "close")
     assert (setup.strict, setup.checkpointing, setup.compile) == (False, True, True)
     assert setup.memory_share is not None
@@ -253,7 +253,7 @@ def test_the_head_takes_more_rows_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyP
         sizes.append(rows.stop - rows.start)
         return [hidden] * 2
 
-    monkeypatch.setattr(head, "_chunk", chunk)
+    monkeypatch.setattr(head, "score_chunk", chunk)
     monkeypatch.setattr(head, "CPU_LOGITS", 100 * 64)
     monkeypatch.setattr(head, "GPU_LOGITS", 100 * 128)
     batch = cast("Any", SimpleNamespace(sequences=()))

@@ -88,7 +88,7 @@ def write_model(name: str, directory: Path) -> Any:
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.config._attn_implementation = "eager"  # the only one that knows soft caps
+    model.set_attn_implementation("eager")  # the only one that knows soft caps
     model.save_pretrained(directory)
     return model
 
@@ -140,7 +140,7 @@ def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -
     """An argument that our attention does not know changes no neighbour, but the numbers."""
 
     def shifted(module: torch.nn.Module, hidden_states: torch.Tensor, **named: Any) -> Any:
-        if module.config._attn_implementation == "eager":  # type: ignore[union-attr]
+        if module.config._attn_implementation == "eager":  # type: ignore[union-attr]  # noqa: SLF001 - where layers look
             hidden_states = hidden_states * 1.001
         return forward(module, hidden_states, **named)
 
@@ -163,7 +163,7 @@ def test_a_probe_runs_once_for_a_class_and_its_settings(tmp_path: Path, monkeypa
         tried.append(name)
         return "as told"
 
-    monkeypatch.setattr(probe, "_tried", refuse)
+    monkeypatch.setattr(probe, "tried", refuse)
     for size in (32, 64, 64):  # sizes change nothing, kinds of layers do
         with pytest.raises(ConfigError, match="as told"):
             require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM", intermediate_size=size), tmp_path)
@@ -173,7 +173,7 @@ def test_a_probe_runs_once_for_a_class_and_its_settings(tmp_path: Path, monkeypa
     assert len(tried) == 2
     for kept in tmp_path.iterdir():
         kept.write_text("{")
-    monkeypatch.setattr(probe, "_tried", lambda *_: "")
+    monkeypatch.setattr(probe, "tried", lambda *_: "")
     require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM"), tmp_path)  # a broken file is written anew
-    monkeypatch.setattr(probe, "_tried", refuse)
+    monkeypatch.setattr(probe, "tried", refuse)
     require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM"), tmp_path)

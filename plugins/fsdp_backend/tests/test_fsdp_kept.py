@@ -139,16 +139,16 @@ def test_a_pass_that_has_no_room_to_keep_activations_recomputes_them(
     backend: FsdpBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, pids, alone = ModelDriver(backend), backend.ranks.pids, len(backend.ranks) == 1
-    model_id, fixed = driver.create_trained(rank=3, seed=1), backend._budget.fixed
+    model_id = driver.create_trained(rank=3, seed=1)
     with seen(backend) as runs:
         gradient = driver.gradient(model_id, DATA)
         driver.forward(model_id, DATA)
         assert runs == [(1, True), (1, False)]  # without a backward pass there is nothing to keep
-    monkeypatch.setattr(backend, "_most_kept", 60 if alone else 40)
+    monkeypatch.setattr(backend, "most_kept", 60 if alone else 40)
     with seen(backend) as runs:
         driver.gradient(model_id, DATA)
         assert runs == [(1, False)]  # more micro-batches that are too small
-    monkeypatch.setattr("tinsmith_fsdp.admission._WORTH_KEEPING", 30)
+    monkeypatch.setattr("tinsmith_fsdp.admission.WORTH_KEEPING", 30)
     with seen(backend) as runs:
         driver.gradient(model_id, DATA)
         assert runs == [(2, True) if alone else (1, False)]  # two ranks would gather the layers twice
@@ -162,5 +162,5 @@ def test_a_pass_that_has_no_room_to_keep_activations_recomputes_them(
         driver.gradient(model_id, DATA)
         assert runs == [(1, False)]  # nothing fails twice
     assert all((found[name] == gradient[name]).all() for name in gradient)  # strict
-    assert (backend.ranks.pids, backend._budget.fixed) == (pids, fixed)
+    assert backend.ranks.pids == pids
     driver.unload_all()

@@ -152,7 +152,7 @@ def test_fast_full_fine_tuning_is_close_to_strict(
 def tensors_of(trainer: Trainer, kind: Kind, directory: Path) -> dict[str, Array]:
     """Return tensors of the fully trained model "m", of which this rank has all."""
     directory.mkdir(exist_ok=True)
-    model = trainer._full["m"]
+    model = trainer.full["m"]
     shapes = {piece.name: piece.shape for shard in model.shards for piece in shard.own_pieces}
     found: dict[str, list[Array]] = {name: [] for name in shapes}
     for each in model.slices(lay_out(directory, shapes, (kind,), 1 << 30)):

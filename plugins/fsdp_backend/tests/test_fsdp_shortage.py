@@ -52,7 +52,7 @@ def data_of(backend: FsdpBackend) -> list[Datum]:
 def limited(backend: FsdpBackend, rank: int, **limits: int) -> Iterator[list[int]]:
     """Limit one rank. Yields how many micro-batches each attempt at a pass has. Undoes the halving at the end."""
     runs: list[int] = []
-    asked, usual = backend.ranks.call_each, backend._rank_tokens
+    asked, usual = backend.ranks.call_each, backend.rank_tokens
 
     def call_each(method: Any, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         runs.append(len(arguments[0][0]))
@@ -64,7 +64,7 @@ def limited(backend: FsdpBackend, rank: int, **limits: int) -> Iterator[list[int
         patch.setattr(backend.ranks, "call_each", call_each)
         yield runs
     set_limits(backend, {})
-    backend._rank_tokens = usual
+    backend.rank_tokens = usual
 
 
 def set_limits(backend: FsdpBackend, limits: dict[int, dict[str, int]]) -> None:
@@ -78,7 +78,7 @@ def counted(
 ) -> tuple[int, int]:
     """Return the allocations of a pass with so many tokens in a micro-batch, and its peak, on the last rank."""
     with limited(backend, 0):
-        backend._rank_tokens = tokens or backend._rank_tokens
+        backend.rank_tokens = tokens or backend.rank_tokens
         ModelDriver(backend).forward_backward(model_id, data)
         return backend.ranks.call(LimitedRank.counted)[-1]
 

@@ -85,14 +85,14 @@ def test_a_snapshot_outlives_steps_and_its_model(two_ranks: FsdpBackend) -> None
 
 
 def test_a_rank_that_does_not_see_the_directory_is_named(two_ranks: FsdpBackend) -> None:
-    directory = two_ranks._state_files._directory
+    directory = two_ranks.state_files.directory
     hidden, seen = directory.with_name("hidden"), two_ranks.ranks.call(Program.sees, directory)
     assert seen == [True, True]
     call = two_ranks.ranks.call
     directory.rename(hidden)
     try:
         with pytest.MonkeyPatch.context() as patch:  # the engine's machine has one that is not the ranks'
-            patch.setattr(two_ranks._state_files, "_directory", hidden)
+            patch.setattr(two_ranks.state_files, "directory", hidden)
             patch.setattr(two_ranks.ranks, "call", lambda method, file: call(method, directory / file.name))
             message = r"worker 0 of 2, on \S+, does not see '.*hidden'.* put server.data_dir on a file system that all"
             with pytest.raises(UnsupportedError, match=message):

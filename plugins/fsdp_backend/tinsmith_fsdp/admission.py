@@ -12,7 +12,7 @@ from tinsmith_workers import Budget as WorkersBudget
 _SHORT: Final = 1024  # tokens that a sequence may have, however little memory there is
 _STEP: Final = 128  # to which a token budget is rounded down
 _GAPS: Final = 10  # a tenth of what is left stays free of activations that are kept
-_WORTH_KEEPING: Final = 4096
+WORTH_KEEPING: Final = 4096
 """Tokens of a micro-batch from which on it is faster to keep activations than to recompute those of a larger one.
 
 On an H200, 16,384 tokens of one tenant and the layers of Qwen3-8B took 1.63 s if recomputed in one micro-batch, 1.29 s
@@ -70,7 +70,7 @@ class Budget(WorkersBudget):
     @property
     def worth_keeping(self) -> int:
         """Tokens of a micro-batch from which on it pays to have more of them, and to keep their activations."""
-        return min(_WORTH_KEEPING, self.micro_tokens)
+        return min(WORTH_KEEPING, self.micro_tokens)
 
     def kept_tokens(self, held: int) -> int:
         """Return the tokens of a micro-batch whose activations may be kept beside models that take so many bytes.

@@ -39,12 +39,12 @@ def packed_attention(  # noqa: PLR0913  (transformers chooses them)
     if softcap is not None or s_aux is not None:
         return _spelled_out(query, key, value, stream, scaling, sliding_window, softcap, s_aux), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, stream, scaling, sliding_window), None
-    return _one_by_one(query, key, value, stream, scaling, sliding_window), None
+        return attend_varlen(query, key, value, stream, scaling, sliding_window), None
+    return one_by_one(query, key, value, stream, scaling, sliding_window), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would hold for these bounds alone
-def _one_by_one(
+def one_by_one(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -100,7 +100,7 @@ def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
     return (before >= 0) & (before < window)
 
 
-def _varlen(
+def attend_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

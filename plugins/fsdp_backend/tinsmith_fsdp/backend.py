@@ -54,8 +54,8 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
         self.architecture = read_architecture(context.model_directory)
         _refuse_full_models_of_integers(config, self.architecture)
         super().__init__(start_ranks(PROGRAM, config, context, launch_with), config, context)
-        self._most_kept = self._rank_tokens
-        counted = self._setup.strict and self._budget.memory is not None
+        self.most_kept = self.rank_tokens
+        counted = self.setup.strict and self._budget.memory is not None
         self._rank_sequences = STRICT_SEQUENCES if counted else None
 
     def prepare(self, device: WorkerDevice, context: BackendContext) -> tuple[Budget, Setup]:
@@ -105,14 +105,14 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
 
     def make_full(self, op: CreateModel) -> FullModelState:
         base = self.loaded[0]
-        weights = base.total_bytes // ITEM[self._setup.dtype]
+        weights = base.total_bytes // ITEM[self.setup.dtype]
         ranks = self._budget.ranks
         whose = f"{'all' if ranks.shards == ranks.dp else 'each'} {ranks.shards * ranks.tp} ranks"
         size = f"{weights * FULL_BYTES / 2**30:.2f} GiB over {whose}"
         what = f"a model of LoRA rank 0 (full fine-tuning): {weights} weights take {size}, {FULL_BYTES} bytes each"
         remedy = "end a session that has a model, use more ranks, or train a LoRA adapter"
         made = self._made(op, self.ranks.call(Program.create_full_model, op.model_id), what=what, remedy=remedy)
-        return FullModelState(op.model_id, op.lora, self.ranks, made[0], self._state_files)
+        return FullModelState(op.model_id, op.lora, self.ranks, made[0], self.state_files)
 
     def _made(self, op: CreateModel, answers: Sequence[Made | NotMade], *, what: str, remedy: str) -> list[Made]:
         """Return the ranks' answers to the creation of a model. If one has failed, none keeps its part."""
@@ -133,7 +133,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
 
     def run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
         work = list(segments(ops, self.losses))
-        tokens = self._rank_tokens
+        tokens = self.rank_tokens
         while micros := self._dealt(work, tokens):
             kept = self._kept(work, micros) if backward else []
             owners = [batching.owners(micro) for micro in kept or micros]
@@ -141,11 +141,11 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
             answers = self.ranks.call_each(Program.run, [(share, owners, backward, bool(kept)) for share in shares])
             found = [answer for answer in answers if not isinstance(answer, NoMemory)]
             if len(found) == len(answers):
-                self._rank_tokens = tokens  # what was too much once would be again
+                self.rank_tokens = tokens  # what was too much once would be again
                 return combined_outputs(ops, found)
             if kept:
-                self._most_kept = batching.most_tokens(kept) // 2
-                _log.warning("no memory to keep activations: from now on for %d tokens at most", self._most_kept)
+                self.most_kept = batching.most_tokens(kept) // 2
+                _log.warning("no memory to keep activations: from now on for %d tokens at most", self.most_kept)
             else:
                 tokens = _half(micros, answers)
         return combined_outputs(ops, [])
@@ -155,8 +155,8 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
 
     def _kept(self, work: Sequence[Segment], recomputing: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return micro-batches that may keep their activations. None if there is no room, or recomputing is faster."""
-        held = sum(self._budget.bytes_of(model.lora.rank) for model in self._models.values())
-        tokens = min(self._most_kept, self._budget.kept_tokens(held))
+        held = sum(self._budget.bytes_of(model.lora.rank) for model in self.models.values())
+        tokens = min(self.most_kept, self._budget.kept_tokens(held))
         if tokens == 0:
             return []
         micros = self._dealt(work, tokens)

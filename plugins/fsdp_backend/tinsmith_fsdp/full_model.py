@@ -56,7 +56,7 @@ class FullModel(FullModelOfWorker):
 
     def __init__(self, base: BaseModel, mesh: Mesh, losses: LossTable) -> None:
         """Allocate the moments, and check that gradients fit as well: the first step needs both."""
-        self._base, self._mesh, self._losses = base, mesh, losses
+        self.base, self._mesh, self._losses = base, mesh, losses
         super().__init__(mesh.device, [_Shard(part, counts=self._counts(part)) for part in base.parts])
         gradients = [torch.empty_like(part.local) for part in base.parts]
         del gradients
@@ -83,7 +83,7 @@ class FullModel(FullModelOfWorker):
             else:
                 stream = empty_stream(self._losses, self._mesh.device, length=self._mesh.tp_size)
             with torch.set_grad_enabled(backward):
-                totals, (scores,) = self._base.run([stream], self._losses, backward=backward)
+                totals, (scores,) = self.base.run([stream], self._losses, backward=backward)
             if backward:
                 self._backward(totals)
             scores = scores.begin_to_host()
@@ -93,7 +93,7 @@ class FullModel(FullModelOfWorker):
 
     def _backward(self, totals: Sequence[torch.Tensor]) -> None:
         """Add to the gradients. If tp ranks hold parts of a gradient, add the sum of the parts."""
-        held = [(part, part.parameter.grad) for part in self._base.parts if part.across_tp == "partial"]
+        held = [(part, part.parameter.grad) for part in self.base.parts if part.across_tp == "partial"]
         for part, _ in held:
             part.parameter.grad = None
         torch.autograd.backward(totals)
@@ -106,4 +106,4 @@ class FullModel(FullModelOfWorker):
                 part.parameter.grad = before
 
     def let_go(self) -> None:
-        self._base.let_go()
+        self.base.let_go()

@@ -39,7 +39,7 @@ def require_packing(class_name: str, config: Any, directory: Path | None) -> Non
     file = None if directory is None else directory / f"{class_name}-{_key(small)}.json"
     answer = None if file is None else _kept(file)
     if answer is None:
-        answer = _tried(class_name, small)
+        answer = tried(class_name, small)
         if file is not None:
             _keep(file, answer)
     if answer:
@@ -106,7 +106,7 @@ def _keep(file: Path, answer: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def _tried(class_name: str, small: dict[str, Any]) -> str:
+def tried(class_name: str, small: dict[str, Any]) -> str:
     """Return why the model cannot be trained, or nothing."""
     made = class_of(class_name)
     try:

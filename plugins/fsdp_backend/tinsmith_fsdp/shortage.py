@@ -62,10 +62,10 @@ class Shortage:
 
         keeps_layers: they stay gathered from the forward to the backward pass.
         """
-        self._modules, self._keeps_layers = modules, keeps_layers
-        self._gathers = Gathers()
+        self.modules, self._keeps_layers = modules, keeps_layers
+        self.gathers = Gathers()
         for module in modules:
-            module.set_custom_all_gather(self._gathers)  # type: ignore[arg-type]  # a Protocol but for its name
+            module.set_custom_all_gather(self.gathers)  # type: ignore[arg-type]  # a Protocol but for its name
         for root in modules[:1]:  # else the first pass could not be dropped before it begins
             root._get_fsdp_state()._lazy_init()  # noqa: SLF001
 
@@ -75,7 +75,7 @@ class Shortage:
         If any runs out of memory, PassDroppedError is raised on all. Other errors are raised as they are.
         """
         ahead = [] if backward is None else self._order(backward=backward)
-        self._gathers.issued = 0
+        self.gathers.issued = 0
         told: str | None = None
         try:
             done = work()
@@ -84,7 +84,7 @@ class Shortage:
                 raise
             told = (str(error) or type(error).__name__).splitlines()[0]
         if told is not None:  # not earlier: the error kept the pass's tensors alive
-            self._gather(ahead[self._gathers.issued :])
+            self._gather(ahead[self.gathers.issued :])
         if self._anywhere(told is not None):
             self._reset()
             raise PassDroppedError(told or "")
@@ -99,14 +99,14 @@ class Shortage:
             module.reshard()
 
     def _reset(self) -> None:
-        for root in self._modules[:1]:
+        for root in self.modules[:1]:
             root.reset_iter_state()
 
     def _order(self, *, backward: bool) -> list[FSDPModule]:
         """Return what a pass gathers from now on, in order."""
-        forward = [module for module in self._modules if _is_sharded(module)]
+        forward = [module for module in self.modules if _is_sharded(module)]
         again = backward and not self._keeps_layers
-        return [*forward, *(reversed(self._modules[1:]) if again else ())]
+        return [*forward, *(reversed(self.modules[1:]) if again else ())]
 
     def _anywhere(self, here: bool) -> bool:  # noqa: FBT001
         """Return whether it is so on any rank. Between the hosts' processes: no device waits for it."""

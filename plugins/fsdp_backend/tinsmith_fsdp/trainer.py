@@ -60,7 +60,7 @@ class _Exchange:
 class Trainer(ModelsOfWorker[FullModel], Training):
     def __init__(self, base: BaseModel, mesh: Mesh, setup: Setup) -> None:
         super().__init__(mesh.device, setup.config.capture_buffer_bytes, speaks=dist.get_rank() == 0)
-        self._base, self._mesh, self._setup = base, mesh, setup
+        self.base, self._mesh, self._setup = base, mesh, setup
         self._losses = LossTable(setup.losses)
         self._strict = setup.strict
         self._sleeping = SleepingTensors(mesh.device)
@@ -76,7 +76,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
     def _make_full(self, model_id: str) -> Mapping[str, tuple[int, ...]]:
         base = BaseModel(self._setup, self._mesh, trainable=True)
         base.load(lambda _: None)
-        self._full[model_id] = FullModel(base, self._mesh, self._losses)
+        self.full[model_id] = FullModel(base, self._mesh, self._losses)
         return {part.name: part.shape for part in base.parts}
 
     @staticmethod
@@ -96,10 +96,10 @@ class Trainer(ModelsOfWorker[FullModel], Training):
 
     def sleep(self) -> None:
         """Move this rank's part of everything to the host. What captures still need of it is copied first."""
-        for model_id, model in self._full.items():
+        for model_id, model in self.full.items():
             self._settle(model_id)
             model.let_go()
-        self._base.let_go()
+        self.base.let_go()
         self._sleeping.sleep(self._changing(), frozen=self._frozen())
         free_what_is_unused()
 
@@ -111,12 +111,12 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         return storage_bytes([*self._frozen(), *self._changing()])
 
     def _frozen(self) -> list[torch.Tensor]:
-        return [part.local for part in self._base.parts]
+        return [part.local for part in self.base.parts]
 
     def _changing(self) -> Iterator[torch.Tensor]:
         for adapter in self.adapters.values():
             yield from adapter.tensors()
-        for model in self._full.values():
+        for model in self.full.values():
             yield from model.tensors()
 
     # passes
@@ -128,7 +128,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         backward: bool,  # noqa: FBT001  (over the wire)
         keeps: bool = False,  # noqa: FBT001, FBT002
     ) -> list[Scored | NotFinite] | NoMemory:
-        self._base.model.recompute(self._setup.checkpointing and not keeps)
+        self.base.model.recompute(self._setup.checkpointing and not keeps)
         models = sorted({owner.model_id for owned in owners for owner in owned}) if backward else []
         ran: list[_Ran] = []
         packs: _Packs = {}
@@ -144,14 +144,14 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         except PassDroppedError as dropped:
             return NoMemory(message=str(dropped), micro_batch=number)
         finally:
-            self._base.forget_adapters()
+            self.base.forget_adapters()
         self._keep(sums)
         not_finite = self._not_finite(models)
         wait_for(self._mesh.device)  # not earlier: it computes while the host prepares the next micro-batch
         return [*(scored(*each) for each in ran), *not_finite]
 
     def _attempt(self, work: Callable[[], Made], *, backward: bool | None = None) -> Made:
-        shortage = self._base.shortage
+        shortage = self.base.shortage
         return work() if shortage is None else shortage.attempt(work, backward=backward)
 
     def _begun_sum(self, model_id: str) -> torch.Tensor:
@@ -284,7 +284,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
     def _pass(self, streams: Sequence[Stream], *, backward: bool) -> list[Scores]:
         streams = streams or [empty_stream(self._losses, self._mesh.device, length=self._mesh.tp_size)]
         with torch.set_grad_enabled(backward):
-            totals, scores = self._base.run(streams, self._losses, backward=backward)
+            totals, scores = self.base.run(streams, self._losses, backward=backward)
         if backward:
             torch.autograd.backward(totals)
         return [each.begin_to_host() for each in scores]

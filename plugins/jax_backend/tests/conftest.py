@@ -167,9 +167,9 @@ def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tiny_backend(session_backend: JaxBackend, quick_compilation: None) -> Iterator[JaxBackend]:
     """The shared backend. Models that the test creates are unloaded after it."""
-    before = set(session_backend._models)
+    before = set(session_backend.models)
     yield session_backend
-    for model_id in set(session_backend._models) - before:
+    for model_id in set(session_backend.models) - before:
         session_backend.unload_model(model_id)
 
 

@@ -115,7 +115,7 @@ def sampling_of(backend: JaxBackend) -> Any:
 
 def lose_pages(device: Any) -> None:
     """Lose what a device has read, as a call does that fails once its arguments are donated."""
-    for array in jax.tree.leaves(device._cache):
+    for array in jax.tree.leaves(device.cache):
         array.delete()
     assert not device.is_intact()
 

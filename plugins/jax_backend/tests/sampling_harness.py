@@ -41,6 +41,11 @@ async def sample_all(backend: SamplingBackend, ops: Sequence[Sample]) -> list[Sa
     return list(await asyncio.gather(*(sample(backend, op) for op in ops)))
 
 
+def forget_all(backend: JaxBackend) -> None:
+    """Let the sampler keep nothing of earlier prompts. Only while nothing is sampled."""
+    backend.sampler.slots.forget_unused()
+
+
 def trainer_logprobs(backend: JaxBackend, model_id: str, tokens: Array, targets: Array | None = None) -> Array:
     """Log-probability of every token after the first, by the trainer's forward pass ([T - 1] or [T - 1, K])."""
     wanted = tokens[1:].astype(np.int64) if targets is None else targets

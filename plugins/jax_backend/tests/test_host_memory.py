@@ -64,7 +64,7 @@ class Watched:
         self.before: tuple[int, int] = (0, 0)
 
     def now(self) -> tuple[int, int]:
-        return resident(self._device._cache.pages), resident(jax.tree.leaves(self._device._resident["layers"]))
+        return resident(self._device.cache.pages), resident(jax.tree.leaves(self._device.resident["layers"]))
 
     def _watched(self, pages: Sequence[int], rows: Sequence[int]) -> None:
         self.before = self.now()
@@ -81,7 +81,7 @@ async def test_pages_and_adapters_take_memory_with_use_and_give_it_back(
 ) -> None:
     device = local(backend).sampling
     assert device is not None
-    empty = resident(device._cache.pages), resident(jax.tree.leaves(device._resident["layers"]))
+    empty = resident(device.cache.pages), resident(jax.tree.leaves(device.resident["layers"]))
     watched = Watched(device, monkeypatch)
     rules = StopRules.of_model(tmp_path)
     sampler = Sampler(
@@ -101,7 +101,7 @@ async def test_pages_and_adapters_take_memory_with_use_and_give_it_back(
         after = watched.now()
         for taken, left, before in zip(watched.before, after, empty, strict=True):
             assert left - before < (taken - before) / 4, "what shares a page of the system with others stays"
-        cache = sum(array.nbytes for array in device._cache.pages)
+        cache = sum(array.nbytes for array in device.cache.pages)
         assert watched.before[0] - empty[0] < (number + 3) / 13 * cache, "of 13 pages, each sequence has one of its own"
     sampler.close()
     assert_same_sequences(found[1], found[2])
@@ -115,6 +115,6 @@ def test_what_nobody_uses_takes_no_memory(contract_model: Path, jax_cache: Path)
     if backend.limits.native:
         device = local(backend).sampling
         assert device is not None
-        assert sum(array.nbytes for array in device._cache.pages) > 1e9
+        assert sum(array.nbytes for array in device.cache.pages) > 1e9
         assert process_bytes() - before < 1e8
     backend.close()

@@ -277,7 +277,7 @@ def test_programs_move_with_their_directory(contract_model: Path, cache_of_its_o
 def test_every_process_of_a_mesh_keeps_its_programs(
     process: int, cache_of_its_own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)
+    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)  # noqa: SLF001 - what we replace in jax
     monkeypatch.setattr(jax, "process_index", lambda: process)
     runtime.prepare(cache_of_its_own, kernels=False)
     runtime.keep_own_programs()

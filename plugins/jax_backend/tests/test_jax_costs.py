@@ -57,7 +57,7 @@ def test_arrays_of_a_backend_take_what_is_counted(contract_backend: JaxBackend) 
         computing=Computing(on_cpu=True, dtype=limits.dtype, recompute=limits.recompute),
         max_lora_rank=limits.max_lora_rank,
     )
-    base = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(devices.training._base)}
+    base = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(devices.training.base)}
     assert costs.base == sum(base.values())  # the head of a tied model is its embedding
     add_model(backend, "m", LoraConfig(rank=3, seed=1))
     try:
@@ -70,9 +70,9 @@ def test_arrays_of_a_backend_take_what_is_counted(contract_backend: JaxBackend) 
     assert devices.sampling is not None
     slots, context = devices.sampling.shape.slots_per_shard, limits.max_context_tokens
     counted = {
-        name: part for name, part in devices.sampling._resident.items() if name not in ("rank", "scale")
+        name: part for name, part in devices.sampling.resident.items() if name not in ("rank", "scale")
     }  # a few bytes
-    arrays = jax.tree.leaves((devices.sampling._cache, counted))
+    arrays = jax.tree.leaves((devices.sampling.cache, counted))
     assert costs.rows(slots) + costs.pages(slots, context) == sum(leaf.nbytes for leaf in arrays)
 
 

@@ -25,6 +25,7 @@ from tinsmith import (
     OptimStepOutput,
     OutOfMemoryError,
 )
+from tinsmith_jax import optimizer
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.buckets import Pass
 from tinsmith_jax.memory import give_back_free_memory
@@ -133,16 +134,16 @@ def test_a_call_that_fails_leaves_the_size_of_passes_alone(
 def test_steps_that_do_not_fit_together_are_made_one_by_one(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = local(backend).training
-    stepped_in_jax = device._stepped
+    hyper = optimizer.hyper
 
-    def hungry(run: Any, model: Any, adam: AdamParams) -> Any:
-        return stepped_in_jax(run, model, adam) if model is device._models["a"] else too_much()
+    def hungry(adam: AdamParams, *rest: Any) -> Any:
+        return too_much() if adam.learning_rate == 0.5 else hyper(adam, *rest)
 
-    monkeypatch.setattr(device, "_stepped", hungry)
+    monkeypatch.setattr(optimizer, "hyper", hungry)
     backend.forward_backward([make_op("a", 1, [9]), make_op("b", 1, [9])])
     before = bits(backend.capture_state("b"))
-    stepped, failed = backend.optim_step([OptimStep(model_id=name, adam=AdamParams()) for name in ("a", "b")])
+    steps = [OptimStep(model_id=name, adam=AdamParams(learning_rate=rate)) for name, rate in (("a", 0.1), ("b", 0.5))]
+    stepped, failed = backend.optim_step(steps)
     assert isinstance(stepped, OptimStepOutput)
     assert isinstance(failed, Failed)
     assert failed.category == "user"

@@ -47,7 +47,7 @@ def starved() -> Iterator[None]:
 def test_a_pass_without_memory_is_halved_and_its_bits_are_the_same(
     backend: JaxBackend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, side_by_side: bool
 ) -> None:
-    monkeypatch.setattr(backend, "_side_by_side", side_by_side)
+    monkeypatch.setattr(backend, "side_by_side", side_by_side)
     add_model(backend, "a", LoraConfig(rank=4, seed=1), random_B=True)
     add_model(backend, "b", LoraConfig(rank=4, seed=2), random_B=True)
     whole = [make_op("a", 1, [500]), make_op("b", 2, [500])]

@@ -96,7 +96,7 @@ def test_a_save_for_sampling_copies_nothing(contract_backend: JaxBackend, models
     device = local(contract_backend).training
     assert isinstance(device, TrainingDevice)
     snapshot: Any = contract_backend.publish(models[0], "a")
-    assert snapshot.arrays is device._models[models[0]].state.weights
+    assert snapshot.arrays is device.held(models[0]).adapters["weights"]
 
 
 @pytest.mark.parametrize("together", [1, 4])

@@ -181,10 +181,10 @@ def test_splash_visits_exactly_the_blocks_that_hold_a_sequence(longest: int | No
     tiles = np.arange(16)
     sees = (tiles >= first_n[:, None]) & (tiles <= tiles[:, None])
     expected = sees.reshape(8, block, 8, block).any(axis=(1, 3))
-    widest = splash._widest(16 * TILE, block * TILE, TILE, longest)
+    widest = splash.widest_of(16 * TILE, block * TILE, TILE, longest)
     assert widest == (8 if longest is None else 3)
     first_b = jnp.asarray(first_n[::block] // block)
-    keys, queries = splash._key_blocks(first_b, widest), splash._query_blocks(first_b, widest)
+    keys, queries = splash.key_blocks(first_b, widest), splash.query_blocks(first_b, widest)
     visited, seen = np.zeros_like(expected), np.zeros_like(expected)
     for at, column in np.argwhere(np.asarray(keys["block_mask"][0])):
         visited[at, keys["data_next"][0, at, column]] = True

@@ -3,10 +3,12 @@
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +51,7 @@ from tinsmith_jax.mesh import check_shape
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.sampling_only import JaxSampler
 from tinsmith_jax.sampling_values import Drawn, SlotInput
-from tinsmith_workers import StateFiles, WorkerDiedError
+from tinsmith_workers import WorkerDiedError
 from tinsmith_workers.channel import Channel, Encoded, encode
 
 pytestmark = pytest.mark.slow  # workers load JAX, and compile
@@ -239,7 +241,7 @@ def test_workers_write_and_read_a_state_themselves(
     )  # fmt: skip
     file = next(iter(state.weights.stored.values())).file
     assert (tmp_path / "x" / "adapter_model.safetensors").samefile(file)
-    made = made_files(meshed, monkeypatch)
+    made = made_directories(monkeypatch)
     meshed.restore_state("m", read_checkpoint(tmp_path, "x").state)
     assert not passed
     assert not made, "nothing is copied"
@@ -274,17 +276,16 @@ def arrays_in_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def made_files(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Note the directories that the engine makes for states."""
-    assert isinstance(backend.devices, RemoteDevices)
-    made: list[Path] = []
-    new_directory = StateFiles._new_directory
+def made_directories(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the directories that the engine makes, as for each state that it writes."""
+    made: list[str] = []
+    make = tempfile.mkdtemp
 
-    def noted(files: StateFiles) -> Path:
-        made.append(new_directory(files))
+    def noted(*given: Any, **named: Any) -> str:
+        made.append(make(*given, **named))
         return made[-1]
 
-    monkeypatch.setattr(StateFiles, "_new_directory", noted)
+    monkeypatch.setattr(tempfile, "mkdtemp", noted)
     return made
 
 

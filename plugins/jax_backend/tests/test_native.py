@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax_harness import add_model, assert_same_state, local, make_backend, make_op
+from jax_harness import add_model, assert_same_state, local, make_backend, make_op, sampling_of
 from safetensors.numpy import load_file, save_file
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, trainer_logprobs
 
@@ -30,7 +31,7 @@ from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.families import read_config
 from tinsmith_jax.native import library, loading
-from tinsmith_jax.sampling_values import Drawn, SlotInput
+from tinsmith_jax.sampling_values import Drawn, PromptTile, SlotInput
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
@@ -124,7 +125,7 @@ async def test_a_model_of_bfloat16_is_kept_once_and_computes_the_bits_of_float32
     states, samples, sizes = [], [], []
     for directory in (models["narrow"], tmp_path):
         backend = make_backend(directory, jax_cache, **LIMITS, dtype="float32")
-        sizes.append(sum(array.nbytes for array in jax.tree.leaves(local(backend).training._base)))
+        sizes.append(sum(array.nbytes for array in jax.tree.leaves(local(backend).training.base)))
         for name, lora in LORAS.items():
             add_model(backend, name, lora, random_B=True)
             await backend.load_snapshot(backend.publish(name, name))
@@ -268,13 +269,20 @@ async def test_a_sequence_has_the_bits_that_it_has_alone(
 
 
 async def sample_at_once(backend: JaxBackend, ops: list[Sample]) -> list[SampleOutput]:
-    """Let the sampler see none of the requests before all are there."""
-    sampler = backend._sampler
-    with sampler._inbox._wake:
+    """Read no prompt before all requests are there."""
+    device, all_are_there = sampling_of(backend), threading.Event()
+    prefill = device.prefill
+
+    def read_later(tiles: Sequence[PromptTile]) -> Any:
+        all_are_there.wait()
+        return prefill(tiles)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "prefill", read_later)
         running = [asyncio.ensure_future(sample(backend, op)) for op in ops]
-        while len(sampler._inbox._arrived) < len(ops):  # noqa: ASYNC110 - the sampler's thread waits for the lock
-            await asyncio.sleep(0)
-    return list(await asyncio.gather(*running))
+        await asyncio.sleep(0)  # each asks in its first step
+        all_are_there.set()
+        return list(await asyncio.gather(*running))
 
 
 async def test_twice_as_many_sequences_while_they_are_short(
@@ -283,7 +291,7 @@ async def test_twice_as_many_sequences_while_they_are_short(
     """Slots share the memory of half as many sequences of the longest kind, each with an adapter of its own."""
     limits = {"max_context_tokens": 128, "max_lora_rank": 8, "prefill_tokens": 64 * 64}
     backend = make_backend(tiny_models["qwen3"], jax_cache, **limits)
-    sampler, device = backend._sampler, local(backend).sampling
+    device = local(backend).sampling
     assert device is not None
     assert backend.sampler_capabilities.max_sequences == 32
     assert device.shape.pages_per_shard == 1 + 16 * 3
@@ -304,7 +312,7 @@ async def test_twice_as_many_sequences_while_they_are_short(
         together.clear()
         for output, alone in zip(await sample_at_once(backend, ops), expected, strict=True):
             assert_same_sequences(output, alone)
-        assert sampler.num_busy_slots == 0
+        assert not backend.sampler.slots.draws
         return max(together)
 
     def asked(length: int, name: str | None = None, *, n: int, max_tokens: int, num_samples: int = 1) -> Sample:
@@ -342,8 +350,8 @@ def test_the_head_has_the_same_bits_in_chunks(
 ) -> None:
     ops = [make_op("a", 1, [70, 30, 128]), make_op("b", 2, [64, 9])]
     found = []
-    for logits in (head._CPU_LOGITS, 1):  # the second gives chunks of a tile
-        monkeypatch.setattr(head, "_CPU_LOGITS", logits)
+    for logits in (head.CPU_LOGITS, 1):  # the second gives chunks of a tile
+        monkeypatch.setattr(head, "CPU_LOGITS", logits)
         backend = make_backend(tiny_models["qwen3"], jax_cache, **LIMITS, dtype=dtype)
         for name, lora in LORAS.items():
             add_model(backend, name, lora, random_B=True)
@@ -448,7 +456,7 @@ def test_a_call_with_other_arrays_is_refused(jax_cache: Path, arguments: Sequenc
 
 @pytest.fixture
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_library", None)
+    monkeypatch.setattr(loading, "loaded_library", None)
 
 
 def test_without_a_compiler_xla_does_it(
@@ -556,8 +564,8 @@ def test_a_damaged_library_is_compiled_again(
         put.append(made)
         place.write_bytes(content)
 
-    monkeypatch.setattr(library, "_run", _without_compiling)
-    monkeypatch.setattr(library, "_put", remake)
+    monkeypatch.setattr(library, "run", _without_compiling)
+    monkeypatch.setattr(library, "put", remake)
     assert library.compiled(tmp_path, compiler_here()) == tmp_path / good.name
     assert put
     assert (tmp_path / good.name).read_bytes() == content

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jax_harness import add_model, sampling_of
-from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
+from sampling_harness import assert_same_sequences, forget_all, make_sample, prompt, sample, sample_all
 
 from tinsmith import Array, LoraConfig, Sample
 from tinsmith_jax.backend import JaxBackend
@@ -25,11 +25,6 @@ async def backend(tiny_backend: JaxBackend) -> AsyncIterator[JaxBackend]:
     yield tiny_backend
     for name in ("a", "b"):
         await tiny_backend.drop_snapshot(name)
-
-
-def forget_all(backend: JaxBackend) -> None:
-    """Only while nothing is sampled."""
-    backend._sampler._rounds.slots.forget_unused()
 
 
 @pytest.fixture
@@ -149,7 +144,7 @@ async def test_more_prefixes_than_there_are_pages(backend: JaxBackend) -> None:
         for n in range(24)
     ]
     outputs = await sample_all(backend, ops)
-    (pages,) = backend._sampler._rounds.slots.pages
+    (pages,) = backend.sampler.slots.pages
     assert pages.num_used == 0
     assert pages.num_known < 24 * 3
     for op, output in list(zip(ops, outputs, strict=True))[::6]:
@@ -157,7 +152,7 @@ async def test_more_prefixes_than_there_are_pages(backend: JaxBackend) -> None:
 
 
 async def test_a_dropped_snapshot_leaves_nothing(backend: JaxBackend) -> None:
-    (pages,) = backend._sampler._rounds.slots.pages
+    (pages,) = backend.sampler.slots.pages
     await sample(backend, make_sample(prompt(150), "a"))
     await sample(backend, make_sample(prompt(150), None))
     assert pages.num_known == 4

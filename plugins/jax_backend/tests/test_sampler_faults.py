@@ -9,7 +9,8 @@ import pytest
 from jax_harness import add_model, lose_pages, make_backend, sampling_of
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
-from tinsmith import Failed, LoraConfig, Sample, SampleOutput, SamplingBackend
+from tinsmith import Array, Failed, LoraConfig, Sample, SampleOutput, SamplingBackend
+from tinsmith_checkpoints.huggingface.stopping import DecodedTail
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.sampling_values import PageCopy, PromptTile, SlotInput
 
@@ -218,18 +219,13 @@ async def test_collecting_that_fails_refuses_its_request(backend: JaxBackend, mo
     """The stop rules decode text, of any tokens."""
     others = neighbours()
     expected = await sample_all(backend, others)
-    tokenizer = backend._sampler._rules.tokenizer
     culprit = make_sample(prompt(12), session="culprit", max_tokens=30, stop_strings=("\x00",))
 
-    class Broken:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tokenizer, name)
+    def broken(*_: object) -> bool:
+        msg = "planted"
+        raise PlantedError(msg)
 
-        def decode(self, *_: object, **__: object) -> str:
-            msg = "planted"
-            raise PlantedError(msg)
-
-    monkeypatch.setattr(backend._sampler._rules, "tokenizer", Broken())
+    monkeypatch.setattr(DecodedTail, "push", broken)
     refused, *results = await at_once(backend, [culprit, *others])
     assert isinstance(refused, Failed)
     assert "this request alone" in refused.message
@@ -293,12 +289,15 @@ async def test_suspects_do_not_wait_behind_a_load_that_does_not_end(
     small_steps: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts whose reading failed are read alone, though others always wait to be read."""
-    sampler, failures = small_steps._sampler, []
-    original = sampler._device.prefill
-    suspects = {"one", "other"}
+    device, failures = sampling_of(small_steps), []
+    original = device.prefill
+    suspects = {"one": prompt(100, seed=0), "other": prompt(100, seed=1)}
+
+    def is_of(tokens: Array, tile: PromptTile) -> bool:
+        return np.array_equal(tile.tokens, tokens[tile.start : tile.start + len(tile.tokens)])
 
     def planted(tiles: list[PromptTile]) -> Any:
-        if not failures and suspects <= {each.op.sampling_session_id for each in sampler._rounds._suspects.involved}:
+        if not failures and all(any(is_of(tokens, tile) for tile in tiles) for tokens in suspects.values()):
             failures.append(1)
             msg = "out of memory"
             raise RuntimeError(msg)
@@ -309,8 +308,8 @@ async def test_suspects_do_not_wait_behind_a_load_that_does_not_end(
             tokens = prompt(100, seed=100 * number + n)
             await sample(small_steps, make_sample(tokens, session=f"load{number}", max_tokens=1))
 
-    monkeypatch.setattr(sampler._device, "prefill", planted)
-    ops = [make_sample(prompt(100, seed=n), session=name, max_tokens=1) for n, name in enumerate(sorted(suspects))]
+    monkeypatch.setattr(device, "prefill", planted)
+    ops = [make_sample(tokens, session=name, max_tokens=1) for name, tokens in suspects.items()]
     samples = asyncio.ensure_future(sample_all(small_steps, ops))
     loads = [asyncio.ensure_future(keep_loading(number)) for number in range(1, 5)]
     await samples

@@ -13,6 +13,7 @@ from jax_harness import add_model, local, make_backend, sampling_of
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import Failed, LoraConfig
+from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_workers import WorkerDiedError
 
@@ -29,7 +30,7 @@ def backend(tiny_backend: JaxBackend) -> JaxBackend:
 
 async def until_busy(backend: JaxBackend, *, busy: bool = True) -> None:
     """Wait until some slot is occupied, or none. No timing: a sample enters and leaves whenever its dispatch comes."""
-    while bool(backend._sampler.num_busy_slots) != busy:  # noqa: ASYNC110 - the sampler's thread knows no loop
+    while bool(backend.sampler.slots.draws) != busy:  # noqa: ASYNC110 - the sampler's thread knows no loop
         await asyncio.sleep(0.001)
 
 
@@ -74,8 +75,9 @@ async def test_end_of_sequence_stops_unless_it_is_switched_off(backend: JaxBacke
     assert num_ended > 1
 
 
-async def test_a_stop_string_cuts_after_the_token_that_completes_it(backend: JaxBackend) -> None:
-    tokenizer = backend._sampler._rules.tokenizer
+async def test_a_stop_string_cuts_after_the_token_that_completes_it(backend: JaxBackend, spelled: Path) -> None:
+    tokenizer = StopRules.of_model(spelled).tokenizer
+    assert tokenizer is not None
     free = (await sample(backend, make_sample(prompt(6), max_tokens=40))).sequences[0]
     text = tokenizer.decode(free.tokens.tolist())
     for start in (3, 9, 21):
@@ -122,7 +124,6 @@ async def test_cancelling_frees_the_slots_of_running_and_waiting_samples(backend
         isinstance(result, asyncio.CancelledError) for result in await asyncio.gather(*hogs, return_exceptions=True)
     )
     await until_busy(backend, busy=False)
-    assert len(backend._sampler._rounds._queue) == 0
     assert_same_sequences(await sample(backend, make_sample(prompt(9), max_tokens=5)), expected)
 
 

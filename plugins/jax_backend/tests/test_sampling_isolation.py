@@ -5,17 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jax_harness import add_model, make_backend
-from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
+from sampling_harness import assert_same_sequences, forget_all, make_sample, prompt, sample, sample_all
 
 from tinsmith import LoraConfig
-from tinsmith_jax.backend import JaxBackend
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("shipped_compilation")]
-
-
-def forget_all(backend: JaxBackend) -> None:
-    """Only while nothing is sampled."""
-    backend._sampler._rounds.slots.forget_unused()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

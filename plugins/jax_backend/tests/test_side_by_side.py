@@ -67,7 +67,7 @@ def run_one_by_one(backend: JaxBackend, layout: Layout, monkeypatch: pytest.Monk
     """Run without company, and leave the models as they were."""
     before = {name: backend.capture_state(name) for name in MODELS}
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "_side_by_side", False)
+        patch.setattr(backend, "side_by_side", False)
         found = run(backend, layout)
     for name, state in before.items():
         backend.restore_state(name, state)

@@ -121,22 +121,22 @@ class JaxBackend(Trainer, SamplingBackend):
 
     @property
     def sampler_capabilities(self) -> SamplerCapabilities:
-        return self._sampler.sampler_capabilities
+        return self.sampler.sampler_capabilities
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
-        await self._sampler.load_snapshot(snapshot)
+        await self.sampler.load_snapshot(snapshot)
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
-        await self._sampler.drop_snapshot(snapshot_id)
+        await self.sampler.drop_snapshot(snapshot_id)
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
-        return await self._sampler.sample(op)
+        return await self.sampler.sample(op)
 
     async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
-        return await self._sampler.sample_streaming(op, on_tokens)
+        return await self.sampler.sample_streaming(op, on_tokens)
 
     @property
-    def _sampler(self) -> Sampler:
+    def sampler(self) -> Sampler:
         if self._own_sampler is None:
             msg = "this model has a separate sampler; the jax backend only trains it"
             raise ServerError(msg)

@@ -20,7 +20,7 @@ from tinsmith_jax.loss_table import LossBatch, LossTable
 from tinsmith_jax.mesh import ONE, Axes
 from tinsmith_jax.tiles import TILE, Tiles
 
-_CPU_LOGITS = 1 << 22  # of one chunk; 16 MiB stay near the caches
+CPU_LOGITS = 1 << 22  # of one chunk; 16 MiB stay near the caches
 _DEVICE_LOGITS = 1 << 27
 
 
@@ -76,7 +76,7 @@ class InJax:
 
 def chunk_rows(vocab_size: int, platform: str, num_tokens: int) -> int:
     """Return the number of rows of a chunk: a power of two, set by model and device except for short streams."""
-    budget = (_CPU_LOGITS if platform == "cpu" else _DEVICE_LOGITS) // vocab_size
+    budget = (CPU_LOGITS if platform == "cpu" else _DEVICE_LOGITS) // vocab_size
     return min(num_tokens, max(TILE, min(1024, 1 << max(0, budget.bit_length() - 1))))
 
 

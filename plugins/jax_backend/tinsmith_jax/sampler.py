@@ -28,6 +28,7 @@ from tinsmith_jax.rank_classes import class_of
 from tinsmith_jax.requests import LoadedSnapshot, Request
 from tinsmith_jax.rounds import Rounds, fails_alone
 from tinsmith_jax.sampling_values import SamplerDevice
+from tinsmith_jax.slots import Slots
 from tinsmith_jax.tiles import TILE
 
 
@@ -76,9 +77,9 @@ class Sampler(SamplingBackend):
         return self._capabilities
 
     @property
-    def num_busy_slots(self) -> int:
-        """The number of occupied slots, as of the last dispatch."""
-        return len(self._rounds.slots.draws)
+    def slots(self) -> Slots:
+        """The slots, as of the last dispatch. Only the sampler's thread changes them, unless nothing is sampled."""
+        return self._rounds.slots
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         """Keep device arrays by reference, or copy host weights to the device."""

@@ -56,12 +56,12 @@ class SamplingDevice:
 
     def reset(self) -> None:
         """Start again with nothing read, because a failure may have lost the donated arrays."""
-        self._cache, self._resident = self._sampling.empty()
+        self.cache, self.resident = self._sampling.empty()
         self._hidden: dict[tuple[int, int], jax.Array] = {}  # of the tiles read last, by shard and page
 
     def is_intact(self) -> bool:
         """Return whether a call that failed has left the cache and the adapters as they were before it."""
-        return not any(array.is_deleted() for array in jax.tree.leaves((self._cache, self._resident)))
+        return not any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.resident)))
 
     def put_adapter(self, adapter: adapters.Adapter) -> adapters.Adapter:
         """Put one of `adapters.from_canonical` onto the device, or divided onto the mesh. Raise OutOfMemoryError."""
@@ -73,7 +73,7 @@ class SamplingDevice:
         """Write an adapter of any rank class to a row, counted over all shards."""
         write = self._program("write_adapter", adapter["head"][0].shape[-1])
         with self._device_lock:
-            self._resident = jax.block_until_ready(write(self._resident, adapter, np.int32(row), np.float32(scale)))
+            self.resident = jax.block_until_ready(write(self.resident, adapter, np.int32(row), np.float32(scale)))
 
     def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None:
         """Read tiles into the cache, at most shape.prefill_tiles[-1] of each shard. They can be scored afterwards.
@@ -89,8 +89,8 @@ class SamplingDevice:
         program = self._program("prefill", num_tiles)
         packed = _pack(of_shards, num_tiles, shape)
         with self._device_lock:
-            read = program(self._weights, self._cache, packed)
-            self._cache, hidden, experts = jax.block_until_ready(read)
+            read = program(self._weights, self.cache, packed)
+            self.cache, hidden, experts = jax.block_until_ready(read)
         self._hidden = {
             (tile.shard, tile.pages[-1]): hidden[number] for shard in of_shards for number, tile in enumerate(shard)
         }
@@ -133,15 +133,15 @@ class SamplingDevice:
             used[copy.shard] += 1
         program = self._program("copy")
         with self._device_lock:
-            self._cache = jax.block_until_ready(program(self._cache, source, target))
+            self.cache = jax.block_until_ready(program(self.cache, source, target))
 
     def decode(self, slots: SlotInput, num_steps: int) -> Drawn:
         """Draw up to `num_steps` tokens for each row that has some left."""
         dispatch = dispatch_of(slots, min(num_steps, self.shape.max_steps))
         program = self._program("decode")
         with self._device_lock:
-            drawn = program(self._weights, self._cache, dispatch)
-            self._cache, steps = jax.block_until_ready(drawn)
+            drawn = program(self._weights, self.cache, dispatch)
+            self.cache, steps = jax.block_until_ready(drawn)
             made = int(steps.num_steps)
         return Drawn(
             tokens_XB=np.asarray(steps.tokens_XB)[:made],
@@ -157,14 +157,14 @@ class SamplingDevice:
         Only where they take memory again once something is put there; see SamplingShape.grows.
         """
         with self._device_lock:
-            self._sampling.how.give_back(self._cache, self._resident, pages, rows)
+            self._sampling.how.give_back(self.cache, self.resident, pages, rows)
 
     def all_programs(self) -> list[Program]:
         return self._sampling.all()
 
     @property
     def _weights(self) -> Weights:
-        return Weights(self._base, self._resident)
+        return Weights(self._base, self.resident)
 
     def _program(self, kind: Kind, size: int = 0) -> Jax:
         return self._programs.get(self._sampling.named(kind, size))

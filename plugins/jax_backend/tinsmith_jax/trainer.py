@@ -89,9 +89,9 @@ class Trainer(TrainingBackend):
         self._losses = losses
         self._budget = budget
         self._experts, self._always_replays = experts, always_replays
-        self._side_by_side = side_by_side
+        self.side_by_side = side_by_side
         self._figures = figures or Figures()
-        self._models: dict[str, LoraConfig] = {}
+        self.models: dict[str, LoraConfig] = {}
         self.fitting_tokens: dict[Pass, int] = {  # tokens of a stream that run together
             "score": buckets.max_tokens,
             "gradients": budget.together_tokens,
@@ -101,15 +101,15 @@ class Trainer(TrainingBackend):
 
     def create_model(self, op: CreateModel) -> None:
         most = self._budget.config.max_models
-        if len(self._models) >= most:
+        if len(self.models) >= most:
             msg = f"all {most} models are in use: end a session, or raise the backend's max_models"
             raise CapacityError(msg)
-        self._budget.check(op.lora, list(self._models.values()))
+        self._budget.check(op.lora, list(self.models.values()))
         self.device.create(op.model_id, op.lora)
-        self._models[op.model_id] = op.lora
+        self.models[op.model_id] = op.lora
 
     def unload_model(self, model_id: str) -> None:
-        if self._models.pop(model_id, None) is not None:
+        if self.models.pop(model_id, None) is not None:
             self.device.unload(model_id)
 
     def publish(self, model_id: str, snapshot_id: str) -> Snapshot:
@@ -151,7 +151,7 @@ class Trainer(TrainingBackend):
         results = _Results([[] for _ in ops])
         self.device.begin(list(dict.fromkeys(piece.op.model_id for piece in pieces)))
         before = self.fitting_tokens[kind]
-        beside = self._side_by_side and kind == "gradients"
+        beside = self.side_by_side and kind == "gradients"
         try:
             room = room_beside(pieces, before) if beside else before
             micros = plan(pieces, self._buckets.of(kind), self.limits.call_tokens, room)
@@ -256,7 +256,7 @@ class Trainer(TrainingBackend):
         return self._experts.num_layers, self._experts.top_k
 
     def _pieces(self, op_index: int, op: ForwardBackward) -> list[Piece]:
-        scale, padded_rank = self._models[op.model_id].scale, self._padded_rank(op.model_id)
+        scale, padded_rank = self.models[op.model_id].scale, self._padded_rank(op.model_id)
         return [
             Piece(
                 op_index=op_index,
@@ -271,7 +271,7 @@ class Trainer(TrainingBackend):
         ]
 
     def _padded_rank(self, model_id: str) -> int:
-        return class_of(self._models[model_id].rank, self.limits.max_lora_rank)
+        return class_of(self.models[model_id].rank, self.limits.max_lora_rank)
 
 
 def _of_piece(scored: Scored, piece: Piece, start: int) -> Scored:

@@ -78,7 +78,7 @@ class TrainingDevice:
     """Its caller checks operations: all models that are named exist, and those of one call have one rank class."""
 
     def __init__(self, base: Base, train_programs: TrainPrograms, *, programs: Programs, device_lock: FairLock) -> None:
-        self._base = base
+        self.base = base
         self._device_lock = device_lock
         self._programs = programs
         self._train = train_programs
@@ -179,7 +179,7 @@ class TrainingDevice:
         run = self._programs.get(self._program("score", one.bucket, replays=one.stream.replays))
         weights, _ = self._rows(one)
         with self._pass_named(one.bucket), self._device_lock:
-            return _on_host(*run(self._base, weights, *self.arguments_of(one.stream)))
+            return _on_host(*run(self.base, weights, *self.arguments_of(one.stream)))
 
     def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]:
         """Do as `score`, side by side, and add the gradients of the summed losses to those of the models.
@@ -218,7 +218,7 @@ class TrainingDevice:
         run = self._programs.get(self._program("gradients", one.bucket, replays=one.stream.replays))
         weights, sums = self._rows(one)
         with self._pass_named(one.bucket):
-            *scored, new_sums = run(self._base, weights, sums, *self.arguments_of(one.stream))
+            *scored, new_sums = run(self.base, weights, sums, *self.arguments_of(one.stream))
             return _on_host(*scored), new_sums
 
     def _take_sums(self, one: TrainingPass, sums: Sequence[Adapter]) -> None:

@@ -85,13 +85,13 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
     def make_full(self, op: CreateModel) -> FullModelState:
         made = self.ranks.call(Program.create_full_model, op.model_id)
         shapes = {name: shape for own in made for name, shape in own.items()}
-        return FullModelState(op.model_id, op.lora, self.ranks, shapes, self._state_files)
+        return FullModelState(op.model_id, op.lora, self.ranks, shapes, self.state_files)
 
     # training
 
     def run_adapters(self, ops: Sequence[ForwardBackward], *, backward: bool) -> list[ForwardBackwardOutput]:
         micros = self.micro_batches(list(segments(ops, self.losses)))
-        counted = self._setup.strict and self._budget.memory is not None
+        counted = self.setup.strict and self._budget.memory is not None
         size = STRICT_SEQUENCES if counted else max(1, len(micros))
         scored = (self._run_micros(micros[n : n + size], backward=backward) for n in range(0, len(micros), size))
         return combined_outputs(ops, chain.from_iterable(scored))
@@ -102,7 +102,7 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
 
     def micro_batches(self, work: Sequence[Segment]) -> list[MicroBatch]:
         """Where experts are divided, ranks compute each other's rows: then one sequence runs at a time."""
-        if self._setup.strict and self.config.expert_parallel > 1:
+        if self.setup.strict and self.config.expert_parallel > 1:
             return list(one_by_one(work, 1))
         return super().micro_batches(work)
 

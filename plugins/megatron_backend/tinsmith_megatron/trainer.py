@@ -56,7 +56,7 @@ class Trainer(ModelsOfWorker[FullModel], Training):
 
     def create_full_model(self, model_id: str) -> Mapping[str, tuple[int, ...]]:
         model = FullModel(model_id, self._setup, self._losses, self._coordinates, self._part, self.device)
-        self._full[model_id] = model
+        self.full[model_id] = model
         return model.shapes()
 
     # passes

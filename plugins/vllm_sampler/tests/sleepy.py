@@ -23,7 +23,7 @@ def weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def storages(tensors: Any) -> list[torch.UntypedStorage]:
-    return list({each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}.values())
+    return list({each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}.values())  # noqa: SLF001 - a storage's identity
 
 
 def sleep(self: Any, level: int = 1) -> None:

@@ -107,7 +107,7 @@ async def test_no_file_is_on_the_way_of_an_adapter(pair: Pair, qwen3: VllmSample
         output = await qwen3.sample(op(prompt(1), name))
         listening = False
         assert isinstance(output, SampleOutput)
-        adapter_id = max(map(id_of, qwen3._files.open))
+        adapter_id = max(map(id_of, qwen3.files.open))
         assert mapped()
         weights = pair.trainer.capture_state("handed over").weights
         assert_same_arrays(snapshot.adapter_weights(), weights, "the one copy that is kept")
@@ -173,7 +173,7 @@ class TestVllmConsistency(ConsistencyContract):
             assert (await pair.save(each)).verdict == "consistent"
         pair.train(model_id, seed=90)
         with monkeypatch.context() as planted:
-            HANDOVER_FAULTS[fault](planted, qwen3._files)
+            HANDOVER_FAULTS[fault](planted, qwen3.files)
             found = await pair.save(model_id)
         assert found.verdict == "inconsistent", found
         assert (await pair.save(model_id)).verdict == "consistent"

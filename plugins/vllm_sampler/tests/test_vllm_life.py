@@ -3,9 +3,7 @@
 import asyncio
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -15,9 +13,7 @@ from vllm_harness import CONTEXT, blank_adapter, draw, make_sampler, op, prompt,
 
 from tinsmith import Failed, HostSnapshot, LoraConfig, Sample, SampleOutput, Snapshot, UnsupportedError, UserError
 from tinsmith.testing import in_one_loop
-from tinsmith_checkpoints.huggingface import StopRules
 from tinsmith_vllm.adapters import AdapterFiles
-from tinsmith_vllm.deaths import Death
 from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # it starts vLLM
@@ -84,7 +80,7 @@ async def test_a_publish_that_takes_long_pauses_nobody(
     """One adapter is read for as long as this test likes: others are sampled, published and dropped meanwhile."""
     pipes: asyncio.Queue[tuple[Path, str]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    files, write = AdapterFiles(tmp_path, tmp_path, qwen3._files._ids), qwen3._files.write
+    files, write = AdapterFiles(tmp_path, tmp_path, count(1_000_000)), qwen3.files.write
 
     def with_pipe(snapshot: Snapshot, base_model: str) -> tuple[int, Path]:
         """Put a pipe in the place of the small file: vLLM's loader waits in it until somebody writes."""
@@ -100,11 +96,11 @@ async def test_a_publish_that_takes_long_pauses_nobody(
     await qwen3.load_snapshot(own)
     wanted = [op(prompt(70 + n), own.snapshot_id, max_tokens=20, seed=n) for n in range(4)]
     expected = [await draw(qwen3, each) for each in wanted]
-    monkeypatch.setattr(qwen3._files, "write", with_pipe)
+    monkeypatch.setattr(qwen3.files, "write", with_pipe)
     publishing = asyncio.create_task(qwen3.load_snapshot(slow))
     path, config = await pipes.get()
     pipe = await asyncio.to_thread(path.open, "w")  # returns as soon as vLLM has begun to read
-    monkeypatch.setattr(qwen3._files, "write", write)
+    monkeypatch.setattr(qwen3.files, "write", write)
     for _ in range(3):
         for output, right in zip(await asyncio.gather(*(draw(qwen3, each) for each in wanted)), expected, strict=True):
             assert_same(output, right)
@@ -116,7 +112,7 @@ async def test_a_publish_that_takes_long_pauses_nobody(
         pipe.write(config)
     await publishing
     await draw(qwen3, op(prompt(9), slow.snapshot_id))
-    qwen3._adapters[slow.snapshot_id].files = files
+    qwen3.adapters[slow.snapshot_id].files = files
     for snapshot in (own, slow):
         await qwen3.drop_snapshot(snapshot.snapshot_id)
     files.close()
@@ -211,7 +207,7 @@ async def test_the_end_of_sequence_stays_and_an_empty_stop_list_runs_over_it(
 ) -> None:
     free = await draw(qwen3, op(prompt(40), max_tokens=12))
     tokens = free.sequences[0].tokens.tolist()
-    monkeypatch.setattr(qwen3, "_rules", StopRules({tokens[5]}, None))
+    monkeypatch.setattr(qwen3.rules, "eos_tokens", frozenset({tokens[5]}))
     (ended,) = (await draw(qwen3, op(prompt(40), max_tokens=12, stop_at_eos=True))).sequences
     assert (ended.tokens.tolist(), ended.stop_reason) == (tokens[: tokens.index(tokens[5]) + 1], "stop")
     assert_same(await draw(qwen3, op(prompt(40), max_tokens=12)), free)
@@ -219,9 +215,9 @@ async def test_the_end_of_sequence_stays_and_an_empty_stop_list_runs_over_it(
 
 @in_one_loop
 async def test_a_stop_string_in_the_first_tokens_still_answers_about_the_prompt(qwen3: VllmSampler) -> None:
-    assert qwen3._rules.tokenizer is not None
+    assert qwen3.rules.tokenizer is not None
     free = await draw(qwen3, op(prompt(41), max_tokens=12, num_samples=2))
-    texts = [qwen3._rules.tokenizer.decode(each.tokens.tolist()[:1]) for each in free.sequences]
+    texts = [qwen3.rules.tokenizer.decode(each.tokens.tolist()[:1]) for each in free.sequences]
     wanted = op(prompt(41), max_tokens=100, num_samples=2, stop_strings=tuple(texts), prompt_logprobs=True)
     output = await draw(qwen3, wanted)
     assert output.prompt_logprobs is not None
@@ -241,16 +237,10 @@ def two_replicas(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPath
 class Undertaker:
     """Kills processes of replicas, and lets them start again when it is told to."""
 
-    def __init__(self, sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._replicas = sampler._replicas
-        self._allowed = [threading.Event() for _ in self._replicas]
-        for replica, allowed in zip(self._replicas, self._allowed, strict=True):
-            monkeypatch.setattr(replica, "_one_life", partial(self._live, replica._one_life, allowed))
-
-    @staticmethod
-    def _live(live: Callable[[], Death], allowed: threading.Event) -> Death:
-        allowed.wait()
-        return live()
+    def __init__(self, sampler: VllmSampler) -> None:
+        self._replicas = sampler.replicas
+        for replica in self._replicas:
+            replica.hold_back()
 
     def kill(self, number: int) -> None:
         pid = self._replicas[number].pid
@@ -263,12 +253,12 @@ class Undertaker:
             await asyncio.sleep(0.01)
 
     def allow(self, number: int) -> None:
-        self._allowed[number].set()
+        self._replicas[number].go_on()
 
 
 @pytest.fixture
-def undertaker(two_replicas: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Undertaker]:
-    made = Undertaker(two_replicas, monkeypatch)
+def undertaker(two_replicas: VllmSampler) -> Iterator[Undertaker]:
+    made = Undertaker(two_replicas)
     yield made
     for number in range(2):
         made.allow(number)
@@ -298,7 +288,7 @@ async def test_two_replicas_stand_behind_each_snapshot(
             assert_same(output, wanted)
 
     def shares() -> list[int]:
-        return [replica.num_sequences.total() for replica in two_replicas._replicas]
+        return [replica.num_sequences.total() for replica in two_replicas.replicas]
 
     await two_replicas.load_snapshot(published[0])
     running = start_drawing(first)

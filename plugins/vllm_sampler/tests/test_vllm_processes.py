@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -27,7 +26,7 @@ from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import demand
 from tinsmith_vllm.launching import launches
-from tinsmith_vllm.replica import Replica
+from tinsmith_vllm.replica import Replica, ReplicaGoneError
 from tinsmith_vllm.routing import WORTH
 
 WAIT_S = 400
@@ -141,7 +140,7 @@ async def test_a_prompt_goes_where_its_beginning_was_read(tiny_models: dict[str,
     begun, other = prompt(1, 64), prompt(2, 64)
 
     async def taken(tokens: Array, *, busy: tuple[int, int] = (0, 0)) -> int:
-        for replica, number in zip(sampler._replicas, busy, strict=True):
+        for replica, number in zip(sampler.replicas, busy, strict=True):
             replica.num_sequences[0] = number
         result = await asyncio.wait_for(sampler.sample(op(tokens, max_tokens=1)), WAIT_S)
         assert isinstance(result, SampleOutput), result
@@ -178,7 +177,7 @@ async def test_a_replica_that_always_dies_fails_no_sample(tiny_models: dict[str,
         for number in range(4):  # new prompts, none of which the other replica knows
             result = await asyncio.wait_for(sampler.sample(op(prompt(number), max_tokens=1)), WAIT_S)
             assert isinstance(result, SampleOutput), result
-        assert sampler._replicas[0].deaths_in_a_row == 3, "what has died again and again comes last"
+        assert sampler.replicas[0].deaths_in_a_row == 3, "what has died again and again comes last"
         await sampler.load_snapshot(blank_adapter())
         result = await asyncio.wait_for(sampler.sample(op(prompt(1), "blank", max_tokens=1)), WAIT_S)
         assert isinstance(result, SampleOutput), result
@@ -292,7 +291,7 @@ async def test_no_number_of_deaths_ends_the_sampler(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With it the trainer would end. It used to be given up after eight deaths, in three samples."""
-    monkeypatch.setattr("tinsmith_vllm.replica._LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("tinsmith_vllm.replica.LONGEST_PAUSE_S", 0.01)
     python = program(tmp_path, ANSWERS.format(then="sys.exit('out of memory')"))
     sampler = make_sampler(tiny_models["qwen3"], tmp_path, python=python)
     try:
@@ -305,7 +304,7 @@ async def test_no_number_of_deaths_ends_the_sampler(
 async def test_while_vllm_does_not_start_again_samples_fail_and_the_trouble_is_told(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith_vllm.replica._LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("tinsmith_vllm.replica.LONGEST_PAUSE_S", 0.01)
     body = """
     if life > 1 and not lives.with_name("healed").exists():
         sys.exit("no device")
@@ -339,7 +338,7 @@ async def test_three_starts_in_vain_fail_all_who_wait(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good_lives: int
 ) -> None:
     """Whoever waited to be alone used to count the starts by itself, so eight samples took two dozen."""
-    monkeypatch.setattr("tinsmith_vllm.replica._LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("tinsmith_vllm.replica.LONGEST_PAUSE_S", 0.01)
     body = f"""
     if life > {good_lives}:
         sys.exit("no device")
@@ -543,10 +542,10 @@ def test_the_process_gets_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_pa
     tell = tmp_path / "tell"
     tell.write_text(f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))")
     tell.chmod(0o700)
-    ours, theirs = socket.socketpair()
-    with ours, theirs, (tmp_path / "log").open("wb") as log:
-        Replica(replace(launch, python=tell), "replica")._popen(theirs, log).wait()
-    found = json.loads((tmp_path / "log").read_text())
+    replica = Replica(replace(launch, python=tell), "replica")
+    with pytest.raises(ReplicaGoneError):  # it tells what it was given, and ends
+        replica.wait_until_ready(lambda: None)
+    found = json.loads(launch.log.read_text())
     assert found["OF_THE_MACHINE"] == "stays"
     assert not planted.keys() & found.keys()
 
@@ -637,6 +636,6 @@ def test_on_gpus_nothing_is_changed_that_only_cpus_need(monkeypatch: pytest.Monk
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    compat._check_heads(None)
+    compat.check_heads(None)
     compat.leave_base_rows_alone()
-    compat._forget_packed_experts(None)
+    compat.forget_packed_experts(None)

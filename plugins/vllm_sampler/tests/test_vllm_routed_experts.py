@@ -23,7 +23,8 @@ from tinsmith import (
     TrainingBackend,
 )
 from tinsmith.testing import in_one_loop
-from tinsmith_checkpoints.huggingface import StopRules
+from tinsmith_checkpoints.huggingface import StopRules, StopWatch
+from tinsmith_checkpoints.huggingface.stopping import StopParams
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.drawing import Drawing
 from tinsmith_vllm.launching import launches
@@ -153,8 +154,7 @@ def test_a_sequence_has_the_experts_of_all_but_its_last_token(tiny_models: dict[
     drawing.take(drawn(0, [9, 10, 11], experts[5:8], ended="length"))
     (sequence,) = drawing.output().sequences
     np.testing.assert_array_equal(sequence.routed_experts, experts[:8])
-    cut = Drawing(1, op(prompt(0, 4), max_tokens=9), StopRules.of_model(tiny_models["qwen3_moe"]), OF_TOKEN)
-    cut._sequences[0].watch = _StopsAt(9)  # type: ignore[assignment]  # the watch of a stop string needs its text
+    cut = Drawing(1, op(prompt(0, 4), max_tokens=9, stop_strings=("nine",)), _StopsAt(9), OF_TOKEN)
     cut.take(drawn(0, [7, 8], experts[:5]))
     cut.take(drawn(0, [9, 10, 11], experts[5:8]))
     (sequence,) = cut.output().sequences
@@ -162,12 +162,15 @@ def test_a_sequence_has_the_experts_of_all_but_its_last_token(tiny_models: dict[
     np.testing.assert_array_equal(sequence.routed_experts, experts[:6])
 
 
-class _StopsAt:
-    def __init__(self, token: int) -> None:
-        self.token = token
+class _StopsAt(StopRules):
+    """Ends a sequence with a token, as if a stop string ended there."""
 
-    def push(self, token: int) -> str:
-        return "stop" if token == self.token else ""
+    def __init__(self, token: int) -> None:
+        super().__init__((), None)
+        self._watch = StopWatch(frozenset({token}), None, 100)
+
+    def watch(self, params: StopParams) -> StopWatch:
+        return self._watch
 
 
 def test_vllm_computes_step_by_step_without_compiled_graphs(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def served_here(
     }
     with running_server(data_dir, models=[ModelSettings.model_validate(model)], extra_plugins=[Lending()]) as server:
         yield Served(server.url, data_dir, path, os.getpid())
-    assert not qwen3._adapters, "the server has left snapshots in vLLM"
+    assert not qwen3.adapters, "the server has left snapshots in vLLM"
 
 
 class BorrowedSampler(SamplingBackend):

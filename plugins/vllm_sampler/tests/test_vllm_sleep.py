@@ -73,7 +73,7 @@ async def test_a_process_that_dies_in_its_sleep_comes_back_when_it_is_woken(slee
     (dead,) = sleepy.process_ids
     await sleepy.sleep_sampler()
     kill(dead, signal.SIGKILL)
-    (replica,) = sleepy._all_replicas
+    (replica,) = sleepy.all_replicas
     await asyncio.to_thread(until_it_is_gone, replica)
     assert sleepy.process_ids == [dead]
     await asyncio.wait_for(sleepy.wake_sampler(), WAIT_S)

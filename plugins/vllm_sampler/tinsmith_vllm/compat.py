@@ -148,7 +148,7 @@ def make_engine(engine_args: Mapping[str, Any]) -> Any_:
     arguments = EngineArgs(**{**FIXED_ARGS, **engine_args})
     _make_room_for_one_more(arguments)
     engine = LLMEngine.from_engine_args(arguments)
-    _check_heads(engine)
+    check_heads(engine)
     engine.collective_rpc("tinsmith_install")
     return engine
 
@@ -176,7 +176,7 @@ def end_steps(engine: Any_) -> None:
         engine.step()
 
 
-def _check_heads(engine: Any_) -> None:
+def check_heads(engine: Any_) -> None:
     """Refuse models that vLLM for CPUs loads but that crash it at the first sample."""
     from vllm.platforms import current_platform
 
@@ -552,7 +552,7 @@ def load_weights(runner: Any_, change: Callable[[Iterator[Any_]], Iterator[Any_]
 
     model, config = runner.get_model(), runner.vllm_config
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    _forget_packed_experts(model)
+    forget_packed_experts(model)
     heads = []
 
     def without_head() -> Iterator[Any_]:
@@ -567,7 +567,7 @@ def load_weights(runner: Any_, change: Callable[[Iterator[Any_]], Iterator[Any_]
         _set_tied_head(model, heads)
 
 
-def _forget_packed_experts(model: Any_) -> None:
+def forget_packed_experts(model: Any_) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -28,7 +28,7 @@ from tinsmith_vllm.messages import Beat, FromVllm, Load, Ready, Start, Unload, U
 _LOOK_S: Final = 1.0
 _LEAVING_S: Final = 10.0
 _END_TIMEOUT_S: Final = 30.0
-_LONGEST_PAUSE_S: Final = 60.0
+LONGEST_PAUSE_S: Final = 60.0
 _LOG_LINES: Final = 12
 
 _log = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ def interpreter(configured: Path | None) -> Path:
 
 def _pause_s(failures: int) -> float:
     """Return how long to wait before the next start: nothing at first."""
-    return min(_LONGEST_PAUSE_S, 0.5 * 2**failures) if failures > 0 else 0.0
+    return min(LONGEST_PAUSE_S, 0.5 * 2**failures) if failures > 0 else 0.0
 
 
 def _status(code: int) -> str:

@@ -69,21 +69,21 @@ class VllmSampler(SamplingBackend):
     def __init__(self, config: VllmConfig, context: BackendContext) -> None:
         self._config = config
         self._model_path = context.model_directory
-        self._rules = StopRules.of_model(self._model_path)
+        self.rules = StopRules.of_model(self._model_path)
         ids, on_disk = count(1), context.cache_dir / "weights"
-        self._files: AdapterMemory | AdapterFiles
+        self.files: AdapterMemory | AdapterFiles
         if config.shared_memory_dir is None and AdapterMemory.is_available():
-            self._files = AdapterMemory(ids)
+            self.files = AdapterMemory(ids)
         else:
-            self._files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters", ids)
+            self.files = AdapterFiles(config.shared_memory_dir, context.cache_dir / "adapters", ids)
         self._large_files = AdapterFiles(config.shared_memory_dir or on_disk, on_disk, ids)  # too large for memory
-        self._adapters: dict[str, _Adapter] = {}
+        self.adapters: dict[str, _Adapter] = {}
         self._diverged: set[str] = set()  # ids of snapshots that vLLM is not told of
         self._loading: dict[str, asyncio.Lock] = {}
         self._request_ids = count(1)
         self._prefixes = Prefixes[Replica]()
         self._experts = _experts_of_token(self._model_path) if context.routing_replay else None
-        self._all_replicas = [
+        self.all_replicas = [
             Replica(launch, f"vllm replica {number}")
             for number, launch in enumerate(
                 launches(
@@ -99,10 +99,10 @@ class VllmSampler(SamplingBackend):
         try:
             described = [
                 replica.wait_until_ready(lambda: context.progress("starting vllm", None))
-                for replica in self._all_replicas
+                for replica in self.all_replicas
             ]
         except ReplicaGoneError as error:
-            ended = [replica for replica in self._all_replicas if replica.is_gone]
+            ended = [replica for replica in self.all_replicas if replica.is_gone]
             self.close()
             if any(replica.is_unstartable for replica in ended):
                 raise ConfigError(str(error)) from error
@@ -113,9 +113,9 @@ class VllmSampler(SamplingBackend):
             self.close()
             raise
         self._ready = described[0]
-        number = len(self._all_replicas) - config.full_replicas
-        self._replicas, further = self._all_replicas[:number], self._all_replicas[number:]
-        self._full_replicas = further or (self._replicas if self._ready.merges else [])
+        number = len(self.all_replicas) - config.full_replicas
+        self.replicas, further = self.all_replicas[:number], self.all_replicas[number:]
+        self._full_replicas = further or (self.replicas if self._ready.merges else [])
         _log.info("vllm %s answers on %s: %s", self._ready.version, self._ready.device, self._how())
         self._capabilities = self._describe(self._ready)
         self._asleep = False
@@ -147,9 +147,9 @@ class VllmSampler(SamplingBackend):
             min_temperature=MIN_TEMPERATURE,
             max_temperature=MAX_TEMPERATURE,
             max_topk_logprobs=min(self._config.max_topk_logprobs, ready.vocab_size),
-            stop_strings=self._rules.tokenizer is not None,
+            stop_strings=self.rules.tokenizer is not None,
             returns_routed_experts=self._experts is not None,
-            max_sequences=self._config.max_num_seqs * len(self._replicas),
+            max_sequences=self._config.max_num_seqs * len(self.replicas),
         )
 
     @property
@@ -160,7 +160,7 @@ class VllmSampler(SamplingBackend):
     def trouble(self) -> str | None:
         if self._asleep:
             return None
-        for group in (self._replicas, self._full_replicas):
+        for group in (self.replicas, self._full_replicas):
             running = [replica for replica in group if replica.is_running]
             if group and not running:
                 return group[0].trouble or "vllm has ended, and starts again"
@@ -171,7 +171,7 @@ class VllmSampler(SamplingBackend):
     @property
     def process_ids(self) -> list[int]:
         """The process ids of the running replicas."""
-        return [replica.pid for replica in self._all_replicas if replica.pid is not None]
+        return [replica.pid for replica in self.all_replicas if replica.pid is not None]
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         """Put the snapshot where vLLM can read it, and announce it.
@@ -180,7 +180,7 @@ class VllmSampler(SamplingBackend):
         """
         self._expect_awake()
         async with self._loading.setdefault(snapshot.snapshot_id, asyncio.Lock()):
-            if snapshot.snapshot_id in self._adapters or snapshot.snapshot_id in self._diverged:
+            if snapshot.snapshot_id in self.adapters or snapshot.snapshot_id in self._diverged:
                 return
             self._check(snapshot)
             try:
@@ -194,17 +194,17 @@ class VllmSampler(SamplingBackend):
                 self._forget(adapter)
                 raise
             adapter.idle.set()
-            self._adapters[snapshot.snapshot_id] = adapter
+            self.adapters[snapshot.snapshot_id] = adapter
 
     def _write(self, snapshot: Snapshot) -> _Adapter:
         if snapshot.lora.rank == 0:
             adapter_id, path = self._large_files.write_all(snapshot, self._base_shapes(), self._ready.dtype)
             return _Adapter(adapter_id, path, self._large_files, self._full_replicas)
         if self._ready.merges:
-            adapter_id, path = self._files.write_changes(snapshot, self._base_shapes())
+            adapter_id, path = self.files.write_changes(snapshot, self._base_shapes())
         else:
-            adapter_id, path = self._files.write(snapshot, str(self._model_path))
-        return _Adapter(adapter_id, path, self._files, self._replicas)
+            adapter_id, path = self.files.write(snapshot, str(self._model_path))
+        return _Adapter(adapter_id, path, self.files, self.replicas)
 
     def _base_shapes(self) -> dict[str, tuple[int, ...]]:
         return StoredTensors.of(self._model_path, "model").shapes()
@@ -213,7 +213,7 @@ class VllmSampler(SamplingBackend):
         # the prefix cache is keyed by the name
         name = f"{snapshot_id}#{adapter.adapter_id}"
         load = Load(adapter_id=adapter.adapter_id, name=name, path=str(adapter.path), prepare=True)
-        if adapter.replicas is self._replicas and not self._ready.merges:
+        if adapter.replicas is self.replicas and not self._ready.merges:
             await self._load_everywhere(snapshot_id, load)
             return
         for replica in adapter.replicas:
@@ -234,7 +234,7 @@ class VllmSampler(SamplingBackend):
             raise UserError(msg)
 
     async def _load_everywhere(self, snapshot_id: str, load: Load) -> None:
-        hoped_for = [replica for replica in self._replicas if not replica.is_gone] or self._replicas
+        hoped_for = [replica for replica in self.replicas if not replica.is_gone] or self.replicas
         running = [replica for replica in hoped_for if replica.is_running] or hoped_for
         for replica in hoped_for:
             if replica not in running:  # restarting: it reads the adapter when needed, so do not wait for it
@@ -264,7 +264,7 @@ class VllmSampler(SamplingBackend):
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         self._expect_awake()
-        adapter = self._adapters.pop(snapshot_id, None)
+        adapter = self.adapters.pop(snapshot_id, None)
         self._diverged.discard(snapshot_id)
         self._loading.pop(snapshot_id, None)
         if adapter is not None:
@@ -284,29 +284,29 @@ class VllmSampler(SamplingBackend):
             return refusal
         if op.snapshot_id in self._diverged:
             return diverged(op)
-        adapter = None if op.snapshot_id is None else self._adapters.get(op.snapshot_id)
+        adapter = None if op.snapshot_id is None else self.adapters.get(op.snapshot_id)
         if op.snapshot_id is not None and adapter is None:
             return Failed(message=f"no snapshot {op.snapshot_id!r} is loaded, load it first", category="server")
         async with _using(adapter):
             if adapter is None:
-                return await self._insist(op, 0, self._replicas, on_tokens)
+                return await self._insist(op, 0, self.replicas, on_tokens)
             return await self._insist(op, adapter.adapter_id, adapter.replicas, on_tokens)
 
     async def sleep_sampler(self) -> None:
         """The processes' weights go to the memory of the host. One that dies in its sleep starts again on waking."""
         if self._asleep:
             return
-        for replica in self._all_replicas:
+        for replica in self.all_replicas:
             replica.hold_back()
-        await asyncio.gather(*(self._rest(replica, asleep=True) for replica in self._all_replicas))
+        await asyncio.gather(*(self._rest(replica, asleep=True) for replica in self.all_replicas))
         self._asleep = True
 
     async def wake_sampler(self) -> None:
         if not self._asleep:
             return
-        for replica in self._all_replicas:
+        for replica in self.all_replicas:
             replica.go_on()
-        await asyncio.gather(*(self._rest(replica, asleep=False) for replica in self._all_replicas))
+        await asyncio.gather(*(self._rest(replica, asleep=False) for replica in self.all_replicas))
         self._asleep = False
 
     async def _rest(self, replica: Replica, *, asleep: bool) -> None:
@@ -336,7 +336,7 @@ class VllmSampler(SamplingBackend):
                 f"{MAX_TEMPERATURE}"
             )
         try:
-            self._rules.watch(op.params)
+            self.rules.watch(op.params)
         except UnsupportedError as error:
             return Failed(message=str(error))
         return None
@@ -395,7 +395,7 @@ class VllmSampler(SamplingBackend):
     async def _draw(
         self, replica: Replica, op: Sample, adapter_id: int, on_tokens: OnTokens | None
     ) -> SampleOutput | Failed:
-        drawing = Drawing(next(self._request_ids), op, self._rules, self._experts, on_tokens)
+        drawing = Drawing(next(self._request_ids), op, self.rules, self._experts, on_tokens)
         key = ("request", drawing.request_id)
         call = replica.ask(key, drawing.generate(adapter_id))
         replica.num_sequences[adapter_id] += op.num_samples
@@ -426,7 +426,7 @@ class VllmSampler(SamplingBackend):
     async def num_running(self) -> int:
         """Ask every replica how many sequences it holds, including waiting ones."""
         total = 0
-        for replica in self._all_replicas:
+        for replica in self.all_replicas:
             request_id = next(self._request_ids)
             call = replica.ask(("request", request_id), Count(request_id=request_id))
             try:
@@ -440,9 +440,9 @@ class VllmSampler(SamplingBackend):
         return total
 
     def close(self) -> None:
-        for replica in self._all_replicas:
+        for replica in self.all_replicas:
             replica.close()
-        self._files.close()
+        self.files.close()
         self._large_files.close()
 
 

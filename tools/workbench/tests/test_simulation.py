@@ -178,7 +178,7 @@ def test_rows_advance_together_and_training_shares_the_device() -> None:
     device.draw(0.5, 1, 10, partial(end, "alone"))
     clock.run(5.0)
     assert ended["alone"] == pytest.approx(0.5 + 10 * 0.011)
-    clock = device._clock = Clock()
+    clock = Clock()
     device = Device(clock, times, beside=0.5)
     device.draw(0.0, 2, 10, partial(end, "first"))
     device.draw(0.0, 8, 20, partial(end, "second"))

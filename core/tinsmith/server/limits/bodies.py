@@ -33,7 +33,7 @@ LARGE_ROUTES: Final = frozenset({f"{API_PREFIX}/forward_backward", f"{API_PREFIX
 
 _START_BYTES: Final = 1 << 12
 _STEP_BYTES: Final = 1 << 20
-_STALE_S: Final = 1.0
+STALE_S: Final = 1.0
 """How long a body may take until its sender is asked for again."""
 
 _MAX_WINDOW_BYTES: Final = 32 << 20  # zstd's own limit lets a frame of a few bytes ask for 128 MiB
@@ -101,7 +101,7 @@ class Bodies:
             return await _refusal(request, error)
         except ConnectionAbortedError:  # the client disconnected while sending
             return _nothing
-        if time.monotonic() - started > _STALE_S:
+        if time.monotonic() - started > STALE_S:
             forget_caller(request.scope)
         request.receive = _replay(body, request.receive)
         return None

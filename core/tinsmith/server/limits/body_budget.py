@@ -14,10 +14,10 @@ from starlette.requests import Request
 
 from tinsmith.errors import CapacityError
 
-_WAIT_S: Final = 10.0
+WAIT_S: Final = 10.0
 """How long a request waits for memory. Its unread body waits in the network meanwhile."""
 
-_MAX_WAITING: Final = 64
+MAX_WAITING: Final = 64
 """How many requests of a tenant may wait. Further ones are refused at once."""
 
 _TENANTS: Final = 8
@@ -76,9 +76,9 @@ class BodyBudget:
     async def _take_in_order(self, lease: "Lease", num_bytes: int) -> None:
         if self._try(lease, num_bytes):
             return
-        if self._num_waiting[lease.tenant] < _MAX_WAITING:
+        if self._num_waiting[lease.tenant] < MAX_WAITING:
             with self._waits(lease, num_bytes) as admitted, suppress(TimeoutError):
-                async with asyncio.timeout(_WAIT_S):
+                async with asyncio.timeout(WAIT_S):
                     await admitted
                     return
         self._take(lease, num_bytes)

@@ -24,6 +24,9 @@ class TokenBuckets:
         self._full_at_s: dict[str, float] = {}
         self._tidy_at = _TIDY_EVERY
 
+    def __len__(self) -> int:
+        return len(self._full_at_s)
+
     def take(self, name: str, *, per_s: float) -> float:
         """Take a token and return 0, or return the seconds until there is one."""
         wait_s = self.wait(name, per_s=per_s)
@@ -57,6 +60,9 @@ class Tallies:
         self._clock = clock
         self._readings: dict[str, Reading[Counter[str]]] = {}
         self._tidy_at = _TIDY_EVERY
+
+    def __len__(self) -> int:
+        return len(self._readings)
 
     async def of(self, tenant: str) -> Counter[str]:
         """Return the tally, to which the caller adds what it accepts."""

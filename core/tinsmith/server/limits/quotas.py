@@ -39,7 +39,7 @@ class Quotas:
         """`read_space` asks the disk; None: what is kept on it has no limit."""
         self.disk = DiskQuota(store, settings, read_space, clock)
         self._store = store
-        self._settings = settings
+        self.settings = settings
         self._buckets = TokenBuckets(clock)
         self._in_progress: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._pending = Tallies(self._read_pending, clock)
@@ -50,7 +50,7 @@ class Quotas:
 
     def admit_request(self, tenant: str, key_id: Callable[[], str | None]) -> None:
         """Count a request towards the rate of its tenant, and of its key if keys have a limit."""
-        limits = self._settings.of(tenant)
+        limits = self.settings.of(tenant)
         if limits.key_requests_per_s is not None and (key := key_id()) is not None:
             self._take(f"{tenant} {key}", limits.key_requests_per_s, "key_requests_per_s")
         if limits.requests_per_s is not None:
@@ -69,7 +69,7 @@ class Quotas:
     def in_progress(self, tenant: str, *, polls: bool) -> Iterator[None]:
         """Count a request while the block runs; a long poll counts as a request, too. Use on the event loop."""
         settings = ("requests_in_progress", "long_polls") if polls else ("requests_in_progress",)
-        limits, counts = self._settings.of(tenant), self._in_progress[tenant]
+        limits, counts = self.settings.of(tenant), self._in_progress[tenant]
         for setting in settings:
             limit: int | None = getattr(limits, setting)
             if limit is not None and counts[setting] >= limit:
@@ -153,7 +153,7 @@ class Quotas:
         return counts
 
     def _limit(self, tenant: str, setting: str) -> int | None:
-        limit: int | None = getattr(self._settings.of(tenant), setting) if setting in _WHAT else None
+        limit: int | None = getattr(self.settings.of(tenant), setting) if setting in _WHAT else None
         return limit
 
     async def _read_pending(self, tenant: str) -> Counter[str]:

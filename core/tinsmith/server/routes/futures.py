@@ -69,7 +69,7 @@ async def retrieve_futures(
         after=body.prev_cursor,
         limit=_COMPLETIONS,
     )
-    hold_s = _hold_s(context)
+    hold_s = spread_hold_s(context)
     timeout_s = hold_s if body.timeout is None else min(hold_s, body.timeout)
     found = (
         await unless_stopped(context.stopping, find(timeout_s=timeout_s)) if timeout_s > 0 else await find(timeout_s=0)
@@ -96,11 +96,11 @@ async def cancel_future(body: wire.CancelFutureRequest, caller: Caller, context:
 
 
 async def _wait(context: ServerContext, request_id: str) -> OperationRecord:
-    found = await unless_stopped(context.stopping, context.store.wait_for(request_id, _hold_s(context)))
+    found = await unless_stopped(context.stopping, context.store.wait_for(request_id, spread_hold_s(context)))
     return await context.store.get_operation(request_id) if found is None else found
 
 
-def _hold_s(context: ServerContext) -> float:
+def spread_hold_s(context: ServerContext) -> float:
     """Return how long to hold a poll: it differs, or thousands that began together would come back together."""
     return context.settings.server.long_poll_s * random.uniform(_SHORTEST, 1)
 

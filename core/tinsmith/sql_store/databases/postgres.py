@@ -40,7 +40,7 @@ _OF_THE_DATABASE: Final = {
     "tcp_user_timeout": "tcp_user_timeout",
 }
 """The same at the other end, which would keep the sessions of a machine that is cut off for two hours."""
-_IDLE_MS: Final = 10_000
+IDLE_MS: Final = 10_000
 """The database ends a transaction that has been idle this long: a stopped process must not keep its locks.
 
 If the process continues, it repeats the transaction.
@@ -94,7 +94,7 @@ class PostgresDialect(Dialect):
     def _prepare(self) -> str:
         """Return a statement that has the database notice as early as we do that the other end is gone."""
         values = {name: self._url.query[ours] for ours, name in _OF_THE_DATABASE.items()}
-        values["idle_in_transaction_session_timeout"] = str(_IDLE_MS)
+        values["idle_in_transaction_session_timeout"] = str(IDLE_MS)
         return "SELECT " + ", ".join(f"set_config('{name}', '{value}', false)" for name, value in values.items())
 
     @property

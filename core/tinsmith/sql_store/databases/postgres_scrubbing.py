@@ -18,7 +18,7 @@ from tinsmith.errors import ServerError
 
 _TABLES: Final = ("payloads", "results", "checkpoints")  # content that users sent, received, and named
 _LOCK_WAIT: Final = "2s"  # requests that queue behind the lock wait as long
-_OTHERS_WAIT_S: Final = 10.0  # for transactions that can still see deleted rows; our own take milliseconds
+OTHERS_WAIT_S: Final = 10.0  # for transactions that can still see deleted rows; our own take milliseconds
 _POLL_S: Final = 0.02
 
 _BOUNDARY: Final = "SELECT pg_current_xact_id()::xid::text"
@@ -83,7 +83,7 @@ async def _nobody_sees_deleted_rows(connection: psycopg.AsyncConnection[Any]) ->
     boundary = await (await connection.execute(_BOUNDARY)).fetchone()
     assert boundary is not None
     older = _OLDER.format(sql.Literal(boundary[0]))
-    until = time.monotonic() + _OTHERS_WAIT_S
+    until = time.monotonic() + OTHERS_WAIT_S
     while (count := await (await connection.execute(older)).fetchone()) != (0,):
         assert count is not None
         if time.monotonic() > until:

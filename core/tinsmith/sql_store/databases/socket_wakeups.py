@@ -59,7 +59,7 @@ class SocketWakeUps(Channel):
     def _bind(self, own: socket.socket) -> None:
         for again in reversed(range(_MAX_BINDS)):
             try:
-                _make_private(self.directory)
+                make_private(self.directory)
                 own.bind(str(self.directory / self._own))
             except FileNotFoundError as error:  # another process was the last to leave, and has just removed it
                 if again:
@@ -156,7 +156,7 @@ def _short(directory: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}-{digest}"
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:

@@ -133,7 +133,7 @@ def _score(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows: Rows, gradien
     rows = _with_sums(hidden_TH, weight_VH, rows)
     logp, loss = [], []
     for span, chunk in _chunks(hidden_TH, weight_VH, rows):
-        logp_CK, loss_CK = _chunk(hidden_TH, weight_VH, rows, span, chunk, gradients)
+        logp_CK, loss_CK = score_chunk(hidden_TH, weight_VH, rows, span, chunk, gradients)
         logp.append(logp_CK)
         loss.append(loss_CK)
     return Scores(torch.cat(logp), torch.cat(loss))
@@ -183,7 +183,7 @@ def _logprobs(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows: Rows, span
     return _Logprobs(target_CK - lse_C1, logits_CV, lse_C1, own_CK, index_CK, adapters)
 
 
-def _chunk(
+def score_chunk(
     hidden_TH: torch.Tensor,
     weight_VH: torch.Tensor,
     rows: Rows,

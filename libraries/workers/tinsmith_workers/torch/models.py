@@ -70,7 +70,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
         """`speaks`: whether this worker answers for its part of the adapters, which others may hold as well."""
         self.device, self._optimizer, self._speaks = device, optimizer, speaks
         self.adapters: dict[str, Adapter] = {}
-        self._full: dict[str, Full] = {}
+        self.full: dict[str, Full] = {}
         self._state_writer = StateWriter(capture_buffer_bytes)
 
     def _norms(self, adapters: Sequence[Adapter], gradients: Sequence[torch.Tensor]) -> list[float]:
@@ -80,9 +80,9 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
 
     def unload_model(self, model_id: str) -> None:
         self.adapters.pop(model_id, None)
-        if model_id in self._full:
+        if model_id in self.full:
             self._settle(model_id)
-            del self._full[model_id]
+            del self.full[model_id]
             free_what_is_unused()
 
     # state of a LoRA model
@@ -120,14 +120,14 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
     # state of a fully trained model: this worker's part
 
     def full_state(self, model_id: str) -> FullState:
-        return self._full[model_id].state()
+        return self.full[model_id].state()
 
     def sees(self, file: Path) -> bool:
         return file.exists()
 
     def capture(self, capture_id: str, owner: str, targets: Targets, ended: Sequence[str]) -> None:
         self._state_writer.forget(ended)
-        model = self._full[owner]
+        model = self.full[owner]
         model.begin_copying()
         self._state_writer.begin(capture_id, owner, model.slices(targets))
 
@@ -139,7 +139,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
 
     def restore_full(self, model_id: str, state: FullState, stored: Targets) -> None:
         self._settle(model_id)
-        self._full[model_id].restore(state, stored)
+        self.full[model_id].restore(state, stored)
 
     def _settle(self, model_id: str, kinds: Sequence[Kind] = _KINDS) -> None:
         """Let these tensors of a fully trained model change."""
@@ -155,7 +155,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
     ) -> Sequence[Answer]:
         if backward:
             self._settle(model_id, ("gradients",))
-        scored = self._full[model_id].score(micros, backward=backward)
+        scored = self.full[model_id].score(micros, backward=backward)
         return [*scored, *self._not_finite([model_id] if backward else [])]
 
     # gradients and steps
@@ -166,18 +166,18 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
         return [NotFinite(model_id) for model_id in _without_finite_norms(found, torch.inf)]
 
     def _gradients(self, model_id: str) -> Iterable[torch.Tensor]:
-        if model_id in self._full:
-            return self._full[model_id].gradients()
+        if model_id in self.full:
+            return self.full[model_id].gradients()
         gradient = self.adapters[model_id].gradients
         return () if gradient is None else (gradient,)
 
     def optim_step(self, steps: Sequence[ModelStep]) -> list[float]:
-        own = [step for step in steps if step.model_id not in self._full]
+        own = [step for step in steps if step.model_id not in self.full]
         norms = dict(zip((step.model_id for step in own), self._step_adapters(own), strict=True))
         for step in steps:
-            if step.model_id in self._full:
+            if step.model_id in self.full:
                 self._settle(step.model_id)
-                norms[step.model_id] = self._full[step.model_id].optim_step(step.adam)
+                norms[step.model_id] = self.full[step.model_id].optim_step(step.adam)
         return [norms[step.model_id] for step in steps]
 
     def _step_adapters(self, steps: Sequence[ModelStep]) -> list[float]:
@@ -192,9 +192,9 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
         return norms
 
     def drop_gradient(self, model_id: str) -> None:
-        if model_id in self._full:
+        if model_id in self.full:
             self._settle(model_id, ("gradients",))
-            self._full[model_id].drop_gradient()
+            self.full[model_id].drop_gradient()
         else:
             self.adapters[model_id].gradients = None
 

@@ -36,12 +36,12 @@ def attend(
     T = q_HTd.shape[1]
     block = min(BLOCK, T)
     tile = T // first_n.shape[0]
-    widest = _widest(T, block, tile, longest)
+    widest = widest_of(T, block, tile, longest)
     first_b = first_n[:: block // tile] * tile // block
     positions = np.arange(T, dtype=np.int32)
     keys, queries = (
         MaskInfo(**blocks, mask_next=None, partial_mask_blocks=None, q_sequence=positions)
-        for blocks in (_key_blocks(first_b, widest), _query_blocks(first_b, widest))
+        for blocks in (key_blocks(first_b, widest), query_blocks(first_b, widest))
     )
     kernel = SplashAttentionKernel(
         keys,
@@ -60,7 +60,7 @@ def attend(
     return kernel(q_HTd, k_NTd, v_NTd, SegmentIds(segments_T, segments_T))
 
 
-def _widest(T: int, block: int, tile: int, longest: int | None) -> int:
+def widest_of(T: int, block: int, tile: int, longest: int | None) -> int:
     """Return the most blocks that hold keys of one block of queries."""
     blocks = T // block
     if longest is None:
@@ -69,7 +69,7 @@ def _widest(T: int, block: int, tile: int, longest: int | None) -> int:
     return min(blocks, -(-before // block) + 1)
 
 
-def _key_blocks(first_b: Jax, widest: int) -> dict[str, Jax]:
+def key_blocks(first_b: Jax, widest: int) -> dict[str, Jax]:
     """List for each block of queries the blocks of keys to visit: from its first sequence's first to its own."""
     queries = jnp.arange(len(first_b), dtype=jnp.int32)[:, None]
     keys = first_b[:, None] + jnp.arange(widest, dtype=jnp.int32)
@@ -78,7 +78,7 @@ def _key_blocks(first_b: Jax, widest: int) -> dict[str, Jax]:
     return _schedule(visit, jnp.where(visit, keys, following))
 
 
-def _query_blocks(first_b: Jax, widest: int) -> dict[str, Jax]:
+def query_blocks(first_b: Jax, widest: int) -> dict[str, Jax]:
     """List for each block of keys, down a column, the blocks of queries that see it."""
     keys = jnp.arange(len(first_b), dtype=jnp.int32)
     last = (first_b <= keys[:, None]).sum(axis=1) - 1

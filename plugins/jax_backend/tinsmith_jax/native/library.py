@@ -73,7 +73,7 @@ def compiled(directory: Path, compiler: str) -> Path:
     that load it.
     """
     sources = sorted(file for file in SOURCES.iterdir() if file.suffix in {".cc", ".h"})
-    version = _run([compiler, "--version"])
+    version = run([compiler, "--version"])
     call = command(compiler, version)
     parts = [version, _instructions(), *(file.read_bytes() for file in sources), " ".join(call).encode()]
     library = directory / f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
@@ -90,13 +90,13 @@ def compiled(directory: Path, compiler: str) -> Path:
             temporary = scratch.path
             objects = {file: f"{temporary}/{file.stem}.o" for file in sources if file.suffix == ".cc"}
             calls = [[*call, "-c", str(file), "-o", made] for file, made in objects.items()]
-            list(pool.map(partial(_run, temporary=temporary), calls))
-            _run([*call, "-shared", *objects.values(), "-o", f"{temporary}/{library.name}"], temporary=temporary)
-            _put(temporary / library.name, library)
+            list(pool.map(partial(run, temporary=temporary), calls))
+            run([*call, "-shared", *objects.values(), "-o", f"{temporary}/{library.name}"], temporary=temporary)
+            put(temporary / library.name, library)
     return library
 
 
-def _put(made: Path, library: Path) -> None:
+def put(made: Path, library: Path) -> None:
     """Add the digest, and put the library in its place once it is on disk."""
     with made.open("r+b") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
@@ -185,7 +185,7 @@ def _headers() -> Path:
     return Path(jaxlib.origin).with_name("include")
 
 
-def _run(command: Sequence[str], *, temporary: Path | None = None) -> bytes:
+def run(command: Sequence[str], *, temporary: Path | None = None) -> bytes:
     """Return what the compiler says. Its own files go to `temporary`."""
     own = {} if temporary is None else {"TMPDIR": str(temporary)}
     done = run_tethered(command, env={**child_environment(), **own})

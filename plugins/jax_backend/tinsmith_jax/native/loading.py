@@ -25,17 +25,17 @@ HEAD_FORWARD: Final = "tinsmith_head_forward"
 HEAD_BACKWARD: Final = "tinsmith_head_backward"
 STEP: Final = "tinsmith_step"
 
-_library: ctypes.CDLL | None = None
+loaded_library: ctypes.CDLL | None = None
 
 
 def loaded() -> bool:
     """Return whether this process has the kernels."""
-    return _library is not None
+    return loaded_library is not None
 
 
 def multiplies_bfloat16() -> bool:
     """Return whether the kernels are there, and this CPU has an instruction for products of bfloat16."""
-    return _library is not None and bool(_library.tinsmith_multiplies_bfloat16())
+    return loaded_library is not None and bool(loaded_library.tinsmith_multiplies_bfloat16())
 
 
 def load(directory: Path) -> bool:
@@ -43,8 +43,8 @@ def load(directory: Path) -> bool:
 
     A machine without a C++ compiler does without them.
     """
-    global _library  # noqa: PLW0603 - XLA registers a target once per process, too
-    if _library is not None:
+    global loaded_library  # noqa: PLW0603 - XLA registers a target once per process, too
+    if loaded_library is not None:
         return True
     compiler = find_compiler()
     if compiler is None:
@@ -64,7 +64,7 @@ def load(directory: Path) -> bool:
         return False
     for name in (UNTOUCHED, LAYERS, DRAW, FORWARD, BACKWARD, HEAD_FORWARD, HEAD_BACKWARD, STEP):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
-    _library = found
+    loaded_library = found
     return True
 
 
