@@ -67,7 +67,7 @@ STAGES: Final = (
     ("tinsmith_jax.sampling_device:SamplingDevice.decode", "device: decode", 1),
     ("tinsmith.engine.recorder:Recorder._record", "record, until durable", 0),
     ("tinsmith.server.results:_read", "answer", 0),
-    ("tinsmith.sql_store.group_commit:_commit", "commits, of all stages", 0),
+    ("tinsmith.sql_store.group_commit:commit_durably", "commits, of all stages", 0),
 )
 _JAX: Final = "tinsmith_jax"
 

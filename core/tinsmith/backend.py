@@ -56,7 +56,7 @@ class Capabilities:
     max_context_tokens: int  # per sequence; of a sampler: prompt plus sampled tokens, see `Sample.fits`
     device: str = ""  # the hardware, for display: "cpu", "NVIDIA H200"
     dtype: str = ""  # of base weights and activations: "float32" or "bfloat16"; empty: treated as "bfloat16"
-    isolation: Isolation = "none"  # how closely a tenant's results match those of running alone
+    isolation: Isolation = "none"  # how closely a tenant's results match the results of running alone
     isolation_error: float = 0.0  # if that is not "bitwise": what company changes at most, from equal states, in a step
     # which models a trainer creates, and of which a sampler takes snapshots; core creates those that suit both
     max_lora_rank: int = 0  # of an adapter; 0 = no LoRA
@@ -66,7 +66,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerCapabilities(Capabilities):
-    """What a training backend can do.
+    """The abilities and limits of a training backend.
 
     Read by the capabilities endpoint, request checking, the scheduler (limits) and the contract suites (skips).
     """
@@ -87,7 +87,7 @@ class TrainerCapabilities(Capabilities):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerCapabilities(Capabilities):
-    """What a sampling backend can do. Read as a trainer's are."""
+    """The abilities and limits of a sampling backend. Read as a trainer's are."""
 
     prompt_logprobs: bool = False
     target_prompt_logprobs: bool = False
@@ -97,7 +97,7 @@ class SamplerCapabilities(Capabilities):
     stop_strings: bool = False
     returns_routed_experts: bool = False  # with sampled sequences, if `BackendContext.routing_replay` asks for them
     max_sequences: int = 256  # drawn at a time; the engine holds back the rest, so that tenants take turns
-    max_snapshots: int | None = None  # loaded at a time, besides one that is being loaded; None: as many as core likes
+    max_snapshots: int | None = None  # loaded at a time, without the one being loaded; None: as many as core likes
 
 
 class Snapshot(ABC):
@@ -113,7 +113,7 @@ class Snapshot(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """What the weights take of the memory in which they stay, at least; 0 if that is not known."""
+        """Least memory that the weights take where they stay; 0 if unknown."""
         return 0
 
     @abstractmethod
@@ -172,13 +172,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a trainer or sampler would take of each of its devices. See `BackendSpec.demand`."""
+    """The memory that a trainer or sampler would take on each of its devices. See `BackendSpec.demand`."""
 
     num_devices: int | None = None  # of this machine; None: any number; 0: none, as its devices are elsewhere
     on_host: bool = False  # it computes on this machine's CPU: what it takes is of the machine's memory
     least_bytes: int = 0  # with less it cannot serve one model, or one sequence
     asleep_bytes: int | None = None  # what it keeps while it sleeps; None: it cannot sleep
-    fixed: Mapping[str, int] = field(default_factory=dict)  # bytes by what they are for, however many models there are
+    fixed: Mapping[str, int] = field(default_factory=dict)  # bytes by purpose, independent of the number of models
     per_model: Mapping[str, int] = field(default_factory=dict)  # what each model, or resident snapshot, adds to them
     max_models: int | None = None  # models, or snapshots, that fit and that the settings allow; None: not known
     batch_tokens: int = 0  # of one micro-batch on one device, or for a sampler of all keys and values; 0: not known

@@ -19,9 +19,9 @@ from tinsmith.store import EngineCapabilities
 
 
 def check_operation(op: ops.Operation, capabilities: EngineCapabilities, losses: Mapping[str, LossSpec]) -> None:
-    """Raises UserError, with what is wrong and what is allowed, if trainer or sampler cannot carry out `op`.
+    """Raises UserError, naming the fault and the allowed values, if trainer or sampler cannot carry out `op`.
 
-    Raises ServerError if that is for what the server has added to it: the experts that were recorded with samples.
+    Raises ServerError if the server's own addition is at fault: the experts that were recorded with samples.
     """
     match op:
         case ops.CreateModel():
@@ -283,7 +283,7 @@ def _check_numbers(ranges: Mapping[str, Range], numbers: Mapping[str, float]) ->
 
 
 def check_sample_operation(op: ops.Sample, sampler: SamplerCapabilities) -> None:
-    """Raise UserError, with what is wrong and what is allowed, if the sampler cannot draw `op`."""
+    """Raise UserError, naming the fault and the allowed values, if the sampler cannot draw `op`."""
     num_prompt = len(op.prompt_P)
     if num_prompt == 0:
         msg = "prompt is empty; send at least one token"

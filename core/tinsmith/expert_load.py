@@ -9,7 +9,7 @@ from tinsmith.operations import IntArray
 def expert_metrics(num_tokens_LE: IntArray) -> dict[str, float]:
     """Return the metrics of a pass, given how many of its own tokens each expert computes.
 
-    A token counts for each of its experts. Names and meanings are those of the SDK's `ForwardBackwardOutput`.
+    A token counts for each of its experts. Names and meanings follow the SDK's `ForwardBackwardOutput`.
     """
     balance_L1 = num_tokens_LE.mean(axis=1, keepdims=True)
     violation_LE = (num_tokens_LE - balance_L1) / balance_L1

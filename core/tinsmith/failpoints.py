@@ -119,7 +119,7 @@ Group = Literal["servers and engines", "old results", "workers", "turns"]
 def points(*, of: Group = "servers and engines") -> list[str]:
     """Return the failpoints of this group.
 
-    Those of old results are passed a minute after a server's start at the earliest, those of turns only where trainer
+    Points of old results are passed a minute after a server's start at the earliest, points of turns only where trainer
     and sampler share devices.
     """
     names = [name for name in BOUNDARIES if _group_of(name) == of]

@@ -1,4 +1,4 @@
-"""What a process counts and times: for `/metrics`, the page, and the summary in the log.
+"""Counters and timings of a process: for `/metrics`, the page, and the summary in the log.
 
 An engine reports its figures to the store every few seconds while they change, and a server shows those of all engines
 beside its own. They start from zero when the process starts, as counters of Prometheus may.
@@ -27,7 +27,7 @@ class Figure:
     name: str  # with the unit last, and without the `_total` of a counter
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()  # upper bounds, ascending; a further one holds what is larger
+    buckets: tuple[float, ...] = ()  # upper bounds, ascending; a further bucket holds larger values
 
 
 OPERATION_SECONDS: Final = Figure(
@@ -98,7 +98,7 @@ class Series(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     labels: tuple[str, ...]
-    total: float  # of a counter; of a histogram the sum of what was observed
+    total: float  # of a counter; of a histogram the sum of the observations
     counts: tuple[int, ...] = ()  # of a histogram: how many fell into each bucket, the one without a bound last
 
 
@@ -114,7 +114,7 @@ class Gpu(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a process and the GPUs of its host use."""
+    """Resource use of a process and of its host's GPUs."""
 
     host: str
     resident_bytes: int
@@ -166,12 +166,12 @@ class Figures:
         self.count(COMPILATION_SECONDS, took_s)
 
     def computed(self, *, tokens: int, padding: int) -> None:
-        """Count tokens that the device computed in a pass: those of sequences, and how many others."""
+        """Count tokens that the device computed in a pass: sequences' tokens, and others."""
         self.count(PASS_TOKENS, tokens, "sequences")
         self.count(PASS_TOKENS, padding, "padding")
 
     def drew_first(self, after_s: float) -> None:
-        """Count a sample that has its first token, so long after the sampler received it."""
+        """Count a sample that has its first token, `seconds` after the sampler received it."""
         self.observe(FIRST_TOKEN_SECONDS, after_s)
 
     def total(self, figure: Figure, *labels: str) -> float:

@@ -34,7 +34,7 @@ class Principal:
 class RouteSampling(ABC):
     """Samples for the routes of plugins: by the same sampling sessions, quotas, queues and log as the SDK's requests.
 
-    All methods raise TinsmithError, which a route may let through. What is not the caller's does not exist for them.
+    All methods raise TinsmithError, which a route may let through. For them, objects of other tenants do not exist.
     """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class RouteSampling(ABC):
     ) -> SampleOutput:
         """Submit the sample and return its result. Cancel it if the call is cancelled.
 
-        `operation` names a sampling session of `open`; its `snapshot_id` is that of the session, whatever it says.
+        `operation` names a sampling session of `open`; its `snapshot_id` is taken from the session, whatever it says.
         `hear` is called with a sequence's number and its next tokens, as they are drawn: with all of them by the time
         of the result. Raise UserError if the sample is refused or fails by the caller's fault.
         """
@@ -102,7 +102,7 @@ class RoutesContext:
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)
     """By the prefix of paths: the form of their error answers, those for unknown senders and large bodies included."""
     figures: Figures = field(default_factory=Figures)
-    """What this process counts: a server shows it on `/metrics` beside what its engines report."""
+    """This process's counters: a server shows them on `/metrics` beside its engines'."""
     _public: list[object] = field(default_factory=list, init=False, repr=False)
 
     def public(self, endpoint: E) -> E:

@@ -33,7 +33,7 @@ class LossSpec:
     """
 
     name: str
-    inputs: tuple[str, ...]  # besides target_tokens: float32, of the shape of target_tokens, all required
+    inputs: tuple[str, ...]  # in addition to target_tokens: float32, of the shape of target_tokens, all required
     per_token: LossFunction
     config: Mapping[str, float] = field(default_factory=dict)  # keys of loss_fn_config, with their defaults
     required_config: tuple[str, ...] = ()  # further keys, which have none
@@ -136,7 +136,7 @@ def _clip(xp: Xp, ratio: XpArray, config: Mapping[str, XpArray]) -> XpArray:
 
 _RL_INPUTS = ("logprobs", "advantages")
 
-# Thresholds bound the ratio itself. Defaults are those of the public documentation. It names none for dro's beta, so
+# Thresholds bound the ratio itself. Defaults follow the public documentation. It names none for dro's beta, so
 # the value of its example is used, nor for gspo's thresholds, which are required: its paper's are a thousandth as far
 # from 1 as ppo's (docs/reference/protocol.md lists both among the decisions).
 BUILTIN_LOSSES = (

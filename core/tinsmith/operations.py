@@ -26,7 +26,7 @@ TokenArray = npt.NDArray[np.int32]
 ExpertArray = npt.NDArray[np.uint16]
 
 ADDED: Mapping[str, bool] = {"sent": False}
-"""Metadata of a field that the server adds to what a client has sent. It is no part of what a repeat must match."""
+"""Metadata of a field that the server adds to a client's operation. A repeat need not match it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ class Failed:
     category: Category = "user"
     gradient_dropped: bool = False  # a step that was not applied, but has cleared the pending gradient
     cause: str = field(default="", compare=False)
-    """What only the operator may read besides: administrators see it, and everybody on a server without keys."""
+    """Details for the operator: administrators see them, and everybody on a server without keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from tinsmith.errors import StoreError, TinsmithError
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is said of an error."""
+    """The public text about an error."""
 
     public: str
     cause: str = ""  # for the operator alone; empty if there is no more to say

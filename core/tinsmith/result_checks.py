@@ -1,4 +1,4 @@
-"""What a backend or sampler returns, compared with what it was asked: types, numbers, lengths and dtypes; no copies.
+"""Compares a backend's or sampler's results with the request: types, numbers, lengths and dtypes; no copies.
 
 The engine checks every result before it records it, and the contract suites check the same. Values are not judged,
 except for tokens and the metrics of steps: a model that has diverged has losses and logprobs that are not finite.

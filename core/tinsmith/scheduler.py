@@ -1,4 +1,4 @@
-"""The scheduler's seam: from what is pending to what runs next, as a pure function over plain values.
+"""The scheduler's seam: from pending work to the next batch, as a pure function over plain values.
 
 No clock, store or backend inside, so the same code runs in production, in property tests and in a simulator.
 """
@@ -46,7 +46,7 @@ class Batch:
 
 
 class Scheduler(ABC):
-    """A policy. Implementations keep no state besides their config: what they must remember is in `Batch.memory`."""
+    """A policy. Implementations keep no state but their config: their memory is in `Batch.memory`."""
 
     @abstractmethod
     def plan(self, pending: Sequence[Pending], *, limits: Limits, now_s: float, memory: Mapping[str, float]) -> Batch:

@@ -1,4 +1,4 @@
-"""Directories for what one process needs for a while: gone when the process is, however it ends."""
+"""Temporary directories of one process: gone when the process is, however it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _all: Final[weakref.WeakSet[Scratch]] = weakref.WeakSet()  # of this process
 class Scratch:
     """A directory that only this user can open. Removed by `close`, at the end of a `with` block, or with this object.
 
-    A process that is killed leaves it behind, unlocked: whoever makes the next one in the same place removes it.
+    A killed process leaves it behind, unlocked: the maker of the next one in the same place removes it.
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:

@@ -85,8 +85,8 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_megatron.backend:MegatronBackend.prepare": MEGATRON + CLAIMS,
     "tinsmith_megatron.cpu_shim:install": MEGATRON + NO_SHIM,
     "tinsmith_megatron.megatron_here:": MEGATRON + NO_SHIM,
-    "tinsmith_vllm.compat:_check_heads": VLLM + UNCHANGED,
-    "tinsmith_vllm.compat:_forget_packed_experts": VLLM + UNCHANGED,
+    "tinsmith_vllm.compat:check_heads": VLLM + UNCHANGED,
+    "tinsmith_vllm.compat:forget_packed_experts": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:leave_base_rows_alone": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:check_platform": (
         "plugins/vllm_sampler/tests/test_vllm_gpu_starts.py"

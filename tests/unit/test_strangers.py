@@ -328,6 +328,12 @@ class Connection:
     def look(self) -> None: ...
 
 
+def work(connections: bounded_http.Connections, connection: Any) -> None:
+    """Let a request arrive, whose answer is then computed."""
+    connections.arrives(connection)
+    connections.arrived(connection)
+
+
 async def test_strangers_make_room_before_those_who_are_known() -> None:
     connections = bounded_http.Connections(4)
     known, delayed, busy, idle = [Connection(is_known=known) for known in (True, False, False, False)]
@@ -335,12 +341,12 @@ async def test_strangers_make_room_before_those_who_are_known() -> None:
     for each in (known, delayed, busy, idle):
         assert admit(each)
     connections.delays(delayed)  # type: ignore[arg-type]
-    connections.arrives(busy)  # type: ignore[arg-type]
+    work(connections, busy)
     newcomers = [Connection(is_known=True) for _ in range(4)]
     gone = []
     for newcomer in newcomers:
         assert admit(newcomer)
-        connections.arrives(newcomer)  # type: ignore[arg-type]
+        work(connections, newcomer)
         gone.append([each.aborted for each in (idle, delayed, known, busy)])
         if all(gone[-1][:3]):
             break

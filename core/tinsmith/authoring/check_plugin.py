@@ -75,7 +75,7 @@ class CheckReport:
     findings: Sequence[Finding]
     capabilities: Mapping[Offered, Mapping[str, Capabilities]]  # by role: trainer, sampler
     isolation_difference: Mapping[Offered, float]  # measured: the greatest one of a logprob, in nats
-    abuse: Mapping[Offered, Sequence[Mapping[str, object]]]  # for each group of cases, counts of what came of them
+    abuse: Mapping[Offered, Sequence[Mapping[str, object]]]  # for each group of cases, counts of their outcomes
 
     def num(self, outcome: Outcome) -> int:
         return sum(finding.outcome == outcome for finding in self.findings)
@@ -148,7 +148,7 @@ def _check_options(offers: Sequence[Offer], options: Mapping[str, object]) -> No
 
 
 class _Collector:
-    """A pytest plugin that keeps what came of each test."""
+    """A pytest plugin that keeps the outcome of each test."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.errors: list[str] = []

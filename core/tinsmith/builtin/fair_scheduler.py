@@ -1,6 +1,6 @@
 """The default scheduler: packs passes of all tenants into one batch, by deficit round robin over their tokens.
 
-Each tenant has a debt: the tokens it was served beyond those of the least served tenant that has work. The tenant with
+Each tenant has a debt: its served tokens beyond the least served tenant's that has work. The tenant with
 the smallest debt chooses the kind of the batch, and each position goes to the tenant whose debt is smallest.
 
 How far tenants can drift apart: let tenants i and j start level, and always have more passes of one kind waiting than a

@@ -1,4 +1,4 @@
-"""`GET /metrics`: what the server counts and what its engines last said, for Prometheus. No names of tenants."""
+"""`GET /metrics`: the server's counters and its engines' latest figures, for Prometheus. No names of tenants."""
 
 import asyncio
 import time
@@ -109,7 +109,7 @@ class _EngineCollector(Collector):
 
 
 class _QueueCollector(Collector):
-    """What is queued and what is running, by kind: the tenants' names stay here."""
+    """Queued and running operations, by kind. Tenants' names stay inside."""
 
     def __init__(self, pending: Sequence[PendingWork]) -> None:
         self._pending = pending

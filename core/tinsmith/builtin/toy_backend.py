@@ -58,7 +58,7 @@ class ToyConfig(BackendConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """What a real backend would hold on its device."""
+    """The arrays that a real backend would hold on its device."""
 
     model: ToyModel
     models: dict[str, TrainedModel] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         self._asleep = b""  # what the device held, while the backend sleeps
         self._trainer_capabilities = TrainerCapabilities(
             device="cpu",
-            dtype="float32",  # of what it returns; inside it is more exact
+            dtype="float32",  # of its results; inside it is more exact
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_context_tokens,
             max_batch_tokens=config.max_batch_tokens,

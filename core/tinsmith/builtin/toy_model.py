@@ -31,7 +31,7 @@ quiet = np.errstate(all="ignore")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What a forward pass needs of a model: LoRA weights by canonical name, and alpha / rank; or all weights."""
+    """A model's weights for a forward pass: LoRA weights by canonical name, and alpha / rank; or all weights."""
 
     weights: Mapping[str, Array]
     scale: float
@@ -95,7 +95,7 @@ class ToyModel:
         )
 
     def backward(self, seen: Activations, dlogits_TV: Float64Array, adapter: Adapter) -> dict[str, Float64Array]:
-        """Return the gradient of every adapter weight, given that of the logits."""
+        """Return the gradient of every adapter weight, given the gradient of the logits."""
         gradients: dict[str, Float64Array] = {}
         summed_TH = seen.memory_TH + seen.hidden_TH
         dsummed_TH = self._linear_backward(_LM_HEAD, summed_TH, dlogits_TV, adapter, gradients)
@@ -122,7 +122,7 @@ class ToyModel:
     def _linear_backward(
         self, module: str, x: Float64Array, dy: Float64Array, adapter: Adapter, gradients: dict[str, Float64Array]
     ) -> Float64Array:
-        """Add the module's gradients to `gradients` and return that of its input."""
+        """Add the module's gradients to `gradients` and return its input's."""
         dx: Float64Array = dy @ self._matrix(module, adapter)
         if full_name(module) in adapter.weights:
             gradients[full_name(module)] = dy.T @ x

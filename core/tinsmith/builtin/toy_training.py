@@ -1,4 +1,4 @@
-"""What the toy backend keeps per model, and the two things training does with it: accumulate and step.
+"""The toy backend's state of a model, and training's two steps on it: accumulate and step.
 
 State is float32 between calls, so that a checkpoint holds all of it; arithmetic is float64.
 
@@ -20,7 +20,7 @@ _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
 
 @dataclass(slots=True, kw_only=True)
 class TrainedModel:
-    """All of one model. Arrays are replaced, never written into: whoever holds one keeps it as it was."""
+    """All of one model. Arrays are replaced, never written into, so references to old ones stay valid."""
 
     lora: LoraConfig
     weights: dict[str, FloatArray]

@@ -58,7 +58,7 @@ def find(root: Path, directory: str) -> Path:
 def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite: bool, epoch: int = 0) -> None:
     """Let `fill` write files into a new directory, make them durable, and put it at `directory` in one rename.
 
-    `epoch` is that of the lease under which the process writes; later lease holders have higher epochs. Raise UserError
+    `epoch`: of the lease under which the process writes; later lease holders have higher epochs. Raise UserError
     if the directory exists (unless `overwrite`), DiskError if the disk refuses. Nothing has changed in either case.
     """
     target = locate(root, directory)
@@ -210,7 +210,7 @@ def _sync_parents(root: Path, target: Path) -> None:
 def _sync_ancestors(root: Path) -> None:
     """Make the names of `root` and of the directories above it durable, once in a process.
 
-    Whoever made them may have died before. A directory that this user cannot read, or whose file system cannot be
+    Their maker may have died before. A directory that this user cannot read, or whose file system cannot be
     synchronised (the root of an automounter, a read-only image), is not one that tinsmith made.
     """
     for parent in root.absolute().parents[:_ROOT_DEPTH]:

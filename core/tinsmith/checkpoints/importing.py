@@ -24,7 +24,7 @@ from tinsmith_checkpoints.tools.rewriting import written_anew
 _KINDS: Final[tuple[CheckpointKind, ...]] = ("training", "sampler")
 
 Progress = Callable[[str], None]
-"""Called with what is done next."""
+"""Called with a description of the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def state_of(request: Import) -> ModelState:
         found = checkpoints.read_checkpoint(contents.directory.parent, contents.directory.name)
         if found.state.lora.rank:
             complete(found.state.lora, found.state.weights, base.shapes(), fill=False)
-            return written_anew(found.state)  # else the files of whoever imports would be the server's as well
+            return written_anew(found.state)  # else the importer's files would be the server's as well
         _check_model(contents.weights.shapes(), base.shapes())
         return found.state
     if contents.layout == "model":

@@ -1,6 +1,6 @@
 """Checkpoints below the server's checkpoint root: each is written, replaced, read and deleted as a whole.
 
-`tinsmith_checkpoints.format` has what such a directory contains.
+`tinsmith_checkpoints.format` describes the directory's contents.
 """
 
 import os
@@ -40,7 +40,7 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     The mappings may be lazy; tensors of a fully fine-tuned model are read one at a time. `model_path` is the base
     model's directory, from which configuration and tokenizer are copied.
 
-    `epoch` is that of the lease under which an engine writes.
+    `epoch`: of the lease under which an engine writes.
 
     With `finite`, raise UserError if weights or moments are not finite. Pending gradients may be.
 

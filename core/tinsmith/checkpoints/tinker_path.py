@@ -64,7 +64,7 @@ class TinkerPath:
     def new_directory(self) -> str:
         """Return a directory below the checkpoint root for one version of this checkpoint, which nobody else uses.
 
-        So whoever writes, reads or deletes a version never meets another one, however late it does. The record of a
+        So a writer, reader or deleter of a version never meets another version, however late it is. The record of a
         checkpoint says which directory is its own. Names have no slash or leading dot, so they cannot escape the root.
         """
         return f"{self.model_id}/{self.checkpoint_id}{VERSION_MARK}{secrets.token_hex(6)}"
@@ -87,7 +87,7 @@ def newest_on_disk(root: Path, path: TinkerPath) -> str:
 
 
 def versions_on_disk(root: Path, *, older_than_s: float) -> Iterator[str]:
-    """Yield the directories of versions that were given their name so long ago."""
+    """Yield the directories of versions whose name is at least `older_than_s` old."""
     before = time.time() - older_than_s
     for found in _named_versions(root):
         try:

@@ -312,7 +312,7 @@ def _resolve_model(index: int, model: ModelSettings, plugins: Plugins, problems:
     if not spec.needs_model_path and model.path is None:
         return model.model_copy(update={"backend": backend})
     directory = _find_directory(path, model, plugins, problems)
-    revision = model.revision if directory is None else None  # its directory is that of the revision
+    revision = model.revision if directory is None else None  # its directory is the revision's
     return model.model_copy(update={"backend": backend, "path": directory, "revision": revision})
 
 

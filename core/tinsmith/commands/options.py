@@ -73,7 +73,7 @@ def settings_of(
     backend: str | None = None,
     needs_models: bool = True,
 ) -> Settings:
-    """Return the settings of a command that names a model. The arguments are those of `flags_of`."""
+    """Return the settings of a command that names a model. Arguments as of `flags_of`."""
     flags = flags_of(context, *short, arguments=arguments, base_model=base_model, name=name, backend=backend)
     return load_settings(plugins_of(context), file=config, environ=os.environ, flags=flags, needs_models=needs_models)
 
@@ -144,7 +144,7 @@ def take_model(arguments: Sequence[str], base_model: str | None) -> tuple[str | 
 def base_model_name_of(path: str) -> str:
     """Return the name by which clients ask for a base model that is served from a path.
 
-    A directory is named by its absolute path, because clients load the tokenizer from what they pass as `base_model`.
+    A directory is named by its absolute path, because clients load the tokenizer from the `base_model` that they pass.
     If the path contains exactly two slashes, one is appended: the SDK would otherwise read it as
     `organisation/model/variant` and truncate it.
     """

@@ -1,4 +1,4 @@
-"""`tinsmith plan`: where trainers and samplers would run, and what they have room for. Starts nothing."""
+"""`tinsmith plan`: where trainers and samplers would run, and their room for models and samples. Starts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tinsmith serve`, `engine` and `check-config`: what runs a server, and a check of what it would run."""
+"""`tinsmith serve`, `engine` and `check-config`: the commands that run a server, and a check of its configuration."""
 
 from __future__ import annotations
 

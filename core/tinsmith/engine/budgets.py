@@ -24,7 +24,7 @@ _PARTS: Final = 4  # a state has weights, two moments and a gradient, of one siz
 
 @dataclass(slots=True)
 class _Known:
-    """What a tenant kept when the store was asked, and what it was granted since."""
+    """A tenant's stored bytes when last read, and its grants since."""
 
     kept: KeptBytes
     asked_at_s: float
@@ -45,7 +45,7 @@ class DiskRoom:
         self._known: dict[str, _Known] = {}  # by tenant
 
     async def expect(self, tenant: str, num_bytes: int) -> None:
-        """Raise UserError, with the reason and the remedy, if the tenant may not write so many bytes more."""
+        """Raise UserError, with the reason and the remedy, if the tenant may not write `num_bytes` more."""
         space = await self._space()
         why = why_in_reserve(self._settings, space, more=num_bytes)
         if why is not None:
@@ -58,7 +58,7 @@ class DiskRoom:
         known.granted += num_bytes
 
     async def why_not(self, num_bytes: int) -> str | None:
-        """Return why so many bytes more would use the reserve, or None if they would not."""
+        """Return why `num_bytes` more would use the reserve, or None if they would not."""
         return why_in_reserve(self._settings, await self._space(), more=num_bytes)
 
     def _why_over_share(self, known: _Known, space: DiskSpace, num_bytes: int) -> str | None:
@@ -84,7 +84,7 @@ class Reservation:
         self._lora = lora
 
     def holds(self, state: ModelState) -> None:
-        """Count what was captured, instead of what was expected."""
+        """Count the captured bytes instead of the expected ones."""
         self.num_bytes = state.memory_bytes
         self._waiting.measured(self._lora, state)
 

@@ -1,4 +1,4 @@
-"""How long each running call of an engine has taken, and how long it may take, from what others of its kind took."""
+"""How long each running call of an engine has taken, and how long it may, judged by earlier calls of its kind."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LOADING: Final = "loading"
 FILES: Final = "work on files"
 
 Sizes = Mapping[str, float]
-"""What the time of a call grows with, such as {"tokens": 512}. A part that is zero takes no time."""
+"""The sizes with which a call's time grows, such as {"tokens": 512}. A size of zero takes no time."""
 
 _LOOKS: Final = 40  # in the least time that a call may take
-_LATE: Final = 5  # looks: whoever looks later than this was paused, and so were the calls
-_ALIKE: Final = 2  # powers of two: calls that are at most so much smaller tell how long one takes
+_LATE: Final = 5  # looks: a later look means that the process was paused, and its calls with it
+_ALIKE: Final = 2  # powers of two: calls up to this much smaller predict a call's time
 
 _BYTES_PER_S: Final = 10e6  # a disk that is slower counts as one that hangs
 
@@ -50,7 +50,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Watched:
-    """A running call. Whoever makes it may tell afterwards how much it really did; nothing, if it failed."""
+    """A running call. Its caller may tell afterwards how much it really did; nothing, if it failed."""
 
     kind: str
     began_s: float
@@ -118,7 +118,7 @@ class CallWatch:
                 self._end(call, self._now_s() - call.began_s)
 
     def files(self, work: Callable[[], T], num_bytes: float = 0.0) -> Callable[[], T]:
-        """Wrap what reads or writes so many bytes of files, 0 if that is unknown. Waiting for a thread does not count.
+        """Wrap a function that reads or writes `num_bytes` of files, 0 if unknown. Waiting for a thread does not count.
 
         What other files took says nothing: the next file may be a thousand times as large.
         """

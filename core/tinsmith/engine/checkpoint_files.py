@@ -88,7 +88,7 @@ class Checkpoints(CheckpointReader):
     def __init__(self, engine: EngineContext) -> None:
         super().__init__(engine.store, engine.data_dir.checkpoints, base_model=engine.base_model, watch=engine.watch)
         self._engine = engine
-        self._versions: dict[str, set[str]] = {}  # by path: directories of which one is recorded with the save's result
+        self._versions: dict[str, set[str]] = {}  # by path: directories, one of which the save's result records
 
     @durable_boundary("checkpoint.write")
     async def write(

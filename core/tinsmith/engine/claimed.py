@@ -46,7 +46,7 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A result, and what is recorded together with it."""
+    """A result, and its effects, which are recorded together with it."""
 
     result: ops.Result
     effects: tuple[Effect, ...] = ()
@@ -77,7 +77,7 @@ class Finished:
         )
 
     def _measured(self, usage: Usage) -> Measured | None:
-        """Return what a pass or step measured, and what it took."""
+        """Return the measurements and the duration of a pass or step."""
         if not isinstance(self.outcome.result, ops.ForwardBackwardOutput | ops.OptimStepOutput):
             return None
         metrics = _metrics_of(self.claimed.operation, self.outcome.result)

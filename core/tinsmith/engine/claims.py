@@ -1,4 +1,4 @@
-"""What one engine has claimed from the log and not yet recorded."""
+"""Operations that one engine has claimed from the log and not yet recorded."""
 
 import asyncio
 from collections import Counter

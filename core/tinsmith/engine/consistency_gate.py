@@ -4,7 +4,7 @@ A persisted snapshot is compared before its save is answered. The save of an eph
 client may ask for samples: they are drawn together with the probes, but none is given away before the verdict, and none
 at all if the snapshot is refused.
 
-The probes would keep the devices from what comes next, so they wait for the first sample of the snapshot, though not
+The probes would delay the next work on the devices, so they wait for the first sample of the snapshot, though not
 for long. Before that, the trainer scores them only if the model is about to change.
 """
 
@@ -152,7 +152,7 @@ class ConsistencyGate:
         await self._snapshots.persist(model_id)
 
     async def drop_model(self, model_id: str) -> None:
-        """Drop the ephemeral snapshots of a model that has been unloaded, and what is remembered of them."""
+        """Drop the ephemeral snapshots of a model that has been unloaded, with their verdicts."""
         await self._ended_of(model_id)
         self._probes.forget(model_id)
         self._refused = {name: each for name, each in self._refused.items() if each.model_id != model_id}

@@ -38,7 +38,7 @@ class Keeping:
 
     max_resident: int
     max_bytes: int  # of the resident ones together
-    idle_s: float | None = None  # after so long without a sample, an ephemeral one is dropped; None: never
+    idle_s: float | None = None  # seconds without a sample after which an ephemeral one is dropped; None: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

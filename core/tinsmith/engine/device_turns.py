@@ -90,7 +90,7 @@ class DeviceTurns:
             self.end()
 
     async def begin(self, side: Side) -> None:
-        """Do as `turn`; what has begun must be told to `end`."""
+        """Do as `turn`. Call `end` when the work has ended."""
         if self._broken is not None:
             raise self._broken
         if self.begins_at_once(side):
@@ -186,7 +186,7 @@ class DeviceTurns:
         self._advance()
 
     def _break(self, side: Side, error: Exception) -> None:
-        """Have all who wait, and all who ask, fail: it is not known who has the devices."""
+        """Let all present and later waiters fail: the holder of the devices is unknown."""
         msg = f"the devices could not be given to {side}: {type(error).__name__}: {error}"
         self._broken = BackendFailedError(msg)
         self._broken.__cause__ = error

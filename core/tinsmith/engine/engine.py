@@ -129,7 +129,7 @@ class Engine:
         await self._claims.requeue_all()
 
     async def _feed(self) -> None:
-        """Claim what there is room for, and have it run."""
+        """Claim as much as there is room for, and run it."""
         await self._retry_suspects()
         self._claims.wake()
         while True:

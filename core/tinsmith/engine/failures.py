@@ -25,7 +25,7 @@ class EngineFailedError(ServerError):
 
 
 def contained(call: Callable[[], T]) -> Callable[[], T]:
-    """Wrap a call of a plugin for another thread, so that whatever it raises reaches whoever awaits the result.
+    """Wrap a call of a plugin for another thread, so that any exception reaches the awaiting caller.
 
     A future of asyncio cannot hold a StopIteration, takes a CancelledError for a cancellation, and a SystemExit would
     end the event loop.

@@ -1,4 +1,4 @@
-"""The models on one training backend, and what can be done to them: all that a replay needs."""
+"""The models on one training backend, and the operations on them that a replay needs."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ class Models:
         return ops.Failed(message=f"model {model_id!r} is not there: {reason}", category="server")
 
     def _unknown_loss(self, operation: ops.Operation | None) -> ops.Failed | None:
-        """Claims are checked already. What is replayed may be of a time with other plugins."""
+        """Claims are checked already. Replayed operations may date from a time with other plugins."""
         offered = self._backend.trainer_capabilities.losses
         if not isinstance(operation, ops.ForwardBackward) or operation.loss_fn in offered:
             return None

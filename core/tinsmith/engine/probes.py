@@ -49,7 +49,7 @@ _log = logging.getLogger("tinsmith.consistency")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What is tolerated. Noise is a root mean square; `unmeasured_noise` stands in if it could not be measured."""
+    """Tolerances. Noise is a root mean square; `unmeasured_noise` stands in if it could not be measured."""
 
     max_difference: float
     share_of_effect: float  # of the adapter's own effect, for rounding in the sampler's kernels
@@ -140,7 +140,7 @@ class Probes:
         return Scoring(partial(self._call, partial(self._score, model_id)))
 
     def before_change(self, models: Iterable[str]) -> None:
-        """Queue the scorings that have not begun, ahead of what is queued next."""
+        """Queue the scorings that have not begun, ahead of later work."""
         for model_id in models:
             if (scoring := self._scorings.pop(model_id, None)) is not None:
                 scoring.begin()

@@ -20,7 +20,7 @@ from tinsmith.store import LiveModel, OperationRecord, RecoveryPointRecord, RunR
 from tinsmith.store.codec import decode_operation
 
 RecoveryProgress = Callable[[str, float], None]
-"""Called with what is being rebuilt, and the share of the models done, 0 to 1."""
+"""Called with a description of the rebuild, and the share of the models done, 0 to 1."""
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class _LiveHistory(History):
 
 
 def _tell(progress: RecoveryProgress, run: RunRecord, number: int, of: int, seq_id: int) -> None:
-    """Report that this model, one of so many, has been rebuilt up to `seq_id`."""
+    """Report that this model, one of `number`, has been rebuilt up to `seq_id`."""
     done, total = seq_id + 1, run.applied_seq_id + 1
     text = f"rebuilding model {number} of {of}, at operation {done} of {total}"
     progress(text, (number - 1 + min(done / max(total, 1), 1.0)) / of)

@@ -123,7 +123,7 @@ class RecoveryPoints:
                 model.taking = None
 
     async def _write_if_room(self, model_id: str, tenant: str, seq_id: int, state: ModelState) -> RecoveryPointRecord:
-        """Write it if the disk has room for what it takes more than the one that it replaces."""
+        """Write it if the disk has room for its growth over the one that it replaces."""
         registered = await self._engine.store.list_recovery_points(model_id)
         replaced = registered[-1].size_bytes if len(registered) >= self._settings.keep_points else 0
         await self._engine.room.expect(tenant, max(0, size_of(state, "training") - replaced))
@@ -170,7 +170,7 @@ class RecoveryPoints:
             await asyncio.to_thread(shutil.rmtree, self._root / model_id, ignore_errors=True)
 
     async def keep_only(self, model_ids: Collection[str]) -> None:
-        """Remove what earlier engines left of models that have since ended."""
+        """Remove earlier engines' recovery points of models that have since ended."""
         found = await asyncio.to_thread(_names, self._root)
         for model_id in found - set(model_ids):
             await self.forget(model_id)

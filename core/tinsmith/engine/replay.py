@@ -39,7 +39,7 @@ _CREATION = -1  # the seq_id before the first operation
 
 @dataclass(slots=True)
 class History(ABC):
-    """What a model is rebuilt from. Told how far the rebuild is."""
+    """The sources of a model's rebuild. Told how far the rebuild is."""
 
     run: RunRecord
     recovery_points: Sequence[RecoveryPointRecord]  # newest first
@@ -209,7 +209,7 @@ async def rebuild_at(
 
 @dataclass(slots=True)
 class _PastHistory(History):
-    """What is recorded of a model up to an operation, while the server may be running on."""
+    """A model's records up to an operation; the server may run on meanwhile."""
 
     until: int
     store: RequestStore

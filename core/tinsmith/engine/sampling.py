@@ -29,7 +29,7 @@ _STAYS_S: Final = 60.0  # for which a tenant counts after its last sample; a clo
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A sample that waits, and what the scheduler sees of it."""
+    """A waiting sample, and the scheduler's view of it."""
 
     claimed: Claimed
     pending: Pending
@@ -37,7 +37,7 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawing:
-    """What a sample that is being drawn takes up."""
+    """The slots and tokens that a running sample occupies."""
 
     tenant: str
     sequences: int

@@ -51,7 +51,7 @@ class Snapshots:
     """Keeps the snapshots that were used last in the sampler, and those that are being sampled from.
 
     Ephemeral snapshots survive restarts of the engine, and live until their model is unloaded, that is until their
-    session ends: whoever has the name of a sampling session may use it until then, and no request gives it back
+    session ends: any holder of a sampling session's name may use it until then, and no request gives it back
     (decision 0020). Persisted ones, whose id names a version of a checkpoint, are read from it when they are needed.
     They live as long as it does. Another version has another id, so a sample never gets it by mistake.
     """
@@ -204,7 +204,7 @@ class Snapshots:
     async def _drop(self, snapshot_id: str, held: _Held) -> None:
         """Remove what was taken out of `_held` from the sampler and, if it is ephemeral, from the disk.
 
-        Wait for what is being loaded or written of it, so that nothing is left.
+        Wait for its loads and writes in progress, so that nothing is left.
         """
         async with held.loading:
             await self._sampler.drop_snapshot(snapshot_id)
@@ -285,7 +285,7 @@ def persisted_id(directory: str) -> str:
 
 
 def _is_persisted(snapshot_id: str) -> bool:
-    """Return whether the id is that of a checkpoint, or its path."""
+    """Return whether the id names a checkpoint, or is its path."""
     return snapshot_id.startswith(_PERSISTED)
 
 

@@ -4,9 +4,9 @@ Every metric gets its step. A run that starts from a state goes on with that sta
 forward only: a model that goes back to an older state, to try again, continues its curve instead of drawing a second
 line over it.
 
-What a model's passes have added up since its last step is a window. If one of them has failed, the step would apply a
+The passes of a model since its last step form a window. If one of them has failed, the step would apply a
 part of what its client meant, so it is refused, and the gradient is dropped. The decision is a function of the log,
-whichever engine takes it. An engine notes what it runs, and asks the store for what it did not see: operations before
+whichever engine takes it. An engine notes the operations that it runs, and asks the store for others: operations before
 its start, and requests that were refused when they were submitted.
 """
 
@@ -75,7 +75,7 @@ class Steps:
         return window.failed
 
     def _reached(self, record: OperationRecord) -> _Window:
-        """Return the model's window up to this operation. What lies between it and the last one was not seen."""
+        """Return the model's window up to this operation. Operations between it and the last seen one are unknown."""
         window = self._windows.get(record.subject_id)
         if window is None:
             window = self._windows[record.subject_id] = _Window(record.seq_id, [(None, record.seq_id)])

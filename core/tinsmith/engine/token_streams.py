@@ -33,7 +33,7 @@ class _Run:
 
 
 class TokenTeller:
-    """Passes on what the sampler tells of samples that are streamed."""
+    """Passes on the tokens that the sampler reports of streamed samples."""
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class TokenTeller:
 
     @contextmanager
     def telling(self, record: OperationRecord) -> Iterator[OnTokens]:
-        """Yield what passes the tokens of a sample on. What is still untold at the end comes with the result."""
+        """Yield a callback that passes a sample's tokens on. Untold tokens come with the result."""
 
         def tell(sequence: int, first: int, tokens: Sequence[int]) -> None:
             runs = self._untold.setdefault((record.subject_id, record.seq_id, sequence), [])

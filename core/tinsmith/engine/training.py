@@ -108,7 +108,7 @@ class Training:
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # there may be something to take
 
     def wake(self) -> None:
-        """Look at what is waiting, or notice that the engine should stop."""
+        """Look at the waiting operations, or notice that the engine should stop."""
         self._changed.set()
 
     async def run(self) -> None:

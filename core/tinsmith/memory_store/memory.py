@@ -74,7 +74,7 @@ class Run:
     """A model."""
 
     record: RunRecord
-    arrived: int  # up to here no seq_id is missing, and what is queued can run
+    arrived: int  # up to here no seq_id is missing, and queued operations can run
     pruned: int = -1  # the highest seq_id that retention has removed
     unload: int | None = None  # the seq_id of the UnloadModel, once the session has ended
     rebuilds: int = 0  # begun and not finished
@@ -115,7 +115,7 @@ class Samples:
 
 
 class Memory:
-    """What the stores of one process share, whichever event loop they belong to."""
+    """The rows that the stores of one process share across event loops."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

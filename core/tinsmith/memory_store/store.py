@@ -90,7 +90,7 @@ _SAMPLES_KEPT_LONGER: Final = timedelta(hours=3)  # the SDK asks for the samples
 def _transaction(
     method: Callable[Concatenate["MemoryStore", P], T],
 ) -> Callable[Concatenate["MemoryStore", P], Coroutine[Any, Any, T]]:
-    """Run the method alone, then wake whoever waits for what it has changed."""
+    """Run the method alone, then wake the waiters for its changes."""
 
     @wraps(method)
     async def run(store: "MemoryStore", /, *args: P.args, **options: P.kwargs) -> T:
@@ -100,7 +100,7 @@ def _transaction(
 
 
 class MemoryStore(RequestStore):
-    """What one event loop sees of a `Memory`: stores over the same one are to each other as processes on a database."""
+    """One event loop's view of a `Memory`: stores over the same one are to each other as processes on a database."""
 
     def __init__(self, memory: Memory, *, max_value_bytes: int = 256 << 20) -> None:
         self._memory = memory

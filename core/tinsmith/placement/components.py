@@ -59,7 +59,7 @@ class Component:
 
 
 def components_of(settings: Settings, plugins: Plugins, models: Collection[str]) -> list[Component]:
-    """Return every trainer and sampler of these models whose plugin says what it needs, in order."""
+    """Return every trainer and sampler of these models whose plugin states its demand, in order."""
     chosen = [(index, model) for index, model in enumerate(settings.models) if model.name in models]
     return [component for index, model in chosen for component in _components_of_model(index, model, plugins)]
 

@@ -43,7 +43,7 @@ class Placed:
 
 
 class _TooSmallError(ConfigError):
-    """A device does not have what its users need."""
+    """A device has less memory than its users need."""
 
 
 def place(components: Sequence[Component], machine: Machine) -> list[Placed]:
@@ -186,7 +186,7 @@ def _shared(numbers: Sequence[int | None], devices: Sequence[str]) -> list[tuple
 
 
 class _Pool(NamedTuple):
-    """What has memory that rows divide: a device, this machine, or for one row alone, devices elsewhere."""
+    """A memory that rows divide: a device, this machine, or for one row alone, devices elsewhere."""
 
     has: str  # "device 0 has"
     usable: int | None  # bytes. None: not known

@@ -1,4 +1,4 @@
-"""Finds plugins: core's own modules, and the entry points of installed distributions; and says what is wrong with one.
+"""Finds plugins: core's own modules, and the entry points of installed distributions; and explains faults of one.
 
 A plugin's distribution requires tinsmith as any package does, for instance `tinsmith~=0.1`.
 """

@@ -85,7 +85,7 @@ class Plugins:
     # registration
 
     def default_backend(self) -> AnyBackendSpec:
-        """Return the only installed backend besides the built-in ones, preferring those that also sample.
+        """Return the only installed backend that is not built in, preferring backends that also sample.
 
         Raise PluginError if there is none, or more than one.
         """

@@ -1,6 +1,6 @@
 """The checks before a server starts: one list, for `serve`, `doctor` and `check-config`.
 
-What can be seen in the configuration alone is checked when it is loaded. Nothing here changes anything.
+Faults visible in the configuration alone are found when it is loaded. Nothing here changes anything.
 """
 
 from __future__ import annotations

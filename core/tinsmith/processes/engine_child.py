@@ -117,7 +117,7 @@ class EngineChild:
         return process is not None and process.returncode is None and is_stopped(process.pid)
 
     def kill_lost(self, engine_id: str, silent_s: float) -> None:
-        """Kill the process that gives no sign of life. What it runs is suspected, unless somebody has stopped it."""
+        """Kill the process that gives no sign of life. Its operations are suspected, unless somebody has stopped it."""
         process = self._process
         if process is None or process.returncode is not None or engine_id != self.engine_id:
             return
@@ -152,7 +152,7 @@ class EngineChild:
             line = cleaned(raw.decode(errors="replace").rstrip())
             if line:
                 self._last_lines.append(line.removeprefix(LAST_WORDS))
-            if line.startswith(LAST_WORDS):  # whoever judges the end logs them
+            if line.startswith(LAST_WORDS):  # the judge of the end logs them
                 continue
             print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
 

@@ -54,7 +54,7 @@ class Previous:
 
     @classmethod
     def told_by(cls, record: EngineRecord, taken: Taken, before: Cause | None) -> Previous:
-        """Combine what the supervisor reported with what this engine saw while it waited for the lease.
+        """Combine the supervisor's report with this engine's own observations while it waited for the lease.
 
         A previous engine that this one waited for, or whose end nobody saw, counts as interrupted.
         """

@@ -1,6 +1,6 @@
 """The engine of a server whose store no other process can open: it runs in a thread of the server.
 
-A thread cannot be killed, and what it leaves of a backend cannot be cleared away. Another engine could not continue
+A thread cannot be killed, and its backend's remains cannot be cleared away. Another engine could not continue
 either, since the models are in the memory of this process. So there is one engine, and when it fails, the server ends
 in order, with the exit code that the engine's own process would have had. When a call of the backend does not return,
 the server ends at once. It serves one base model, because a process has one of each framework's runtime and one set of

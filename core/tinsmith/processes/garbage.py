@@ -15,7 +15,7 @@ _NEVER: Final = 1 << 30
 
 
 def collect_rarely() -> None:
-    """Leave what has been loaded so far out of all collections, and old objects to `collect_old`."""
+    """Exclude all objects loaded so far from collections, and leave old objects to `collect_old`."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, _LOOKS, _NEVER)

@@ -1,4 +1,4 @@
-"""What the server and its engines log, and text from outside on a terminal.
+"""Log lines of the server and its engines, and text from outside on a terminal.
 
 Names of files and tensors, metadata, and what plugins and tenants say may hold control characters and markup. What any
 client can cause, such as a malformed request, must not flood the log.

@@ -107,7 +107,7 @@ class EngineReports:
             self._changed.set()
 
     def _shown(self) -> EngineRecord:
-        """An engine that is not ready yet keeps its state, and tells why it takes so long."""
+        """An engine that is not ready yet keeps its state, and tells why it is slow."""
         if self._silence is None:
             return self.record
         state = EngineState.SILENT if self.record.state is EngineState.READY else self.record.state

@@ -78,7 +78,7 @@ def metadata(value: object) -> object:
 
 
 def _measured(value: object, size: int, levels: int) -> int:
-    """Return the size with that of the value added. Stops as soon as it is too large."""
+    """Return the size plus the value's size. Stops as soon as it is too large."""
     if levels == 0:
         msg = f"is nested deeper than {MAX_METADATA_DEPTH} levels; flatten it"
         raise ValueError(msg)
@@ -168,7 +168,7 @@ def json_content(body: bytes) -> Json:
 def refuse_repeated_names(body: bytes, content: dict[str, Json]) -> None:
     """Raise UserError if an object in a body of up to MAX_COMPARED_BYTES has one name twice: the last would count.
 
-    `content` is what the body holds. If nothing is gone, it accounts for all colons of the body, so hardly any body is
+    `content`: the parsed body. If nothing is gone, it accounts for all colons of the body, so hardly any body is
     read a second time.
     """
     if len(body) > MAX_COMPARED_BYTES:

@@ -53,7 +53,7 @@ class _Field(NamedTuple):
 
 
 def check_elements(body: bytes, descriptor: Descriptor) -> None:
-    """Raise DecodeError for what is no protobuf message, and UserError for more than MAX_ELEMENTS fields, at any depth.
+    """Raise DecodeError if it is no protobuf message, UserError for more than MAX_ELEMENTS fields at any depth.
 
     A packed list counts as many more as it has bytes. Raises UnknownFieldError for an unknown field that holds
     something.
@@ -83,7 +83,7 @@ def split_off(number: int, body: bytes) -> tuple[bytes, list[memoryview]]:
 
 
 def _check(body: bytes, at: int, end: int, message: Descriptor, elements: int) -> int:
-    """Return the number of elements with those of this message added."""
+    """Return the number of elements plus this message's."""
     fields = _fields(message)
     while at < end:
         key, value_at = (body[at], at + 1) if body[at] < _LONG else _varint(body, at, end)
@@ -131,7 +131,7 @@ def _check_no_value_is_lost(body: bytes, message: Descriptor) -> None:
 
 
 def _target(field: FieldDescriptor, value: bytes) -> str:
-    """Return the name of what a field sets; "" if it adds to a list. Fields that exclude each other set the same."""
+    """Return the name that a field sets; "" if it adds to a list. Fields that exclude each other set the same name."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return f"{field.name} {GetMessageClass(field.message_type).FromString(value).key!r}"
     if field.is_repeated:

@@ -80,7 +80,7 @@ def refuse(what: str) -> UnsupportedError:
 
 
 def _sampled(what: str, spans: Iterable[pb.ProvenanceSpan], length: int) -> FloatArray:
-    """Return 1 for the tokens that were sampled, and 0 for those of prompts."""
+    """Return 1 for sampled tokens, and 0 for prompts' tokens."""
     runs = []
     for span in spans:
         kind = span.WhichOneof("span")

@@ -1,4 +1,4 @@
-"""Fields of JSON bodies that this server does not know, and nulls in the place of what may be left out.
+"""Fields of JSON bodies that this server does not know, and nulls in place of optional fields.
 
 In a body that changes numbers, an unknown field is refused by name: it would have no effect, and nobody would notice.
 But a newer SDK may send each of its fields, whether or not its user has set them. So one that holds nothing (null,
@@ -50,7 +50,7 @@ class UnknownFieldError(UnsupportedError):
 def validated(model: type[Model], content: dict[str, Json]) -> Model:
     """Return an instance of the model. `content` is the caller's to give: nulls and the like may be removed from it.
 
-    Raises UnknownFieldError, or ValidationError for what is wrong otherwise.
+    Raises UnknownFieldError, or ValidationError for any other fault.
     """
     try:
         return model.model_validate(content)
@@ -97,7 +97,7 @@ def _shown(value: object) -> str:
 
 
 def _tidied(model: type[BaseModel], content: dict[str, Json], where: str) -> Iterator[tuple[UnknownField, str]]:
-    """Remove what counts as left out, and yield the unknown fields that do not, each with what is to be said.
+    """Remove fields that count as left out, and yield the other unknown ones, each with its message.
 
     An object of another type than the one known here keeps none of its fields: whatever they say, it is refused by its
     type, by those who read that.

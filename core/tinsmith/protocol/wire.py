@@ -661,7 +661,7 @@ class PendingView(BaseModel):
 
 
 class ComparedSaves(BaseModel):
-    """Saves for sampling since the engine started, by what the consistency gate found. Differences are in nats."""
+    """Saves for sampling since the engine started, by the consistency gate's verdict. Differences are in nats."""
 
     consistent: int
     inconsistent: int

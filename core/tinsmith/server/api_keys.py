@@ -110,7 +110,7 @@ class KeyTokens:
 
 
 def credential_of(headers: Mapping[str, str]) -> str:
-    """Return the key or token of a request: that of `X-API-Key`, or else a bearer's. Empty if there is none."""
+    """Return the key or token of a request: from `X-API-Key`, or else a bearer's. Empty if there is none."""
     if (credential := headers.get(_HEADER)) is not None:
         return credential
     given = headers.get("authorization", "")
@@ -196,7 +196,7 @@ class ApiKeys:
 
     @property
     def accept_anybody(self) -> bool:
-        """True if no keys are configured, so whoever reaches this server is its operator."""
+        """True if no keys are configured, so every caller is this server's operator."""
         try:
             return not self.keys.now()
         except AuthenticationError:  # all of them were removed

@@ -63,7 +63,7 @@ async def create_app(
 
     `keys`: API keys that follow their files; default: a fixed set from the settings. Each app needs its own plugins,
     because its keys become one of them. Raises PluginError if two plugins offer a loss of one name.
-    `figures`: those of this process, which the store counts in, too.
+    `figures`: this process's, which the store counts in, too.
     """
     app = FastAPI(title="tinsmith", version=version("tinsmith"), openapi_url=None)
     if settings.server.api_keys_file is not None and keys is None:

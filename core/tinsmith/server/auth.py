@@ -85,7 +85,7 @@ _OPERATOR: Final = Principal(tenant="(operator)", name="operator", admin=True)
 
 
 async def viewer_of(request: Request, context: Context) -> Principal:
-    """As `caller_of`, for what is only read: who sends no key to a server without keys is its operator."""
+    """As `caller_of`, for reading only: a caller without a key is the operator of a server without keys."""
     if not credential_of(request.headers) and context.is_operator(None):
         return _OPERATOR
     return await caller_of(request, context)

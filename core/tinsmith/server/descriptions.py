@@ -49,7 +49,7 @@ def add_descriptions(app: FastAPI) -> None:
         name = request.path_params["name"]
         if name not in _ASSETS:
             return Response(status_code=404)
-        return FileResponse(_UI / name)  # in small parts: whoever reads slowly keeps no copy of a megabyte here
+        return FileResponse(_UI / name)  # in small parts: a slow reader keeps no copy of a megabyte here
 
     app.add_route(OPENAPI, describe, include_in_schema=False)
     app.add_route("/docs", show, include_in_schema=False)

@@ -1,7 +1,7 @@
 """Download links that work without a key: the SDK fetches checkpoint files with plain urllib.
 
 A link names what it rests on: the checkpoint, the key with which it was made, and the right by which the owner of that
-key read the checkpoint. Whoever serves the link asks whether all of that still holds.
+key read the checkpoint. The link's server checks that all of that still holds.
 """
 
 import hashlib

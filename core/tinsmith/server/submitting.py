@@ -44,7 +44,7 @@ def is_replayed(context: ServerContext, new: NewOperation) -> bool:
 
 
 async def with_routed_experts(context: ServerContext, run: KnownRun, new: NewOperation) -> NewOperation:
-    """Return the operation with the experts that are found. Its digest stays that of what the client has sent."""
+    """Return the operation with the experts that are found. Its digest stays the digest of the client's operation."""
     size = new.num_bytes
     digests = await context.heavy.run(run.tenant, size, partial(_digests, new))
     wanted = list(dict.fromkeys(digest for each in digests for digest in each))

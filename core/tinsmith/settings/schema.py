@@ -433,7 +433,7 @@ class QuotaSettings(TenantQuotas):
     )
 
     def kept(self, max_models: int) -> int:
-        """Return how many of so many places only tenants without a model may take."""
+        """Return how many of `places` only tenants without a model may take."""
         return int(max_models * self.kept_places)
 
     def of(self, tenant: str) -> TenantQuotas:

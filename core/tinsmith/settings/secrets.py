@@ -20,7 +20,7 @@ _WORDS: Final = frozenset(
 """A text is a secret if the name of its key, or of one above it, contains such a word: `hf_token`, not `max_tokens`."""
 
 _PLACES: Final = frozenset({"file", "path"})
-"""What a name ends with that says where a secret is: `api_keys_file`."""
+"""Suffixes of names that say where a secret is: `api_keys_file`."""
 
 _FEWEST_CHARS: Final = 5
 """Shorter values are masked where they are, but not looked for in other text, which would become unreadable."""
@@ -101,7 +101,7 @@ def _replaced(value: object, replace: Callable[[SecretStr], str]) -> object:
 
 
 def remember_keys(value: object) -> None:
-    """Remember whatever may be a key in a wrong `server.api_keys`, in which no place says what is one."""
+    """Remember every possible key in a malformed `server.api_keys`, in which no field tells which values are keys."""
     match value:
         case str():
             remember(SecretStr(value))

@@ -278,7 +278,7 @@ def _write_tensors(
     shapes: dict[str, tuple[int, ...]],
     shard_bytes: int,
 ) -> None:
-    """Write tensors under their names with prefixes. `shapes` are those of the weights, once they are known."""
+    """Write tensors under their names with prefixes. `shapes`: the shapes of the weights, once known."""
     names = [prefix + name for prefix, arrays in parts.items() for name in arrays]
     with ShardWriter(fresh, stem, names, shard_bytes=shard_bytes) as writer:
         for prefix, arrays in parts.items():

@@ -7,7 +7,7 @@ from tinsmith_checkpoints.values import Array, CheckpointKind, ModelState
 
 
 def size_of(state: ModelState, kind: CheckpointKind) -> int:
-    """Return the size of its tensors, without those of lazy mappings that do not say theirs."""
+    """Return the size of its tensors; lazy mappings that do not state a size are left out."""
     if kind != "training":
         return _size(state.weights)
     return sum(map(_size, (state.weights, state.adam_m, state.adam_v, state.gradients)))

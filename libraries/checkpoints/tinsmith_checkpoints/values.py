@@ -11,7 +11,7 @@ FloatArray = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]  # any dtype: weights may be bfloat16 in checkpoints of full fine-tuning
 
 Json: TypeAlias = Any
-"""A value of JSON that has not been checked."""
+"""An unchecked JSON value."""
 
 CheckpointKind = Literal["training", "sampler", "external"]
 StopReason = Literal["stop", "length"]
@@ -44,7 +44,7 @@ class ModelState:
 
     Adapters: names are PEFT's, `base_model.model.<module path>.lora_A.weight` [rank, in] and `.lora_B.weight`
     [out, rank], with the Hugging Face module paths of the base model. Full fine-tuning (`lora.rank` 0): names and
-    shapes are those of the base model's safetensors, `<module path>.weight` [out, in]; a tied head is omitted.
+    shapes as in the base model's safetensors, `<module path>.weight` [out, in]; a tied head is omitted.
     Optimizer and gradient mappings have the same keys. All float32.
 
     Mappings may be lazy: each tensor is accessed once and not kept, so it may be read or gathered on access. Several
@@ -61,12 +61,12 @@ class ModelState:
 
     @property
     def memory_bytes(self) -> int:
-        """What the state takes of the host's memory: its arrays, and what lazy mappings say in `nbytes`."""
+        """Host memory of the state: its arrays, and the `nbytes` that lazy mappings state."""
         return sum(map(host_bytes, (self.weights, self.adam_m, self.adam_v, self.gradients)))
 
     @property
     def weights_bytes(self) -> int:
-        """What the weights take of it."""
+        """Host memory of the weights."""
         return host_bytes(self.weights)
 
 

@@ -1,7 +1,7 @@
 """Worker processes for a backend that spans devices and hosts. No ML framework.
 
 The engine holds a `WorkerGroup`. Each worker makes the backend's program and calls its methods as the group asks. The
-names exported here are public, as are those of `tinsmith_workers.torch` and `tinsmith_workers.testing`.
+names exported here, by `tinsmith_workers.torch` and by `tinsmith_workers.testing` are public.
 """
 
 from tinsmith_workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model

@@ -39,7 +39,7 @@ def whole_model(shape: DecoderShape) -> ModelPart:
 
 
 def holders(parts: Sequence[ModelPart]) -> dict[ModelPart, int]:
-    """Return each part once, with the first worker that holds it. `parts` are those of the workers, by rank."""
+    """Return each part once, with the first worker that holds it. `parts`: each worker's, by rank."""
     found: dict[ModelPart, int] = {}
     for rank, part in enumerate(parts):
         found.setdefault(part, rank)

@@ -24,7 +24,7 @@ class AdapterModelState:
         shape: DecoderShape,
         parts: Sequence[ModelPart],
     ) -> None:
-        """`parts` are those of the workers, by rank."""
+        """`parts`: each worker's, by rank."""
         self._model_id, self.lora, self._workers, self._parts = model_id, lora, workers, parts
         self._holders = holders(parts)
         self._layout = WholeLayout(lora, shape, list(self._holders))
@@ -55,7 +55,7 @@ class AdapterModelState:
         return [each for each in found if each is not None]
 
     def restore(self, state: ModelState) -> None:
-        """Raise UserError, changing nothing, if the tensors are not those of this model."""
+        """Raise UserError, changing nothing, if the tensors do not fit this model."""
         weights = self._layout.from_canonical(state.weights)
         others = [self._flats(each) for each in (state.adam_m, state.adam_v, state.gradients)]
         by_part = {

@@ -164,7 +164,7 @@ class Channel:
             left = left[count:]
 
     def hang_up(self) -> None:
-        """Wake whoever waits for this connection, at both ends and in all threads."""
+        """Wake every thread that waits for this connection, at both ends."""
         with suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
 

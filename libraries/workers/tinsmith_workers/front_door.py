@@ -64,7 +64,7 @@ class FrontDoor:
         self.refusals: list[str] = []
         self._joined: list[Joined] = []
         self._closed = False
-        self._lock = threading.Lock()  # whoever arrives is seen by `close`, or sees that it is closed
+        self._lock = threading.Lock()  # a new connection is either seen by `close`, or finds the door closed
         self._thread = threading.Thread(target=self._accept, name="front-door", daemon=True)
         self._thread.start()
 
@@ -82,7 +82,7 @@ class FrontDoor:
             yield tuple(self._joined), wanted
 
     def close(self, *, keep: Sequence[Joined] = ()) -> None:
-        """Refuse whoever comes from now on, and let go of all that have joined but those to be kept."""
+        """Refuse new connections from now on, and close those that have joined unless they are to be kept."""
         with self._lock:
             self._closed = True
         self._thread.join()

@@ -22,7 +22,7 @@ class FullModelState:
         shapes: Mapping[str, tuple[int, ...]],
         files: StateFiles,
     ) -> None:
-        """`shapes` are those of all tensors, by canonical name."""
+        """`shapes`: of all tensors, by canonical name."""
         self._model_id, self.lora, self._workers, self._files = model_id, lora, workers, files
         self._shapes = dict(shapes)
 
@@ -52,7 +52,7 @@ class FullModelState:
         return self._files.capture(self._model_id, self._shapes, kinds)
 
     def restore(self, state: ModelState) -> None:
-        """Raise UserError, changing nothing, if the tensors are not those of this model."""
+        """Raise UserError, changing nothing, if the tensors do not fit this model."""
         tensors: dict[Kind, Mapping[str, Array]] = {"weights": state.weights}
         if state.adam_m or state.adam_v:
             tensors |= {"adam_m": state.adam_m, "adam_v": state.adam_v}

@@ -1,4 +1,4 @@
-"""The engine's side of the workers: has them started, sends each call to all, and notices at once when one dies."""
+"""The engine's side of the workers: starts them, sends each call to all, and notices at once when one dies."""
 
 import os
 import secrets

@@ -20,10 +20,10 @@ COORDINATOR: Final = "TINSMITH_COORDINATOR"
 """Environment variable: the engine's address, `unix:<path>` or `<host>:<port>`."""
 
 INDEX: Final = "TINSMITH_WORKER_INDEX"
-"""Environment variable: the worker's rank, if whoever starts it chooses one."""
+"""Environment variable: the worker's rank, if its starter chooses one."""
 
 NUM_WORKERS: Final = "TINSMITH_NUM_WORKERS"
-"""Environment variable: the number of workers, if whoever starts it knows."""
+"""Environment variable: the number of workers, if the starter knows it."""
 
 DEVICE: Final = "TINSMITH_WORKER_DEVICE"
 """Environment variable: `cpu` or `cuda`, on which a worker that trains with torch computes; default a GPU if there is
@@ -33,7 +33,7 @@ WAIT_S: Final = "TINSMITH_WORKER_WAIT_S"
 """Environment variable: for how long a worker waits for the engine to listen; default not at all."""
 
 WITH_PARENT: Final = "TINSMITH_WORKER_WITH_PARENT"
-"""Environment variable: if set, standard input is a pipe that closes when whoever started the worker is gone."""
+"""Environment variable: if set, standard input is a pipe that closes when the worker's starter has gone."""
 
 _STOP_S: Final = 5.0
 
@@ -43,7 +43,7 @@ class Launch:
     """The processes to start."""
 
     config: WorkersConfig
-    environment: Mapping[str, str]  # for each worker, besides that of its machine
+    environment: Mapping[str, str]  # for each worker, in addition to its machine's
     directory: Path  # for the launcher's own files
     gpus: bool | None  # whether each worker takes a GPU; None: if there are any
     default_per_node: int  # if `nproc_per_node` is not set
@@ -77,7 +77,7 @@ ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def worker_environment(machines: Mapping[str, str]) -> dict[str, str]:
-    """Return a machine's environment for its workers. What the operator has set stays.
+    """Return a machine's environment for its workers. Variables that the operator has set stay.
 
     Each packing of sequences has new sizes: with expandable segments, the memory that torch has freed fits them. They
     are for workers alone, as vLLM refuses them if it is to sleep.
@@ -121,7 +121,7 @@ class Scheduler:
         return None
 
     def close(self) -> None:
-        """Leave the workers to what has started them."""
+        """Leave ending the workers to the program that started them."""
 
 
 def launcher(name: str) -> MakeLauncher:

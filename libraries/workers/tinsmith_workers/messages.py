@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Any below: arguments and results are those of the program's methods.
+# Any below: arguments and results of the program's methods.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +15,8 @@ class Hello:
     host: str
     pid: int
     meeting: tuple[str, int]  # where the workers meet if this one becomes rank 0
-    index: int | None  # the rank that whoever started it has chosen; None: any
-    num_workers: int | None  # how many there are, if whoever started it knows
+    index: int | None  # the rank that its starter has chosen; None: any
+    num_workers: int | None  # how many there are, if its starter knows
     code: Mapping[str, str]  # a digest of the source of each package that may hold the program
 
 

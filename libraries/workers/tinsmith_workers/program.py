@@ -31,7 +31,7 @@ class WorkerDevice:
     memory_bytes: int | None = None  # None: a CPU, which shares the machine's memory
 
     def usable_bytes(self, placement: Placement) -> int | None:
-        """Return what a worker may take of it: what the server has placed, or all but what the driver needs."""
+        """Return the memory that a worker may use: as placed by the server, or all but what the driver needs."""
         if placement.memory_bytes is not None or self.memory_bytes is None:
             return placement.memory_bytes
         return self.memory_bytes * 92 // 100  # the driver, and gaps, take the rest
@@ -78,7 +78,7 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullState:
-    """The training state of a fully trained model besides its tensors."""
+    """The training state of a fully trained model, without its tensors."""
 
     step: int
     moments: bool

@@ -32,7 +32,7 @@ class _Actor:
     """Its work returns when the engine ends the worker, and exits by os._exit when the engine is gone."""
 
     def asks_for_a_token(self) -> bool:
-        return os.environ.get(_AUTH_MODE) == "token"  # as whoever has started Ray on this machine has set it
+        return os.environ.get(_AUTH_MODE) == "token"  # as set by whatever started Ray on this machine
 
     def work(self, key: str, num_workers: int) -> None:
         from tinsmith_workers.serving import serve  # on the actor's machine

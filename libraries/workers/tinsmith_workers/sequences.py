@@ -22,7 +22,7 @@ class Segment:
 
     model_id: str
     index: int  # among the sequences of the call
-    position: int  # among those of the micro-batch, over all ranks: the order in which gradients are added
+    position: int  # position in the micro-batch, over all ranks: the order in which gradients are added
     tokens_T: Array
     targets_TK: Array
     loss_fn: str

@@ -221,7 +221,7 @@ def _method(program: Any, name: str) -> Callable[..., Any]:
 
 
 def connect(coordinator: str, wait_s: float) -> socket.socket:
-    """Connect to `unix:<path>` or `<host>:<port>`. Raises OSError if that has failed for so long."""
+    """Connect to `unix:<path>` or `<host>:<port>`. Raise OSError if that keeps failing for `wait_s`."""
     deadline, told = time.monotonic() + wait_s, False
     while True:
         try:

@@ -69,7 +69,7 @@ class StateFiles:
         return self._captured(owner, lambda directory: lay_out(directory, shapes, kinds, self._shard_bytes))
 
     def capture_adapter(self, owner: str, shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[Kind]) -> "Capture":
-        """Do likewise with those of an adapter, under their canonical names."""
+        """Do likewise with an adapter's tensors, under their canonical names."""
         return self._captured(owner, lambda directory: lay_out_adapter(directory, shapes, kinds))
 
     def _captured(self, owner: str, lay_out_in: Callable[[Path], Targets]) -> "Capture":

@@ -36,7 +36,7 @@ class Slice:
     columns: tuple[int, int] | None  # None: all
     num_bytes: int
     read: Callable[[], FloatArray]
-    """Copies the rows to the host. Called once, in the writer's thread or in that of `settle`."""
+    """Copies the rows to the host. Called once, by the writer's thread or by the caller of `settle`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class StateWriter:
                     capture.complete = not capture.useless
 
     def _next(self) -> tuple[_Capture, Slice, FloatArray | None]:
-        """Wait for work. What has been copied comes first, because it takes memory."""
+        """Wait for work. Copied rows come first, because they take memory."""
         with self._changed:
             self._changed.wait_for(lambda: self._to_write or (self._to_read and self._fits(self._to_read[0][1])))
             if self._to_write:
@@ -189,7 +189,7 @@ class StateWriter:
             return capture.left == 0
 
     def _guarded(self, capture: _Capture, work: Callable[[], T]) -> T | None:
-        """Keep what goes wrong for whoever asks: training does not depend on the disk."""
+        """Keep an error for the next caller: training does not depend on the disk."""
         try:
             return work()
         except OSError as error:

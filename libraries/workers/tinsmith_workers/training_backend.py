@@ -53,7 +53,7 @@ Rounding differences grow with the steps: twenty of them on a tiny model with ex
 
 
 class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
-    """Has workers load a model, and keeps the models that they train. A subclass makes these, and runs passes.
+    """Lets workers load a base model, and keeps the models that they train. A subclass makes these, and runs passes.
 
     `ranks` are the workers, `config` the settings as given, `losses` the registered losses by name.
 
@@ -133,7 +133,7 @@ class WorkersBackend(TrainingBackend, Generic[Config, Setup, Loaded]):
 
     @property
     def models(self) -> dict[str, AdapterModelState | FullModelState]:
-        """All that is asked of the backend asks for its models first."""
+        """The models in training. Every call of the backend reads this first, so none gets past a sleeping backend."""
         if self._asleep:
             msg = "the backend sleeps: wake it first"
             raise RuntimeError(msg)

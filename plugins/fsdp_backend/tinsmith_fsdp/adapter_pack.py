@@ -1,7 +1,7 @@
 """The adapters of the groups of a stream as one pair of tensors for each linear layer.
 
 All adapters of a pack are padded with zeros to one rank, and a layer that one of them does not train has zeros for it.
-So every layer computes all groups in the same few kernels, whoever they belong to.
+So every layer computes all groups in the same few kernels, whatever their owners.
 
 The matrices of a kind are one tensor over all layers, and at equal distances in an adapter's vector: what a micro-batch
 does for each adapter is a few operations, for any number of layers.
@@ -33,7 +33,7 @@ class AdapterPack:
     def __init__(
         self, adapters: Sequence[tuple[AdapterLayout, torch.Tensor]], dtype: torch.dtype, *, backward: bool
     ) -> None:
-        """`adapters`: each one's layout and flat float32 weights. `dtype`: that of the stream."""
+        """`adapters`: each one's layout and flat float32 weights. `dtype`: the stream's."""
         self._layouts = [layout for layout, _ in adapters]
         self._device = adapters[0][1].device
         weights = _zeros(self._layouts, dtype, self._device)

@@ -11,9 +11,9 @@ from tinsmith_workers import Budget as WorkersBudget
 
 _SHORT: Final = 1024  # tokens that a sequence may have, however little memory there is
 _STEP: Final = 128  # to which a token budget is rounded down
-_GAPS: Final = 10  # a tenth of what is left stays free of activations that are kept
+_GAPS: Final = 10  # a tenth of the memory left stays free of kept activations
 WORTH_KEEPING: Final = 4096
-"""Tokens of a micro-batch from which on it is faster to keep activations than to recompute those of a larger one.
+"""From this many tokens on, keeping activations is faster than recomputing those of a larger micro-batch.
 
 On an H200, 16,384 tokens of one tenant and the layers of Qwen3-8B took 1.63 s if recomputed in one micro-batch, 1.29 s
 if kept in micro-batches of at most 4,096 tokens, and 1.22 s in those of 6,144; with 16 tenants, 1.77, 1.42 and 1.42 s.
@@ -73,7 +73,7 @@ class Budget(WorkersBudget):
         return min(WORTH_KEEPING, self.micro_tokens)
 
     def kept_tokens(self, held: int) -> int:
-        """Return the tokens of a micro-batch whose activations may be kept beside models that take so many bytes.
+        """Return how many tokens' activations may be kept beside models that take `held` bytes.
 
         0 if they are always recomputed, or always kept. Models are admitted as if all were recomputed, so that as many
         train as without this; whatever they leave may speed up a pass.
@@ -97,7 +97,7 @@ class Budget(WorkersBudget):
 
 
 def budget_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks, memory: int | None) -> Budget:
-    """Choose the token budget: what the settings say, else as usual, or a third of what is left beside the weights."""
+    """Choose the token budget: as set, else the default, or a third of the memory left beside the weights."""
     costs = costs_of(config, shape, ranks)
     resolved = config.resolved(on_cpu=ranks.on_cpu)
     wanted = max(resolved.batch_tokens, config.max_context_tokens or 0)

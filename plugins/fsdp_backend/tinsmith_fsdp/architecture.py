@@ -19,7 +19,7 @@ def read_architecture(directory: Path) -> DecoderShape:
 
 
 def architecture_of(config: Mapping[str, Json], path: Path) -> DecoderShape:
-    """Do the same with what has been read. `path` names the file in errors."""
+    """Do the same with a parsed configuration. `path` names the file in errors."""
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
     if not class_name.endswith("ForCausalLM"):
         msg = f"{path}: architecture {class_name!r} is not supported, only those for text alone (...ForCausalLM)"

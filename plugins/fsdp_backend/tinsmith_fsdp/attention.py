@@ -94,7 +94,7 @@ def _spelled_out(
 
 
 def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return whether the token of a row sees that of a column: itself, and those before it within the window."""
+    """Return a mask: each row's token sees itself and the tokens before it within the window."""
     positions = torch.arange(length, device=device)
     before = positions[:, None] - positions
     return (before >= 0) & (before < window)

@@ -137,7 +137,7 @@ class BaseModel:
         self._divide_vocabulary(causal_lm)
 
     def _gather_tokens(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        """Let all tokens follow a norm, which computes those of this rank."""
+        """Gather all tokens after a norm, which computes this rank's tokens only."""
         del module, args
         return gather_tokens(output, self._mesh.tp.get_group())
 

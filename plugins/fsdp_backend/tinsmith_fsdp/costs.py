@@ -29,7 +29,7 @@ _KEPT: Final = {"bfloat16": (12, 8, 10, 8, 14), "float32": (19, 16, 14, 10, 28)}
 """Bytes per token that a layer keeps for its backward pass, for each of its hidden, inner, q and kv size and rank."""
 
 _DIFFERENTIATED: Final = {"bfloat16": (2, 4, 0, 0, 0), "float32": (8, 2, 4, 3, 2)}
-"""What it takes in addition while it is differentiated."""
+"""Additional memory while it is differentiated."""
 
 _COMPILED_KEPT: Final = (8, 6, 6, 6, 14)
 """As `_KEPT`, of compiled layers in bfloat16: they compute cheap things again."""
@@ -38,7 +38,7 @@ _COMPILED_DIFFERENTIATED: Final = (2, 12, 0, 0, 0)
 """As `_DIFFERENTIATED`. From peaks on an H200: kernels write what they fuse beside all that the layer has kept."""
 
 _TOP: Final = {"bfloat16": (4, 6), "float32": (8, 8)}
-"""Bytes per token and hidden size at the head: of all tokens, and of those of a tensor-parallel rank."""
+"""Bytes per token and hidden size at the head: for all tokens, and for a tensor-parallel rank's share."""
 _PER_TOKEN: Final = 500  # ids, positions, rotations
 
 
@@ -72,9 +72,9 @@ class Costs:
     head: int  # all logits of one chunk: more are not made at once
     copies: int  # for each weight of every adapter in a micro-batch: weight and gradient in its dtype
     stepping: int  # for each weight of an adapter, in an optimizer step
-    trained: int  # layers of a fully trained model while they compute, if those of the base are never gathered
+    trained: int  # layers of a fully trained model while they compute, if the base's layers are never gathered
     own_gradients: int  # for each weight of the largest adapter: of single sequences, while they are computed
-    exchanged: int  # for each of these: what is added to the sums, with what it takes to get it from other ranks
+    exchanged: int  # for each: the addends of the sums, and the buffers to get them from other ranks
 
     @property
     def fixed(self) -> int:
@@ -85,7 +85,7 @@ class Costs:
         return self.saved + max(self.layer, self.top)
 
     def micro_batch(self, tokens: int) -> int:
-        """Return the larger of what it takes at the head, and in the first layer of the backward pass."""
+        """Return the larger peak: at the head, or in the first layer of the backward pass."""
         head = tokens * self.top + min(tokens * self.logits, self.head)
         return tokens * self.saved + max(tokens * self.layer, head)
 
@@ -128,7 +128,7 @@ def _copies_of_gradients(ranks: Ranks) -> int:
 
 
 def _gathered(config: FsdpConfig, weights: WeightCounts, ranks: Ranks, layer: int, outside: int) -> int:
-    """Count what is outside of the layers, and of these the one that computes, the next one and what is received."""
+    """Count the weights outside of the layers, the computing layer, the next one, and the receive buffers."""
     held = 1 if ranks.shards == 1 else 3
     held = min(held, weights.num_layers) if config.reshard_after_forward else weights.num_layers
     return outside + held * layer
@@ -144,7 +144,7 @@ def _converted(shape: DecoderShape) -> int:
 
 
 def _factors(ranks: Ranks) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what a layer keeps, and what it takes in addition, per token and size.
+    """Return a layer's kept memory and its additional peak, per token and size.
 
     Code that is compiled around attention (on CPUs, in float32) or collectives counts as if it were not.
     """

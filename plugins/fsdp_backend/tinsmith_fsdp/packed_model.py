@@ -83,7 +83,7 @@ class PackedModel(nn.Module):
     """The whole model. `canonical_name` maps its parameters to their canonical names.
 
     What transformers' trunk computes before its layers, it computes here, too: embedding, scales, and rotations of each
-    kind of layer. Only its layers run later, those of all streams together.
+    kind of layer. Only its layers run later, for all streams together.
     """
 
     def __init__(self, causal_lm: nn.Module, *, checkpointing: bool) -> None:

@@ -55,7 +55,7 @@ class Gathers:
 
 
 class Shortage:
-    """Watches the passes of a frozen model. The root has what is outside of the layers, and is gathered first."""
+    """Watches the passes of a frozen model. The root holds the weights outside of the layers; it is gathered first."""
 
     def __init__(self, modules: Sequence[FSDPModule], *, keeps_layers: bool) -> None:
         """modules: the root, then the layers; none if the model is whole on each rank.
@@ -91,7 +91,7 @@ class Shortage:
         return done
 
     def _gather(self, ahead: Sequence[FSDPModule]) -> None:
-        """Drop what the pass has left, and take part in what the other ranks still need."""
+        """Drop the pass's leftovers, and take part in the gathers that the other ranks still need."""
         self._reset()
         free_what_is_unused()
         for module in ahead:
@@ -118,6 +118,6 @@ class Shortage:
 
 
 def _is_sharded(module: FSDPModule) -> bool:
-    """Look at a parameter of its own. The first ones of the root are those of the embedding."""
+    """Look at a parameter of its own. The root's first parameters are the embedding's."""
     assert isinstance(module, torch.nn.Module)
     return isinstance(next(module.parameters()), DTensor)

@@ -17,7 +17,7 @@ from tinsmith_workers import Segment
 from tinsmith_workers.torch import Leaves, LossBatch, LossTable, to_device
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""What transformers gives to a layer besides the hidden states: positional and named arguments."""
+"""The arguments that transformers gives to a layer in addition to hidden states: positional and named."""
 
 
 @dataclass(frozen=True, slots=True)

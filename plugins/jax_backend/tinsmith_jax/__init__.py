@@ -1,4 +1,4 @@
-"""The JAX backend. A family of models is described with what this module exports."""
+"""The JAX backend. Its exports describe a family of models."""
 
 from tinsmith_jax.families import Family, config_of, family
 from tinsmith_jax.model_config import (

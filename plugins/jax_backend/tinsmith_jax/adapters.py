@@ -110,7 +110,7 @@ def layer_modules(config: ModelConfig) -> tuple[str, ...]:
 
 
 class DeviceSnapshot(Snapshot):
-    """A snapshot that stays on the devices. `arrays` is what their sampler calls its weights."""
+    """A snapshot that stays on the devices. `arrays`: the handle by which their sampler knows its weights."""
 
     def __init__(self, snapshot_id: str, lora: LoraConfig, arrays: Jax) -> None:
         super().__init__(snapshot_id, lora)
@@ -217,7 +217,7 @@ def _pair_of(path: str, module: str, layer: int) -> dict[str, Location]:
 
 
 def canonical_shapes(lora: LoraConfig, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what is trained, by canonical name."""
+    """Return the shapes of the trained tensors, by canonical name."""
     own, found = shapes(config, lora.rank), dict[str, tuple[int, ...]]()
     with_experts = frozenset(module.name for module in _modules(config) if module.own is not None)
     for name, location in locations(lora, config).items():
@@ -230,7 +230,7 @@ def canonical_shapes(lora: LoraConfig, config: ModelConfig) -> dict[str, tuple[i
 class CanonicalAdapter(Mapping[str, Array]):
     """An adapter on the host under its canonical names, PEFT's. A weight gets its canonical form when it is read.
 
-    That is a transposition, which takes longer than the copy from the device: whoever captures does not wait for it.
+    That is a transposition, which takes longer than the copy from the device: a capture does not wait for it.
     Factors of experts have an axis of experts before the two of a matrix, of size 1 where the experts share them.
     """
 

@@ -17,7 +17,7 @@ _SHORT: Final = 1024  # tokens that a sequence may have, however little memory t
 _SMALLEST: Final = 128  # tokens of a micro-batch
 _SMALL_PASS: Final = 1 << 28  # bytes that a pass on a CPU may keep for its backward pass, however small the model
 _FEWEST_TOGETHER: Final = 256  # tokens of a pass on a CPU: with fewer, reading the weights begins to count
-_PASS_SHARE: Final = 2  # the part of what is left beside weights that a micro-batch of eight adapters may take, unasked
+_PASS_SHARE: Final = 2  # default share of the memory beside the weights for a micro-batch of eight adapters
 _SAMPLER_SHARE: Final = 4  # the part that pages and rows of adapters may take, if models train beside them
 _GATHERED_SHARE: Final = 4  # the part of a device's memory that gathered weights may take unasked
 
@@ -79,7 +79,7 @@ class Budget:
         return max(self._programs(models))
 
     def needed(self, models: int) -> int:
-        """Return the memory with which so many models of the largest rank can train."""
+        """Return the memory in which this many models of the largest rank can train."""
         return self.resident + models * self.model + self.working(models)
 
     @property
@@ -92,7 +92,7 @@ class Budget:
 
     @property
     def max_snapshots(self) -> int | None:
-        """As many of the largest rank as fit beside `max_models` models, besides one that is being loaded."""
+        """As many of the largest rank as fit beside `max_models` models, in addition to one being loaded."""
         if self.memory is None:
             return None
         models = self.max_models
@@ -215,7 +215,7 @@ class _Usual:
         self.tokens = [tokens for tokens in _halves(most) if tokens >= least]
 
     def context(self, tokens: int) -> int:
-        """Return the tokens of the longest sequence, given those of a micro-batch."""
+        """Return the tokens of the longest sequence, given the tokens of a micro-batch."""
         return self._given or min(self._longest, tokens)
 
 

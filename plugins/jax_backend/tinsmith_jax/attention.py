@@ -32,9 +32,9 @@ _FLASH_SIZES: Final = (16, 32, 64, 128, 256)
 
 
 class Scoring(NamedTuple):
-    """What attention does to scores besides scaling them."""
+    """Changes that attention makes to scores in addition to scaling."""
 
-    window: Jax | int | None = None  # a token sees only so many tokens, itself included
+    window: Jax | int | None = None  # number of tokens that a token sees, itself included
     sinks_H: Jax | None = None  # each head's softmax has one more score, which adds nothing and has no gradient
     cap: float | None = None  # scores s become cap * tanh(s / cap)
 

@@ -28,9 +28,9 @@ class Bucket:
 class Buckets:
     """The available sizes. The number of targets per token is either one or the maximum.
 
-    On a CPU, where every program costs seconds and tens of MiB, there are fewer. What has room for eight adapters takes
-    as long for one there, and so does scoring of many targets for one. An accelerator multiplies with all eight, and
-    picks targets slowly. Those for losses that need sums are not listed: they are compiled when they are needed.
+    On a CPU, where every program costs seconds and tens of MiB, there are fewer. A program with room for eight
+    adapters takes as long for one there, and scoring of many targets as long as of one. An accelerator multiplies with
+    all eight, and picks targets slowly. Buckets for losses that need sums are not listed: they are compiled on demand.
     """
 
     max_tokens: int  # of one stream; a power of two times TILE, at least two tiles

@@ -139,5 +139,5 @@ class JaxSamplerConfig(BackendConfig):
 
 
 def as_trainer(config: JaxSamplerConfig) -> JaxConfig:
-    """Return the same settings as a trainer's. What is not set stays open."""
+    """Return the same settings as a trainer's. Unset ones stay open."""
     return JaxConfig.model_validate(config.model_dump(exclude_unset=True))

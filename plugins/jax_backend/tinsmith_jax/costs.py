@@ -110,7 +110,7 @@ class Costs:
         return self._padded(rank) * FLOAT * (found + self.shape.other_weights[1])
 
     def state(self, rank: int) -> int:
-        """Its gradients, and either of its moments: like its weights, and besides divided over `fsdp` where it can."""
+        """Its gradients, and either of its moments: like its weights, and also divided over `fsdp` where possible."""
         total = self.shape.other_weights[1]
         for each in self._factors():
             parts = self.computing.fsdp
@@ -135,7 +135,7 @@ class Costs:
         return (slots + 1) * self.weights(self.max_lora_rank) // FLOAT * self.computing.value_item
 
     def pages(self, slots: int, context: int) -> int:
-        """Keys and values: of a sequence in each slot, and a page to copy from; one page is nobody's.
+        """Keys and values: of a sequence in each slot, and a page to copy from; one page has no owner.
 
         And recurrent states, in the rows of `SamplingShape.states_per_shard`.
         """
@@ -156,7 +156,7 @@ class Costs:
         return tokens * self.shape.num_layers * (inputs if self.computing.recompute else self._of_layer(_KEPT))
 
     def micro_batch(self, tokens: int, adapters: int, targets: int = 1) -> int:
-        """A pass with gradients over a stream of so many tokens, with room for so many adapters of the largest rank.
+        """A pass with gradients over a stream of `tokens`, with room for `adapters` of the largest rank.
 
         The kernels in C++ take adapters one by one, but for the head's, of which there is room for all.
         """
@@ -172,7 +172,7 @@ class Costs:
         return self.kept(tokens) + at_most + self._copied_base(tokens, adapters) + results
 
     def step(self, adapters: int) -> int:
-        """The optimizer steps of so many adapters of the largest rank, whose old states stay until all are made."""
+        """The optimizer steps of `adapters` of the largest rank. Old states stay until all steps are made."""
         rank = self.max_lora_rank
         return adapters * (self.weights(rank) + 2 * self.state(rank))
 
@@ -200,7 +200,7 @@ class Costs:
         return self.max_lora_rank * FLOAT * own
 
     def _copied_base(self, tokens: int, adapters: int) -> int:
-        """Return what a pass holds of base weights besides the shards, and on accelerators of inner values of LoRAs."""
+        """Return a pass's base weights in addition to the shards; on accelerators, LoRAs' inner values, too."""
         computing = self.computing
         vocabulary = self.shape.vocab_size * self.shape.hidden_size * computing.item // computing.tensor
         if computing.on_cpu:

@@ -92,7 +92,7 @@ class Arithmetic(Protocol):
     # what lies on the device
 
     def resident(self, pairs: Jax) -> Jax:
-        """Return the shapes of all that is kept of adapters, given those of their factors."""
+        """Return the shapes of the adapters' arrays, given the shapes of their factors."""
 
     def resident_specs(self, specs: Jax) -> Jax:
         """Return likewise how it is divided."""
@@ -223,7 +223,7 @@ def score_prompt(
 def decode(how: Arithmetic, weights: Weights, cache: Cache, given: Dispatch) -> tuple[Cache, Steps]:
     """Decode up to `num_steps` (at most the shape's `max_steps`) tokens in every row that has tokens left.
 
-    The steps are those of all shards' rows. If the shape gathers once, weights are gathered before the first of them.
+    The steps cover the rows of all shards. If the shape gathers once, weights are gathered before the first of them.
     """
     axes, wanted_steps = how.axes, given.switches.num_steps
     draw_next = how.drawing(weights, given)
@@ -477,7 +477,7 @@ def _of_cache(weights: Mapping[str, Jax]) -> jax.Array:
 
 
 def _index(weights: Mapping[str, Jax], name: str) -> jax.Array:
-    """Return where a matrix or a module of this layer lies among those of all layers that have it."""
+    """Return the index of this layer's matrix or module among the layers that have it."""
     return _of_mixer(weights) if mixes(name) else weights["index"]
 
 

@@ -151,7 +151,7 @@ class _RowsOfTiles(NamedTuple):
     def add(self, form: str, sums: Jax, a_ntr: Jax, b_RI: Jax) -> Jax:
         """Add each tile's products with the rows of its choices to its adapter's gradients [E, k, ...], in tile order.
 
-        The product is that of the whole tile: tokens that an expert does not compute are 0. So the sum over a tile's
+        The product covers the whole tile: tokens that an expert does not compute are 0. So the sum over a tile's
         tokens does not depend on what else the call holds.
         """
         every_a, b_of_tile = self.axes.every_stream(a_ntr), self._of_tile(b_RI)

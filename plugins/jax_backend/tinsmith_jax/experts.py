@@ -39,7 +39,7 @@ class Routing(NamedTuple):
     weight_TC: Jax  # float32; for the products, of the dtype of the hidden states
 
     def of_shard(self, num_experts: int, dtype: Jax, axes: Axes) -> "Routing":
-        """Return what a shard with `num_experts` computes: the choices are those of `Axes.own_experts`."""
+        """Return what a shard with `num_experts` computes. The choices come from `Axes.own_experts`."""
         return Routing(axes.own_experts(self.chosen_TC, num_experts), self.weight_TC.astype(dtype))
 
 
@@ -141,7 +141,7 @@ _WEIGHTS = ("expert_gate_up", "expert_down", "expert_gate_up_bias", "expert_down
 
 
 def take_apart(layers: Mapping[str, Jax], axes: Axes = ONE) -> tuple[Mapping[str, Jax], Stacked | None]:
-    """Separate the experts' matrices, of which a layer reads some, from what a scan over the layers takes apart.
+    """Separate the experts' matrices, of which a layer reads some, from the trees that a layer scan splits.
 
     They stay there if they are divided over `fsdp`: then a layer gathers all of its own. None: there are no experts.
     """

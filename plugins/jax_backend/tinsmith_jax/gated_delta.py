@@ -30,7 +30,7 @@ _SMALL = 1e-6  # is added to the square of a length
 
 
 class DeltaInputs(NamedTuple):
-    """What the rule takes of tokens, whose axis comes first."""
+    """The rule's inputs, by token: the first axis."""
 
     q: Jax  # [T, N, dk]
     k: Jax  # [T, N, dk]

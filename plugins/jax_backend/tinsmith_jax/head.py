@@ -44,7 +44,7 @@ class Arithmetic(Protocol):
     def axes(self) -> Axes: ...
 
     def logprobs(self, head_VH: Jax, adapters: Jax, chunk: Chunk) -> tuple[Jax, Jax]:
-        """Return the logprobs of the targets [C, K], and what `gradients` needs besides."""
+        """Return the logprobs of the targets [C, K], and the values that only `gradients` needs."""
 
     def gradients(
         self, head_VH: Jax, adapters: Jax, sums: Jax, chunk: Chunk, saved: Jax, d_logp_CK: Jax
@@ -150,7 +150,7 @@ def _all_logprobs(
 
 
 def _swapped(batch: LossBatch) -> LossBatch:
-    """Exchange the first two axes of what has rows in its second."""
+    """Exchange the first two axes of arrays whose second axis holds rows."""
     return batch._replace(inputs_ITK=jnp.swapaxes(batch.inputs_ITK, 0, 1), config_CT=batch.config_CT.T)
 
 

@@ -127,7 +127,7 @@ class Inbox:
         self._waiting.pop(request).answer(result)
 
     def forget(self, request: Request) -> None:
-        """Give up a request that may have been answered, or that nobody waits for any more."""
+        """Give up a request, whether answered or abandoned."""
         self._waiting.pop(request, None)
 
     def end(self) -> None:

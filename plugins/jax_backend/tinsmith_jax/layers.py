@@ -106,7 +106,7 @@ class PositionEncoding(NamedTuple):
 def scan_layers(
     layer: Callable[[Jax, Jax], tuple[Jax, Jax]], carry: Jax, trees: tuple[Jax, ...], config: ModelConfig
 ) -> tuple[Jax, Jax]:
-    """Scan over the layers. Each tree has dicts of what is stacked over the layers that have it, or is None.
+    """Scan over the layers. Each tree holds arrays stacked over the layers that have them, or is None.
 
     If the first layers have a dense MLP and the others have experts, there is a scan for either. What `layer` returns
     besides the carry is None for the former.

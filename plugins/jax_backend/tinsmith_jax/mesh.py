@@ -68,13 +68,13 @@ class Axes:
         return x if self.tensor == 1 else _enter(self, x)
 
     def leave_tensor(self, x: Jax) -> Jax:
-        """Sum the shards' parts of a product. Reverse differentiation passes on what it is given."""
+        """Sum the shards' parts of a product. The gradient passes through unchanged."""
         return x if self.tensor == 1 else _leave(self, x)
 
     def total(self, x: Jax) -> Jax:
-        """Sum over the shards, outside of what is differentiated.
+        """Sum over the shards. Not differentiated.
 
-        If results are to be exact, the order is that of the shards: a ring all-reduce starts at a different rank for
+        If results are to be exact, shards are added in order: a ring all-reduce starts at a different rank for
         each chunk, so rounding would depend on position. With two ranks, the order cannot matter.
         """
         if self.tensor == 1:
@@ -95,7 +95,7 @@ class Axes:
         return logits if self.tensor == 1 else jax.lax.all_gather(logits, TENSOR, axis=logits.ndim - 1, tiled=True)
 
     def own_experts(self, experts: Jax, number: int) -> Jax:
-        """Count from this shard's first expert. `number`, of a shard's experts, stands for those of other shards."""
+        """Count from this shard's first expert. Experts of other shards become `number`, one past its own."""
         if self.tensor == 1:
             return experts
         own = experts - jax.lax.axis_index(TENSOR) * number
@@ -271,13 +271,13 @@ _BASE: Final[Mapping[str, Spec]] = {
 VOCABULARY: Final = Spec(TENSOR, FSDP)
 _EXPERTS: Final = Spec(None, TENSOR, None, None)
 _COLUMNS: Final = frozenset({"q", "k", "v", "gate", "up", "shared_gate", "shared_up"})
-"""The modules whose outputs are divided over `tensor`; those of the others are inputs."""
+"""The modules whose outputs are divided over `tensor`; of the others, inputs are."""
 
 
 CACHE: Final = Spec(None, STREAMS, TENSOR)
 """Keys and values: pages over the streams, heads over `tensor` (decode.Cache has the shapes)."""
 ROWS: Final = Spec(STREAMS)
-"""Arrays whose first axis is that of the streams' rows."""
+"""Arrays whose first axis holds the streams' rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,9 +415,9 @@ def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices:
 
 
 def arranged(devices: Sequence[Jax], axes: Axes) -> Jax:
-    """Return the devices as an array [data, fsdp, tensor]; on TPUs, those of an axis are neighbours where possible.
+    """Return the devices as an array [data, fsdp, tensor]; on TPUs, an axis's devices are neighbours where possible.
 
-    JAX numbers TPUs by host, and those of a host are a square. In that order, messages along the next axis would pass
+    JAX numbers TPUs by host, and a host's TPUs form a square. In that order, messages along the next axis would pass
     through other chips, and share their links.
     """
     shape = (axes.data, axes.fsdp, axes.tensor)
@@ -481,7 +481,7 @@ def _with_experts(layers: Jax) -> bool:
 
 
 def state_specs(modules: Iterable[str], shapes: Jax, axes: Axes) -> Jax:
-    """Return how an adapter's gradients and moments are divided: like its weights, and besides over `fsdp`.
+    """Return how an adapter's gradients and moments are divided: like its weights, and also over `fsdp`.
 
     That divides the inputs of A and the outputs of B. Where their number is no multiple, an array stays as it is.
     """

@@ -24,8 +24,8 @@ SIMULATED: Final = "TINSMITH_JAX_SIMULATED_DEVICES"
 """Environment variable: how many devices each worker has on the CPU."""
 
 _HEARTBEATS_S: Final = 86_400
-"""JAX ends all processes if one is silent for so long. The engine notices a dead one at once, and a machine that was
-paused for some minutes goes on."""
+"""After this many seconds of silence of one process, JAX ends all. The engine notices a dead one at once, and a
+machine that was paused for some minutes goes on."""
 
 # Any below: arguments and results of the devices' methods.
 
@@ -145,7 +145,7 @@ class WorkerState:
 
 
 class HeldAdapters:
-    """Adapters on the devices, which the engine refers to by numbers: published weights, and what it has sent."""
+    """Adapters on the devices, by the engine's number: published weights, and weights that it sent."""
 
     def __init__(self, training: TrainingDevice, sampling: SamplingDevice | None) -> None:
         self._training = training

@@ -24,7 +24,7 @@ from tinsmith_checkpoints.huggingface import (
 )
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""What the gate of an MLP passes through, as transformers names it."""
+"""The activation of an MLP's gate, as transformers names it."""
 
 DENSE: Final = "dense_"
 """How the weights and modules of the first layers begin, where these have a dense MLP and the others have experts."""
@@ -61,7 +61,7 @@ class DeltaRule:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Of what a layer makes of its input: what is convolved, the gate, beta, and what the decay depends on."""
+        """Sizes of a layer's projections: the convolved values, the gate, beta, and the decay's input."""
         return self.mixed_size, self.value_size, self.value_heads, self.value_heads
 
 
@@ -122,7 +122,7 @@ class Clamped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """What a layer's experts have besides their sizes, and how files hold them.
+    """Properties of a layer's experts in addition to their sizes, and their layout in files.
 
     Unless they `alternate`, files may hold each expert's matrices, or all in one tensor [E, out, in], gate before up.
     """
@@ -153,7 +153,7 @@ class Norms:
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
-    offset: float = 0.0  # added to every stored weight, those of queries and keys and the last norm's included
+    offset: float = 0.0  # added to every stored norm weight, including queries', keys' and the last norm's
 
     def modules(self) -> dict[str, str]:
         """Return the modules that are there by the names of their weights in weights.py."""
@@ -411,7 +411,7 @@ def sliding_and_full(
     """Return the kinds of layers that see a window or everything, as transformers names them, and each layer's kind.
 
     Unless config.json says otherwise: `every` how many layers one sees everything, and the bases of the frequencies.
-    Where `rope_scaling` is not given for each kind, it is that of layers that see everything.
+    A single `rope_scaling` applies to the layers that see everything.
     """
     given: Mapping[str, Json] = config.get("rope_parameters") or {}
     defaults: dict[str, dict[str, Json]] = {

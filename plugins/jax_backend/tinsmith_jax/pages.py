@@ -3,7 +3,7 @@
 A page that holds 64 tokens of a prompt is known by its key: the adapter, the sampling session, and a hash of all tokens
 up to its end. So nobody can learn from the time that an answer takes what others have asked. The page stays when nobody
 uses it any more, until its place is needed; the one that went unused longest goes first. Only prompts are shared:
-reading them again would give the same bits. What was drawn was computed in another shape.
+reading them again would give the same bits. Drawn tokens were computed in another shape.
 """
 
 import heapq
@@ -28,7 +28,7 @@ class PrefixKey(NamedTuple):
         return cls(serial, sampling_session_id.encode())
 
     def then(self, tokens: TokenArray) -> "PrefixKey":
-        """Return the key of the prefix that has these tokens besides."""
+        """Return the key of the prefix extended by these tokens."""
         return PrefixKey(self.serial, blake2b(self.digest + tokens.tobytes(), digest_size=16).digest())
 
 
@@ -169,7 +169,7 @@ class Rows:
         self._free.add(row)
 
     def name(self, row: int, serial: int) -> None:
-        """Say which adapter has been written to a row. It has one user."""
+        """Note the adapter that has been written to a row. The row then has one user."""
         self._rows[serial], self._users[serial] = row, 1
 
     def release(self, serial: int) -> None:

@@ -102,7 +102,7 @@ def _suits_kernels(config: JaxConfig, shape: ModelConfig) -> bool:
 
 
 def _fixed(budget: Budget, program: str) -> dict[str, int]:
-    """Return what each device's memory is for besides models, with as many of them as there is room for."""
+    """Return the uses of each device's memory: the fixed ones, and as many models as fit."""
     return {
         "base weights": budget.costs.base,
         f"pages and adapters of {budget.slots} slots": budget.sampler,

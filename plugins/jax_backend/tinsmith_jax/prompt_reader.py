@@ -1,6 +1,6 @@
 """Reads the prompts of sequences that have a slot into the cache, tile by tile, and scores them.
 
-What another prompt with the same beginning has read already is taken from the cache.
+Tiles that an earlier prompt with the same beginning has read come from the cache.
 """
 
 from collections.abc import Sequence
@@ -61,13 +61,13 @@ class PromptReader:
         self._unwritten.clear()
 
     def experts_of(self, prompt: Prompt) -> Array | None:
-        """Return the experts of what was read of a prompt, [tokens, L, C]. None: the sampler returns none."""
+        """Return the experts of a prompt's tokens read so far, [tokens, L, C]. None: the sampler returns none."""
         if self._experts is None:
             return None
         return self._experts.of(prompt.shard, prompt.all_pages, prompt.num_read)
 
     def _next_tiles(self, requests: Sequence[Request], most: int) -> list[list[tuple[Prompt, PromptTile]]]:
-        """Return each shard's next tiles, those of one prompt in order."""
+        """Return each shard's next tiles; one prompt's tiles come in order."""
         work: list[list[tuple[Prompt, PromptTile]]] = [[] for _ in self._slots.pages]
         wanted = set(requests)
         for prompt in self._slots.prompts:

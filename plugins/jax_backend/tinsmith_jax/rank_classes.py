@@ -1,4 +1,4 @@
-"""The ranks to which those of adapters are padded. No jax."""
+"""The ranks to which adapters are padded. No jax."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ _CLASSES: Final = (8, 32, 128)
 
 
 def rank_classes(max_rank: int) -> tuple[int, ...]:
-    """Return the padded ranks in use: those of 8, 32 and 128 that are below the maximum, and the maximum itself."""
+    """Return the padded ranks in use: 8, 32 and 128 up to the maximum, and the maximum itself."""
     return (*(rank for rank in _CLASSES if rank < max_rank), max_rank)
 
 

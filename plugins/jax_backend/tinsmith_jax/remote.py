@@ -46,7 +46,7 @@ class RemoteDevices:
     """The devices of workers. After a WorkerDiedError they can only be closed."""
 
     def __init__(self, setup: Setup, progress: Progress, launch_with: MakeLauncher | None = None) -> None:
-        """Start the workers and have them load the model. Raise ConfigError if files or settings are at fault."""
+        """Start the workers and let them load the model. Raise ConfigError if files or settings are at fault."""
         _refuse_losses(setup)
         model = read_config(setup.model_directory)
         assert setup.config.mesh is not None, "only a mesh has workers"

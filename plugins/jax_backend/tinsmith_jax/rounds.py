@@ -41,7 +41,7 @@ class Rounds:
         idle_s: float,
         figures: Figures,
     ) -> None:
-        """`idle_s`: after so long without a request, nothing is kept for later ones."""
+        """`idle_s`: seconds without a request after which nothing is kept for later ones."""
         self._device, self._rules, self._inbox, self._idle_s = device, rules, inbox, idle_s
         self._figures = figures
         self._suspects = Suspects()
@@ -161,7 +161,7 @@ class Rounds:
     def _find_fault(self, error: Exception) -> None:
         """Put everybody back to before the step that failed. Refuse a request that was alone in it.
 
-        Raise the error if it is nobody's: if the device fails by itself, or does not start again.
+        Raise the error if no request caused it: if the device fails by itself, or does not start again.
         """
         involved = [request for request in self._suspects.involved if request in self._inbox]
         if not involved:
@@ -188,7 +188,7 @@ class Rounds:
         self._device.reset()
 
     def _try_device(self) -> None:
-        """Decode one token of nobody's, on the page that is nobody's."""
+        """Decode one token of no request, on the page that no request uses."""
         given = SlotInput.idle(self._device.shape)
         given.left[0] = 1
         self._device.decode(given, 1)

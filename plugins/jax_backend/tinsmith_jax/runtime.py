@@ -110,7 +110,7 @@ def _why_not(platform: str) -> str | None:
 
 
 def _count_tpus() -> int:
-    """Return the number of TPU chips that this process may open. The bus shows those of other containers, too."""
+    """Return the number of TPU chips that this process may open. The bus shows other containers' chips, too."""
     chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
     files = sum(len(list(DEVICES.glob(pattern))) for pattern in ("accel[0-9]*", "vfio/[0-9]*"))
     return min(int(chips), files)
@@ -173,7 +173,7 @@ def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains
 
 
 def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, budget: Budget | None = None) -> Limits:
-    """Resolve the settings that are left open, for this machine's devices or those of another platform."""
+    """Resolve the settings that are left open, for this machine's devices or for another platform."""
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     budget = budget or budget_of(config, model, _computing(config, model, platform), None)

@@ -55,7 +55,7 @@ class Sampler(SamplingBackend):
         idle_s: float = 60.0,
         figures: Figures | None = None,
     ) -> None:
-        """`idle_s`: after so long without a request, nothing is kept for later ones."""
+        """`idle_s`: seconds without a request after which nothing is kept for later ones."""
         self._device, self._config, self._capabilities, self._rules = device, config, capabilities, rules
         self._snapshots: dict[str, _Users] = {}
         self._serials = 0

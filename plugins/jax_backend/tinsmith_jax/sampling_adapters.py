@@ -41,7 +41,7 @@ class AdapterRows(NamedTuple):
 
     @classmethod
     def of_tiles(cls, resident: Jax, row_N: jax.Array, num_tokens: int, axes: Axes) -> "AdapterRows":
-        """Make the one for tiles with so many tokens each."""
+        """Make the program for tiles of this many tokens."""
         tokens = RowAdapters.of(jnp.repeat(row_N, num_tokens)) if axes.kernels.triton else None
         return cls(resident, row_N, tokens=tokens, interpret=axes.kernels.interpret)
 

@@ -157,7 +157,7 @@ def _largest_floor(order_BV: jax.Array, mass_BV: jax.Array, wanted_B: jax.Array)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Map float32 to int32 preserving the order: the bits, with those of negative numbers flipped."""
+    """Map float32 to int32 preserving the order: the bits, flipped for negative numbers."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0 and 0 are equal and must tie
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 

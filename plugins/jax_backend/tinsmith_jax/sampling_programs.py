@@ -74,7 +74,7 @@ class SamplingPrograms:
 
     config: ModelConfig
     shape: SamplingShape
-    base_shapes: Jax  # pytree of what has a shape and a dtype
+    base_shapes: Jax  # pytree of arrays or their shapes and dtypes
     layout: Layout | None = None
 
     @property
@@ -137,7 +137,7 @@ class SamplingPrograms:
         )
 
     def _prefill(self, num_tiles: int) -> Plan:
-        """On a mesh, `num_tiles` is that of a shard, and so are the numbers of pages and rows."""
+        """On a mesh, `num_tiles`, pages and rows count one shard's."""
         return Plan(
             function=partial(decode.prefill, self.how),
             arguments=(self._weights, self.cache, no_tiles(self.shape, num_tiles)),

@@ -94,7 +94,7 @@ class SamplingShape:
     rounds: bool = False  # these kernels multiply in bfloat16
     triton: bool = False  # by Pallas kernels for GPUs
     interpret: bool = False  # run these as plain JAX, on any device: for tests
-    kept_pages: int | None = None  # of each shard, that stay for what they hold when nobody uses them; None: all
+    kept_pages: int | None = None  # of each shard, that keep their content when unused; None: all
     gathers_once: bool = False  # all weights for a decoding dispatch, instead of a layer's for each layer and step
     returns_experts: bool = False  # that compute each token
     recurrent: bool = False  # some layers have a state of each sequence, so nobody goes on from another's pages
@@ -110,7 +110,7 @@ class SamplingShape:
 
     @property
     def pages_per_shard(self) -> int:
-        """Page 0 is nobody's."""
+        """Page 0 has no owner."""
         return 1 + self.whole_per_shard * self.pages_at_most(self.max_context_tokens)
 
     def pages_at_most(self, num_tokens: int) -> int:
@@ -263,7 +263,7 @@ class TokenTiles(NamedTuple):
 
     tokens_NT: Jax  # -1 past the end of a prompt
     start_N: Jax  # position of a tile's first token, in padding -1
-    table_NG: Jax  # the pages of its sequence; a tile of a prompt fills one, and those of one prompt come in order
+    table_NG: Jax  # the pages of its sequence, in order; a tile of a prompt fills one
     adapter_N: Jax  # row of its adapter, or BASE_MODEL
     state_N2: Jax  # rows of recurrent states, to read and to write; one prompt's tiles have the same
 
@@ -291,7 +291,7 @@ class RowParams(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """Run-time switches for what the slots of a dispatch need. They do not trigger a compilation."""
+    """Run-time switches for the needs of a dispatch's slots. They do not trigger a compilation."""
 
     num_steps: Jax
     any_truncated: Jax

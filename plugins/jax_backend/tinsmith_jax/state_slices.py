@@ -99,7 +99,7 @@ def _of_shard(kind: Kind, shard: Jax, matrices: Sequence["_Matrix"]) -> Iterator
 
 
 class _OnHost:
-    """A shard, copied to the host at the first of so many readings, and let go at the last. Jax thread may read."""
+    """A shard, copied to the host at the first of `readings`, and released after the last. Jax thread may read."""
 
     def __init__(self, shard: Jax, readings: int) -> None:
         self._shard = shard

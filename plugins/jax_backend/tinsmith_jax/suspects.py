@@ -1,7 +1,7 @@
 """Who is in the present step, and whose fault a failed one is: its members are tried one by one, at its position.
 
-Whoever must draw its tokens anew shares steps up to there: they had gone well. A step is a dispatch, or what the host
-prepares for it, of one request or of several at a time.
+Sequences whose tokens are drawn anew share steps up to there, because those had gone well. A step is a dispatch, or the
+host's preparation of one, for one request or several.
 """
 
 from collections.abc import Iterable, Sequence

@@ -229,7 +229,7 @@ class TrainPrograms:
         return (3 if self.finds_not_finite else 2) * len(rank_classes(self.limits.max_lora_rank))
 
     def _complete(self, scores: head.Scores, load_LnE: Jax) -> tuple[Jax, Jax, Jax]:
-        """Join the streams of what a pass returns."""
+        """Join a pass's results over the streams."""
         complete = self.axes.complete
         return complete(scores.logp_TK), complete(scores.loss_TK), complete(load_LnE, axis=1)
 

@@ -138,7 +138,7 @@ class TrainingDevice:
     def load(self, model_id: str, state: ModelState) -> Loaded:
         """Put a state onto the devices. Raises as `restore`. On a mesh, each device's part of files is read by itself.
 
-        Names and shapes of what lies in files have been checked.
+        Names and shapes of tensors in files have been checked.
         """
         model = self._models[model_id]
         specs, zeros = self._train.state_specs(model.padded_rank), self._zeros[model.padded_rank].m
@@ -182,7 +182,7 @@ class TrainingDevice:
             return _on_host(*run(self.base, weights, *self.arguments_of(one.stream)))
 
     def gradients(self, passes: Sequence[TrainingPass]) -> tuple[list[Scored], list[str]]:
-        """Do as `score`, side by side, and add the gradients of the summed losses to those of the models.
+        """Score passes side by side, and add the gradients of the summed losses to the models'.
 
         Return the models whose gradients are not finite, too.
 
@@ -202,7 +202,7 @@ class TrainingDevice:
         return [scored for scored, _ in ran], self._not_finite(list(models))
 
     def _not_finite(self, models: Sequence[str]) -> list[str]:
-        """Return those of the models whose gradients are not finite."""
+        """Return the models whose gradients are not finite."""
         pending = [self._models[model_id] for model_id in models]
         if not self._train.finds_not_finite:  # the arrays are in this process: no copies
             found = [not all(map(_is_finite, jax.tree.leaves(model.gradients))) for model in pending]
@@ -230,7 +230,7 @@ class TrainingDevice:
             model.gradients = self._added(model, own) if model_id in one.apart else own[0]
 
     def _added(self, model: _Model, tiles: Sequence[Adapter]) -> Adapter:
-        """Add the gradients of tiles to those of a model, one after the other, as a pass does."""
+        """Add the gradients of tiles to a model's, one after the other, as a pass does."""
 
         def add(total: jax.Array, *parts: jax.Array) -> Array:
             added = np.array(total)

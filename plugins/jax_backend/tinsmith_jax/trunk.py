@@ -144,7 +144,7 @@ def split_qkv(qkv: Jax, deltas: tuple[Jax, ...], config: ModelConfig) -> tuple[J
 def qk_norm(
     q: Jax, k: Jax, weights: Jax, config: ModelConfig, *, apply: Callable[..., Jax] = lambda compute, x: compute(x)
 ) -> tuple[Jax, Jax]:
-    """Normalise queries and keys, if the model does so: those of each head, or of all together."""
+    """Normalise queries and keys, if the model does so: per head, or all together."""
     if config.attention.qk_norm is None:
         return q, k
     if config.attention.qk_norm == "whole":

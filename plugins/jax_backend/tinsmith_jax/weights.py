@@ -71,7 +71,7 @@ def load_base(
     `widens`: what multiplies them takes matrices of bfloat16 as well, for the same numbers as float32. If all of the
     files' are such, they stay as they are.
 
-    On a mesh, the joined matrices are laid out shard by shard: q, k and v of the first, then those of the second. Each
+    On a mesh, the joined matrices are laid out shard by shard: q, k and v of the first shard, then of the second. Each
     device's part of a tensor is read by itself.
 
     Raise ConfigError for missing files or tensors, or wrong shapes.

@@ -134,6 +134,6 @@ def _with_tokens(budget: Budget, tokens: int, longest: int) -> Budget:
 
 
 def _is_tight(budget: Budget) -> bool:
-    """Say whether a micro-batch takes more than a third of what the base model leaves."""
+    """Return whether a micro-batch takes more than a third of the memory left beside the base model."""
     assert budget.memory is not None
     return 3 * budget.micro_batch > budget.memory - budget.base - budget.runtime

@@ -107,7 +107,7 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
         return super().micro_batches(work)
 
     def shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
-        """Of replayed experts, a rank gets those of its layers."""
+        """A rank gets the replayed experts of its layers."""
         ranks = [(each.coordinates.dp_rank, part.layers) for each, part in zip(self.loaded, self._parts, strict=True)]
         return [
             [[_on_layers(segment, layers) for segment in micro[rank]] if rank < len(micro) else [] for micro in micros]

@@ -1,4 +1,4 @@
-"""What the backend would take of its devices, for `tinsmith plan` and the placement of a server. No torch."""
+"""The backend's demand of its devices, for `tinsmith plan` and for placement. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path

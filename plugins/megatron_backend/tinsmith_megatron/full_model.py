@@ -21,7 +21,7 @@ from tinsmith_workers.torch import FullModelOfWorker, LossTable
 
 
 class FullModel(FullModelOfWorker):
-    """A stage of its own, beside that of the adapters."""
+    """A stage of its own, beside the adapters' stage."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the adapters of a pass add to the output head.
+"""The adapters' contribution to the output head in a pass.
 
 Legend: C = rows of a chunk, H = hidden, V = this rank's part of the vocabulary.
 """

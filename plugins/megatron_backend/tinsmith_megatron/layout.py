@@ -35,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is trained, and how much of it at a time."""
+    """The trained tensors, and the share of them trained at a time."""
 
     tenants: int = 8
     rank: int = 32  # of each adapter; 0: all weights of one model are trained

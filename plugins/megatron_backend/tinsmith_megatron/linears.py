@@ -23,7 +23,7 @@ from tinsmith_megatron.untyped import Untyped
 
 
 class AdaptedLinear(nn.Module):
-    """Common to both. `modules` are the canonical names of what the layer fuses."""
+    """Common to both. `modules`: canonical names of the modules that the layer fuses."""
 
     def __init__(self, d_in: int, d_out: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class RowLinear(AdaptedLinear):
 
 
 def fuse(parts: Sequence[torch.Tensor], groups: int | None) -> torch.Tensor:
-    """Concatenate along the last axis, within each of so many groups of it."""
+    """Concatenate along the last axis, within each of its `groups`."""
     if groups is None:
         return torch.cat(list(parts), dim=-1)
     return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], dim=-1).flatten(-2)

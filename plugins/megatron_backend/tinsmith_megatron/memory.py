@@ -4,7 +4,7 @@ Legend: T = tokens of a micro-batch of one rank, t = tensor parallel ranks, H = 
 keys, d = of one head, F = intermediate size, R = padded rank, G = adapters in the call, E = experts on this rank,
 M = T k / t = rows at the experts, if the router is even, b = bytes of an activation.
 
-What a layer keeps for the backward pass, in numbers of b bytes for each of T tokens:
+A layer keeps for the backward pass, in numbers of b bytes for each of T tokens:
 
     norms      their inputs, divided over t: 2H/t
     inputs     of the matrices, gathered: 2H (of attention and of a dense MLP), for the gradients of adapters or weights
@@ -104,7 +104,7 @@ def weights_of(shape: DecoderShape, layout: Layout, part: ModelPart) -> tuple[fl
 
 
 def adapter_sizes(shape: DecoderShape, part: ModelPart, rank: int) -> tuple[int, int]:
-    """Return the numbers in this part of one adapter: those that all ranks of a stage hold, and those of experts."""
+    """Return the numbers in this part of one adapter: held by all ranks of a stage, and of experts."""
     shared, experts = _layer_sizes(shape, len(part.experts), rank, has_head=False)
     with_head, _ = _layer_sizes(shape, len(part.experts), rank, has_head=part.has_head)
     return len(part.layers) * shared + with_head - shared, len(part.layers) * experts
@@ -153,7 +153,7 @@ def _rows(shape: DecoderShape, layout: Layout, work: Work) -> float:
 
 
 def _copies(shape: DecoderShape, layout: Layout, work: Work) -> float:
-    """Return the numbers in the copies of a layer's adapters, besides those of experts."""
+    """Return the numbers in the copies of a layer's adapters, without experts'."""
     if work.item == _F32 or work.full:
         return 0
     hidden, t = shape.hidden_size, layout.tp

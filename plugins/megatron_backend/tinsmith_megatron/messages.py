@@ -1,4 +1,4 @@
-"""What the engine and the ranks send each other. No torch."""
+"""Messages between the engine and the ranks. No torch."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from tinsmith_workers import TrainingSetup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup(TrainingSetup[MegatronConfig, Architecture]):
-    """What a rank needs to start."""
+    """A rank's settings at its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a rank holds after loading the model."""
+    """A rank's report after loading the model."""
 
     coordinates: Coordinates
     parameter_bytes: int

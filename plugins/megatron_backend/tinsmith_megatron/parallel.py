@@ -57,7 +57,7 @@ def _would_do(facts: Sequence[tuple[str, int]]) -> str:
 
 
 def check_ranks(config: MegatronConfig, num_ranks: int) -> None:
-    """Raise ConfigError if so many ranks cannot be grouped as configured."""
+    """Raise ConfigError if this number of ranks cannot be grouped as configured."""
     group = smallest_group(config)
     if num_ranks % group:
         settings = (

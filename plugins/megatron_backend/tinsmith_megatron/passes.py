@@ -39,7 +39,7 @@ def run_pipeline(stage: Stage, streams: Sequence[Stream], *, backward: bool) -> 
 
 
 def _kept(scores: Scores, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Scores]:
-    """Tell the schedule the loss, a number of tokens that it does not need, and what it shall keep."""
+    """Give the schedule the loss, a token count that it ignores, and the outputs to keep."""
     return loss.clone(), torch.ones((), dtype=torch.int, device=loss.device), scores
 
 

@@ -1,4 +1,4 @@
-"""What the engine asks of the ranks. No torch."""
+"""The methods that the engine calls on the ranks. No torch."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from tinsmith_workers import Answer, Segment, TrainingProgram, WorkersProgram
 
 
 class Training(TrainingProgram):
-    """What a rank does once it has loaded the model."""
+    """A rank's methods once it has loaded the model."""
 
     @abstractmethod
     def create_model(self, model_id: str, lora: LoraConfig) -> None: ...
 
     @abstractmethod
     def create_full_model(self, model_id: str) -> Mapping[str, tuple[int, ...]]:
-        """Read the weights into a stage of their own. Return the shapes of what this rank writes."""
+        """Read the weights into a stage of their own. Return the shapes of the tensors that this rank writes."""
 
     @abstractmethod
     def run(
@@ -27,7 +27,7 @@ class Training(TrainingProgram):
     ) -> list[Answer]:
         """Score this rank's segments by micro-batch, and add to the pending gradients.
 
-        models: of each micro-batch, those of all ranks' segments, by data-parallel rank.
+        models: of each micro-batch, the owners of all ranks' segments, by data-parallel rank.
         """
 
 

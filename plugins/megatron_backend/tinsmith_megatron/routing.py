@@ -1,6 +1,6 @@
 """Routing replay: experts that are given take the place of the router's choice, with the weights that it gives them.
 
-Whoever has chosen, it is counted how many rows of each operation every expert computes.
+The rows of each operation that every expert computes are counted, whether the router chose or not.
 
 Legend: T = rows of this rank's part of the stream, E = experts of a layer, C = experts of a row, O = operations.
 """
@@ -19,7 +19,7 @@ class ReplayedRouting(nn.Module):
     """Chooses for Megatron's router, as its `router_replay`. Megatron's own takes one choice for all rows of a pass."""
 
     def __init__(self, layer: int) -> None:
-        """`layer`: among those of this rank's stage."""
+        """`layer`: its number within this rank's stage."""
         super().__init__()
         self._layer = layer
         self.stream: Stream | None = None  # of the current micro-batch

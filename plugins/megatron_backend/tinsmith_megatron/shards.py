@@ -1,4 +1,4 @@
-"""What a rank holds of a fully trained model: rows of each parameter, and their positions in canonical tensors.
+"""A rank's share of a fully trained model: rows of each parameter, and their positions in canonical tensors.
 
 The ranks that compute the same parameter divide its rows for everything but the passes: float32 weights, moments and
 the pending gradient (ZeRO, Rajbhandari et al. 2020). A parameter of Megatron's may fuse several canonical tensors.

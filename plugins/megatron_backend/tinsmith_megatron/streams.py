@@ -34,7 +34,7 @@ class Stream:
     scales_G1: torch.Tensor
     ends_G: torch.Tensor  # int32: where the rows of each adapter end
     experts_LTC: torch.Tensor | None  # int16; -1: the router chooses. None: it chooses for all rows
-    operations: tuple[int, ...]  # their numbers, without that of the padding
+    operations: tuple[int, ...]  # their numbers, without the padding's
     operation_T: torch.Tensor  # int64: which of them a row belongs to
     loads: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of a layer, how many rows of each operation every expert computes: int32 [O, E]. The layers add them."""
@@ -55,7 +55,7 @@ def make_stream(
 ) -> Stream:
     """Place segments end to end. `owners` gives each model's adapter in the stacks.
 
-    Pad to a multiple of so many rows; without segments, everything is padding.
+    Pad to a multiple of `multiple` rows; without segments, everything is padding.
     """
     ordered = sorted(segments, key=lambda segment: owners[segment.model_id])
     lengths = [segment.num_tokens for segment in ordered]

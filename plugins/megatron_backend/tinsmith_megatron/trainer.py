@@ -91,14 +91,14 @@ class Trainer(ModelsOfWorker[FullModel], Training):
         return owners, Stacks([self.adapters[model_id] for model_id in models], backward=backward)
 
     def _add_gradient(self, model_id: str, gradient: torch.Tensor) -> None:
-        """Complete a gradient with what the other ranks have computed, and add it to the pending one."""
+        """Complete a gradient with the other ranks' contributions, and add it to the pending one."""
         adapter, shared = self.adapters[model_id], self.adapters[model_id].layout.shared_size
         sum_over_stage_(gradient[:shared])
         sum_over_expert_copies_(gradient[shared:])
         adapter.gradients = gradient if adapter.gradients is None else adapter.gradients.add_(gradient)
 
     def _norms(self, adapters: Sequence[Adapter], gradients: Sequence[torch.Tensor]) -> list[float]:
-        """Count every part once, and what a stage shares only in its first."""
+        """Count every part once, and parts shared within a stage only on its first rank."""
         squares = torch.zeros(len(adapters), dtype=torch.float64, device=self.device)
         if self._speaks:
             for index, (adapter, gradient) in enumerate(zip(adapters, gradients, strict=True)):

@@ -50,7 +50,7 @@ def tokens_of(sequence: SampledSequence) -> list[int]:
 def completion_logprobs(
     text: ModelText, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Object | None]
 ) -> Object:
-    """Return the logprobs of tokens, which may begin with those of an echoed prompt."""
+    """Return the logprobs of tokens, which may begin with an echoed prompt."""
     pieces = [text.piece(token) for token in tokens]
     offsets = [0]
     for piece in pieces[:-1]:
@@ -64,7 +64,7 @@ def completion_logprobs(
 
 
 def numbers(values: FloatArray) -> list[float | None]:
-    """Return logprobs as JSON has them: NaN is what was not scored."""
+    """Return logprobs for JSON, where NaN, an unscored token, becomes null."""
     return [None if math.isnan(value) else float(value) for value in values]
 
 

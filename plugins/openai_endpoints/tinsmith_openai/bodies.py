@@ -49,7 +49,7 @@ class SamplingBody(_Body):
 
     @property
     def streams_by_token(self) -> bool:
-        """Whether text is sent while it is drawn. What needs whole choices is sent when they have ended."""
+        """Whether text is sent while it is drawn. Answers that need whole choices are sent when these have ended."""
         return self.stream and not self.return_token_ids
 
     @property
@@ -74,7 +74,7 @@ class CompletionRequest(SamplingBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Return each prompt, text or tokens."""
-        prompt: Any = self.prompt  # Any: the four forms differ in what their first element is
+        prompt: Any = self.prompt  # Any: the four forms differ in their first element
         if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
             return [prompt]
         return list(prompt)

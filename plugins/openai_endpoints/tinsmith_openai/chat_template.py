@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @classmethod
     def of_model(cls, directory: Path) -> "ChatTemplate | None":
-        """Read that of a Hugging Face directory; None if it has none."""
+        """Read a Hugging Face directory's template; None if it has none."""
         config = _read(directory / "tokenizer_config.json")
         tokens = {name: _text(value) for name, value in config.items() if name.endswith("_token") and _text(value)}
         file = directory / "chat_template.jinja"
@@ -70,7 +70,7 @@ class ChatTemplate:
             return self._template.render(values)
         except UserError:
             raise
-        except Exception as error:  # a template is a program: it may fail in any way at what it does not expect
+        except Exception as error:  # a template is a program: unexpected input may make it fail in any way
             msg = f"the model's chat template cannot render these messages: {error}"
             raise UserError(msg) from error
 

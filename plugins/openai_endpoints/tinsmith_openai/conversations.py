@@ -1,4 +1,4 @@
-"""From a conversation to the tokens of its prompt, and back from what was sampled to a message."""
+"""From a conversation to the tokens of its prompt, and back from sampled tokens to a message."""
 
 import json
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def read_conversation(text: ModelText, kept: Transcripts, tenant: str, body: Cha
 def keep_answer(
     kept: Transcripts, tenant: str, asked: Conversation, body: ChatRequest, answer: Object, tokens: Sequence[int]
 ) -> None:
-    """Remember the tokens of an answer, behind those of its prompt."""
+    """Remember the tokens of an answer, after its prompt's."""
     said = Message.model_validate(answer)
     name = digests(asked.of_all, [*(_as_sent(message) for message in body.messages), _as_sent(said)])[-1]
     kept.keep(tenant, name, parent=asked.known, tokens=[*asked.tokens[asked.num_known :], *tokens])

@@ -8,7 +8,7 @@ from tinsmith_openai.texts import ModelText
 class GrowingText:
     """Yields text that later tokens cannot change.
 
-    It keeps back an unfinished character, and what may be the beginning of a stop string.
+    It keeps back an unfinished character, and a possible beginning of a stop string.
     """
 
     def __init__(self, text: ModelText, stop_strings: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ _ENDED: Final = None
 
 
 class EventForm(ABC, Generic[Whole]):
-    """How an API's events say what is drawn. `Whole` is an answer of it that is complete."""
+    """How an API reports drawn text in events. `Whole`: the API's complete answer."""
 
     @abstractmethod
     def begin(self, index: int) -> Iterable[str]:
@@ -125,7 +125,7 @@ class LiveAnswer(Generic[Whole]):
 
 
 class _ClosingResponse(StreamingResponse):
-    """Closes its source when it has been sent, or cannot be, even if not one event was asked for."""
+    """Closes its source when the answer has been sent or cannot be, even if no event was requested."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream")

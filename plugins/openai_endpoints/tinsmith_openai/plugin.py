@@ -1,4 +1,4 @@
-"""What the plugin offers: routes under the prefixes of OpenAI's API and of the hosted service, and `/chat`."""
+"""The plugin's offers: routes under the prefixes of OpenAI's API and of the hosted service, and `/chat`."""
 
 from __future__ import annotations
 

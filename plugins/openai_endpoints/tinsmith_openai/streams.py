@@ -54,7 +54,7 @@ class OpenAiEvents(EventForm[Answer]):
 
 
 def streamed(answer: Answer, *, include_usage: bool) -> StreamingResponse:
-    """Return the events that say what an answer says."""
+    """Return the events of a finished answer."""
     is_chat = answer["object"] == "chat.completion"
     head = {**answer, "object": "chat.completion.chunk" if is_chat else "text_completion"}
     usage = head.pop("usage")

@@ -1,4 +1,4 @@
-"""Finds tool calls in what a model has said, in the form that its chat template shows it."""
+"""Finds tool calls in a model's text, in the form that its chat template shows it."""
 
 import json
 import secrets
@@ -19,7 +19,7 @@ class ToolCall:
 
 
 def find_tool_calls(template: ChatTemplate, said: str) -> tuple[str | None, list[ToolCall]]:
-    """Return what was said besides calls, and the calls. What cannot be read as a call stays text.
+    """Return the text outside calls, and the calls. An unreadable call stays text.
 
     If the template has `<tool_call>`, a call is a JSON object between these tags (Hermes, Qwen). Otherwise it is a JSON
     object with a name and parameters, and nothing else (Llama).

@@ -1,8 +1,8 @@
 """The tokens of conversations, so that the next turn of one begins with the very tokens that were sampled.
 
-Text that was sampled may be encoded into other tokens. So what a model has said is kept here, with the conversation
-that it continues, and a request that repeats both gets the tokens. Each tenant has its own room: what it keeps does
-not depend on others. If tokens are gone, the text is encoded.
+Text that was sampled may be encoded into other tokens. So a model's words are kept here as tokens, with the
+conversation that they continue, and a request that repeats both gets the tokens. Each tenant has its own share, which
+others do not affect. If tokens are gone, the text is encoded.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def digests(of_all: Json, messages: Iterable[Json]) -> Digests:
 @dataclass(frozen=True, slots=True)
 class _Turn:
     parent: bytes | None
-    tokens: TokenArray  # behind those of the parent
+    tokens: TokenArray  # after the parent's
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Transcripts:
         return [int(token) for turn in reversed(chain) for token in turn.tokens] if chain else None
 
     def keep(self, tenant: str, digest: bytes, *, parent: bytes | None, tokens: Sequence[int]) -> None:
-        """Keep the tokens of a conversation up to a message. `tokens` lacks those of the parent."""
+        """Keep the tokens of a conversation up to a message. `tokens` leaves out the parent's."""
         kept = self._tenants.pop(tenant, None) or _Kept()
         self._tenants[tenant] = kept
         if len(self._tenants) > _MOST_TENANTS:

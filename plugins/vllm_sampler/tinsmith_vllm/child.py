@@ -334,7 +334,7 @@ class EngineLoop:
         )
 
     def _experts(self, request: Generate, name: str, num_drawn: int) -> bytes:
-        """Return the experts of what a sequence has computed since the last call: all but the last token drawn."""
+        """Return the experts of the tokens that a sequence has computed since the last call: all but the last drawn."""
         first = self._routed.get(name, 0)
         last = max(first, len(request.prompt) // 4 - 1) + num_drawn
         self._routed[name] = last

@@ -15,7 +15,7 @@ compiled at the start, by an nvcc that many machines lack, and not used.
 we hook into then has placeholders for tokens; only their number is used. A step may be under way when all have ended.
 - Few classes have adapters of the head, and those apply them to the wrong rows of a prompt, because a step's adapter
 indices are those of the sampled rows. They also take memory for adapters of the embedding. So vLLM makes none of head
-and embedding, and our own code adds those of the head to the logits, in heads.py.
+and embedding, and our own code adds the head's to the logits, in heads.py.
 - A request cannot ask about the prompt logprobs of tokens of its choice. So our own code scores prompts, in worker.py.
 - On CPU, the adapter operators treat the index -1 ("none") as an index from the end, so that rows of the base model got
 the adapter in the last slot. They are wrapped to skip such rows. The GPU kernels skip them already.
@@ -360,7 +360,7 @@ def keep_the_head(loaded: Callable[[Any_, Any_], None]) -> None:
 def add_to_logits(model: Any_, add: Callable[[Any_, Any_], None]) -> bool:
     """Call `add(logits, hidden_states)` after the head's product, and return True; False if the model has no such head.
 
-    It may change the logits. They are those of all rows, on the ranks that have them.
+    It may change the logits: of all rows, on the ranks that have them.
     """
     from vllm.distributed import get_pp_group
     from vllm.model_executor.layers.logits_processor import LogitsProcessor

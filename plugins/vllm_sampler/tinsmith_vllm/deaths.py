@@ -1,4 +1,4 @@
-"""How a vLLM process ended, and what that says about the samples that it was drawing."""
+"""How a vLLM process ended, and which conclusion that allows about its samples."""
 
 import signal
 from dataclasses import dataclass

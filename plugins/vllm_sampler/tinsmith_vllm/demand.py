@@ -1,4 +1,4 @@
-"""How vLLM divides its devices, and what it takes of each. Arithmetic over the model's configuration: no vLLM.
+"""How vLLM divides its devices, and its demand of each. Arithmetic over the model's configuration: no vLLM.
 
 What vLLM needs beside weights, adapters, the activations of long steps, and keys and values (CUDA graphs, its
 workspace, logits) is an allowance, not measured. On a device of its own, vLLM measures it at its start, and takes it
@@ -177,7 +177,7 @@ def _activations(shape: DecoderShape, layout: Layout, steps: int, item: int) -> 
 
 
 def merges(config: VllmConfig, shape: DecoderShape | None, *, on_cpu: bool) -> bool:
-    """Return whether adapters are merged into the weights: vLLM has no kernels for those of experts on CPU."""
+    """Return whether adapters are merged into the weights: vLLM has no kernels for experts' adapters on CPUs."""
     return config.adapters == "merge" or (config.adapters == "auto" and on_cpu and has_experts(shape))
 
 

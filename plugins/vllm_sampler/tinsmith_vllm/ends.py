@@ -42,7 +42,7 @@ class Ends:
         self._failed_before = {replica: replica.failed_starts for replica in self._replicas}
 
     def waited_in_vain(self, replica: Replica) -> bool:
-        """Return whether the replica has failed to start too often since the sample began to wait, wherever it did."""
+        """Return whether starts have failed too often since the sample began to wait, on whichever replica."""
         failed = replica.failed_starts - self._failed_before[replica]
         return not replica.is_running and failed >= MAX_FAILED_STARTS
 

@@ -1,4 +1,4 @@
-"""Adapters of the output head. vLLM applies those of some models only, and not to prompts, so it is told of none.
+"""Adapters of the output head. vLLM applies them for some models only, and not to prompts, so it is told of none.
 
 What an adapter adds to the logits is added where the head computes them: for models of any class, before soft caps and
 scales, and to a matrix that the embedding may share. Each row gets the adapter of its own request.

@@ -25,7 +25,7 @@ _ALIGNMENT: Final = 64
 
 
 class AdapterMemory:
-    """What is loaded, by the path that is told to vLLM."""
+    """Loaded adapters, by the path that is told to vLLM."""
 
     def __init__(self, ids: Iterator[int]) -> None:
         self._ids = ids
@@ -84,7 +84,7 @@ class AdapterMemory:
 
 
 def write_tensors(descriptor: int, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> dict[str, Array]:
-    """Fill an empty file with contiguous float32 arrays, as safetensors. Return views of what was written, to be read.
+    """Fill an empty file with contiguous float32 arrays, as safetensors. Return read-only views of the file.
 
     Raise OSError if there is no room.
     """

@@ -112,7 +112,7 @@ class Count(Message, frozen=True):
 
 
 class Rest(Message, frozen=True):
-    """Give the device's memory away, or take it again. Comes when no request runs but what was aborted."""
+    """Give the device's memory away, or take it again. Comes when only aborted requests run."""
 
     request_id: int
     asleep: bool
@@ -165,7 +165,7 @@ class Drawn(Message, frozen=True):
     ended: str  # "stop", "length", or empty while it goes on
     cached_tokens: int
     scores: PromptScores | None  # with the first tokens of sequence 0, if prompt scores were requested
-    experts: bytes = b""  # uint16 [rows, L, C]: of what has been computed since the last message, the prompt included
+    experts: bytes = b""  # uint16 [rows, L, C]: of the tokens computed since the last message, the prompt included
 
 
 class Refused(Message, frozen=True):

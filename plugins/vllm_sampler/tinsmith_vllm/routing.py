@@ -5,7 +5,7 @@ from typing import Final, Generic, TypeVar
 
 from tinsmith import Sample
 
-WORTH: Final = 16  # sequences: a replica that began a prompt may have so many more to do than the least busy one
+WORTH: Final = 16  # sequences: by which a replica that began a prompt may exceed the least busy one
 _TOKENS: Final = 64  # of a prompt, by which it is known; vLLM caches in blocks of 16
 _MOST: Final = 4096
 

@@ -1,4 +1,4 @@
-"""What the interpreter of vLLM's environment sees. It may be another than the engine's, so it is asked itself."""
+"""Facts about the interpreter of vLLM's environment. It may differ from the engine's, so it is asked itself."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

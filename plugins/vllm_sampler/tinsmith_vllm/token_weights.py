@@ -11,7 +11,7 @@ LOG2_E: Final = 1.4426950408889634
 POWERS: Final = (1.0, 0.6931471824645996, 0.24022646, 0.05550329, 0.00961852, 0.001339986, 0.00015337578)
 """Coefficients of 2**f for f in [-0.5, 0.5], lowest power first: 1e-7 of it at most."""
 LEAST: Final = -64.0
-"""What is below 2**LEAST of the likeliest token has no weight, as anything below 2**-ONE_BITS."""
+"""Tokens below 2**LEAST of the likeliest one have no weight, as anything below 2**-ONE_BITS."""
 ONE_BITS: Final = 40
 """The likeliest token weighs 2**ONE_BITS, and the sum of 2**18 tokens still fits 63 bits."""
 EXPONENT: Final = 127 + ONE_BITS

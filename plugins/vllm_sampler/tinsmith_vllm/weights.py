@@ -19,7 +19,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def weights_of(base: Weights, source: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all weights: those of the base model, changed by an adapter; or a full model's own.
+    """Yield all weights: the base model's, changed by an adapter; or a full model's own.
 
     `source` is a directory, or an adapter's memory.
 

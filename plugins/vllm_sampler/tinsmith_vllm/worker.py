@@ -67,7 +67,7 @@ class TinsmithWorker:
         return self.tinsmith_parts
 
     def tinsmith_keep_experts(self) -> None:
-        """Keep the experts of what is in the cache. Called once, before the first request."""
+        """Keep the experts of cached tokens. Called once, before the first request."""
         self.tinsmith_experts = CachedExperts(self.model_runner)
         compat.replace_prompt_scoring(self.model_runner, self._after_step)
 

@@ -74,7 +74,7 @@ class SkeletonSampler(tinsmith.SamplingBackend):
 
 
 async def _draw(op: Sample, index: int, logp_VV: Float64Array) -> SampledSequence:
-    """Draw one sequence. What it is depends on the operation and the snapshot alone."""
+    """Draw one sequence, which depends on the operation and the snapshot alone."""
     rng, params = np.random.default_rng([op.params.seed, index]), op.params
     if params.temperature > 0:  # 0 is greedy, and reported at 1
         logp_VV = _log_softmax(logp_VV / params.temperature)

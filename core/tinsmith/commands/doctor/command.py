@@ -94,7 +94,7 @@ def _holds_database(settings: Settings) -> bool:
 
 
 def _load(load: Callable[..., Settings]) -> tuple[Settings | None, Finding]:
-    """Return the settings, as far as they can be read, and what is to be said about them."""
+    """Return the settings, as far as they can be read, and the findings about them."""
     try:
         settings = load(needs_models=False)
     except ConfigError as error:

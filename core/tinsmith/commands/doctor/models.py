@@ -129,7 +129,7 @@ def _devices(
 def _too_few(
     subject: str, spec: AnySpec, section: PluginSection | None, devices: Sequence[Device], machine: Machine
 ) -> Finding | None:
-    """Compare the GPUs that a framework sees with those of the machine, if they would be placed on them."""
+    """Compare a framework's GPUs with the machine's, if models would be placed on them."""
     seen, there = sum(device.memory_bytes is not None for device in devices), len(machine.devices)
     if spec.demand is None or seen >= there:
         return None

@@ -27,7 +27,7 @@ _MARK: Final = "tinsmith-probe: "  # frameworks print, too
 
 
 def probe(kind: Kind, name: str, options: Mapping[str, Any], model_path: Path | None) -> list[Device]:
-    """Return the devices that a backend or sampler would use. Raise ServerError with what it says if it cannot."""
+    """Return the devices that a backend or sampler would use. Raise ServerError with its message if it fails."""
     asked = json.dumps({"options": dict(options), "model_path": None if model_path is None else str(model_path)})
     command = [sys.executable, "-m", "tinsmith.commands.doctor.probe", kind, name]
     try:

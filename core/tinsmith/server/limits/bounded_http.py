@@ -155,7 +155,7 @@ class Phase(Enum):
 class _AnswerTransport(asyncio.Transport):
     """The transport to which an answer is written. Closing it calls `BoundedHttp.end`.
 
-    The head goes with what follows at once, since each write to a socket takes as long as a small route.
+    The head is sent together with the next bytes, since each write to a socket takes as long as a small route.
     """
 
     def __init__(self, connection: "BoundedHttp") -> None:

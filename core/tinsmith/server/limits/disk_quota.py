@@ -1,4 +1,4 @@
-"""Decides whether a tenant may have more written to the disk. What must be written is never asked about.
+"""Decides whether a tenant may write more to the disk. Writes that must happen are not asked about.
 
 That is heartbeats, results, and what frees space: the ends of models and sessions, and deletions.
 """
@@ -48,7 +48,7 @@ class DiskQuota:
         self._accepted_bytes = 0  # since then
 
     async def admit(self, tenant: str, more: int, *, awaited: bool = False) -> None:
-        """Count so many bytes of the tenant. Raise CapacityError if they exceed its share, or use the reserve.
+        """Count `num_bytes` of the tenant. Raise CapacityError if they exceed its share, or use the reserve.
 
         With `awaited`, other requests wait for this one: it may exceed the share, and use some of the reserve.
         """

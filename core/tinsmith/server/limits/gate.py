@@ -1,6 +1,6 @@
 """Refuses requests before any other check: foreign host names for a server without keys, and unreadable paths.
 
-Without configured keys, whoever reaches the server may use it, so it listens on loopback only. A web page on the same
+Without configured keys, every caller may use the server, so it listens on loopback only. A web page on the same
 machine's browser reaches loopback, too: by a name of its own that resolves to 127.0.0.1 (so `Host` is foreign), or from
 another site (so `Origin` is).
 """
@@ -45,7 +45,7 @@ class Gate:
         return closing(JSONResponse({"detail": detail}, status))
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Return status and detail, or None for what may pass."""
+        """Return status and detail of a refusal, or None."""
         headers = Headers(scope=scope)
         if self._names is not None:
             for header, values in (("Host", headers.getlist("host")), ("Origin", headers.getlist("origin"))):
@@ -65,7 +65,7 @@ class Gate:
 
 
 def names_of(server: ServerSettings) -> frozenset[str] | None:
-    """Return the names of a server without keys, beside those of loopback; None for one with keys."""
+    """Return the names of a server without keys, in addition to loopback's; None for one with keys."""
     if server.api_keys:
         return None
     return frozenset({server.host.lower(), _name_in(server.public_url or "")}) - {""}

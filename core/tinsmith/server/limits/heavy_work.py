@@ -62,7 +62,7 @@ class LargeAnswers:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def build(self, tenant: str, read: Callable[[], Awaitable[T]], to_json: Callable[[T], str]) -> Response:
-        """Answer with what was read. `to_json` runs in a thread."""
+        """Answer with the value read. `to_json` runs in a thread."""
         lock = self._locks.setdefault(tenant, asyncio.Lock())
         async with lock:
             body = await run_in_threadpool(to_json, await read())

@@ -1,6 +1,6 @@
 """Health probes are always answered: an orchestrator that gets no answer, or a refusal, restarts the server.
 
-Beyond a rate they are answered late, and with what was answered last, so that a flood of them costs little. Those of an
+Beyond a rate they are answered late, with the last answer, so that a flood of them costs little. Probes of an
 address that sends many wait longest: an orchestrator has an address of its own, and sends few.
 """
 

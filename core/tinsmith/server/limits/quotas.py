@@ -99,7 +99,7 @@ class Quotas:
             await self._admit_pending(operation, "pending_operations", awaited=True)
 
     async def _admit_pending(self, operation: NewOperation, setting: str, *, awaited: bool = False) -> None:
-        """Count the bytes last: they are taken from all tenants. What is counted before is taken back in that case."""
+        """Count the bytes last: all tenants share them. If they are refused, the counts before are taken back."""
         tenant, num_bytes = operation.tenant, len(operation.payload)
         more = {setting: 1, "queued_bytes": num_bytes, _OPEN_SAVES: int(operation.kind in _SAVES)}
         remedy = "send this one again when some of them are done"

@@ -1,6 +1,6 @@
-"""What the engines do, and what waits for them: for the page, and for programs.
+"""The engines' states and queues: for the page, and for programs.
 
-A tenant sees the states of all engines, and its own work. An administrator sees everybody's.
+A tenant sees the states of all engines, and its own work. An administrator sees all tenants' work.
 """
 
 from collections.abc import Mapping, Sequence

@@ -43,7 +43,7 @@ async def list_runs(
     offset: Offset = 0,
     access_scope: AccessScope = "accessible",
 ) -> wire.RunSummaries:
-    """List runs, newest first: those of the caller, or of all tenants for an administrator.
+    """List runs, newest first: the caller's, or all tenants' for an administrator.
 
     This and the other routes that the page reads need no key on a server without keys: they show all runs then.
     """

@@ -86,7 +86,7 @@ async def get_info(body: wire.ModelRequest, caller: Caller, context: Context) ->
 
 @router.post("/unload_model", response_model_exclude_none=True)
 async def unload_model(body: wire.ModelRequest, caller: Caller, context: Context) -> wire.Submitted:
-    """Free a model's place before its session ends. What the model has accepted runs first."""
+    """Free a model's place before its session ends. Its accepted operations run first."""
     run = await own_known_run(context, caller, body.model_id)
     request_id = await context.store.unload_run(run.model_id)
     context.requests.note(request_id, KnownOwner(run.tenant))

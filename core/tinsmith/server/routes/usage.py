@@ -1,6 +1,6 @@
 """The usage of tenants: the SDK's billing calls, without prices, and counters for Prometheus.
 
-A tenant sees its own usage, an administrator everybody's.
+A tenant sees its own usage, an administrator all tenants'.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +103,7 @@ def _stored(each: StoredCheckpoints) -> wire.StorageUsageItem:
 
 @router.get("/usage/disk")
 async def disk_usage(caller: Caller, context: Context) -> wire.DiskUsage:
-    """List what is kept, and what may be."""
+    """List the bytes kept, and the limits."""
     disk = context.quotas.disk
     uses = await disk.uses(visible_tenant(caller, "accessible"))
     space, reserve = await disk.space(), await disk.reserve_bytes()

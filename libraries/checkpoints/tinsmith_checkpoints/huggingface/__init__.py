@@ -1,6 +1,6 @@
 """Hugging Face directories: models, adapters, tokenizers, and tiny random ones for tests. No ML framework.
 
-The names exported here are public: plugins that read such directories may import this module besides `tinsmith`.
+The names exported here are public: plugins that read such directories may import this module in addition to `tinsmith`.
 """
 
 from tinsmith_checkpoints.huggingface.adapter_deltas import Delta, deltas

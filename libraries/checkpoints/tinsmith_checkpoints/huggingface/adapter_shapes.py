@@ -15,7 +15,7 @@ _SHARE_A: Final = frozenset({"gate_proj", "up_proj"})
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """A matrix, or those of a layer's experts, of which one factor is shared."""
+    """A matrix, or the matrices of a layer's experts, which share one LoRA factor."""
 
     size_out: int
     size_in: int

@@ -19,7 +19,7 @@ from tinsmith_checkpoints.values import Json
 PACKED: Final = "_packed"
 SCALE: Final = "_scale"
 SHAPE: Final = "_shape"
-"""What follows a matrix's name in the names of its three tensors."""
+"""Suffixes that a matrix's three tensors add to its name."""
 
 W8A16: Final[dict[str, Json]] = {
     "quant_method": "compressed-tensors",
@@ -56,7 +56,7 @@ class Int8:
     group_size: int | None  # columns of a row that have one scale; None: all of them
 
     def num_scales(self, columns: int) -> int:
-        """Return how many scales each row of so many columns has."""
+        """Return the number of scales of a row with this many columns."""
         return 1 if self.group_size is None else -(-columns // self.group_size)
 
 
@@ -78,7 +78,7 @@ def read_int8(config: Mapping[str, Json], path: Path) -> Int8 | None:
 
 
 def _settings(config: Mapping[str, Json]) -> list[tuple[str, Json, tuple[Json, ...]]]:
-    """List what decides about the layout: where it is, what it is, and what it may be."""
+    """List the settings that decide the layout: each one's place, its value, and the values allowed."""
     groups = config.get("config_groups") or {}
     name: str = next(iter(groups), "group_0")
     group: dict[str, Any] = groups.get(name, {})
@@ -110,7 +110,7 @@ def packed_columns(columns: slice) -> slice:
 
 
 def unpacked(packed: npt.NDArray[np.int32], columns: slice) -> npt.NDArray[np.int8]:
-    """Return the integers of these columns of the matrix, from those of `packed_columns`."""
+    """Unpack the integers of these columns of the matrix from the columns `packed_columns`."""
     first = columns.start % 4
     stored = np.ascontiguousarray(packed).view(np.uint8)
     return (stored[:, first : first + columns.stop - columns.start] ^ np.uint8(_OFFSET)).view(np.int8)

@@ -46,7 +46,7 @@ class JoinedMatrix:
 
 
 def joined_matrices(config: Mapping[str, Json]) -> tuple[JoinedMatrix, ...]:
-    """Return those of the layers of a model, given its config.json."""
+    """Return the joined rows of a model's layers, given its config.json."""
     match next(iter(config.get("architectures") or ()), None):
         case "Phi3ForCausalLM":
             return _of_phi3(config)

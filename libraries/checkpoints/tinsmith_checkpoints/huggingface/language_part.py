@@ -8,7 +8,7 @@ from tinsmith_checkpoints.values import Json
 LANGUAGE_MODEL: Final = "model.language_model."
 """How modules of the language part start in transformers 5, in place of `model.`."""
 
-_PREFIXES: Final = (LANGUAGE_MODEL, "language_model.model.")  # the latter is that of older files
+_PREFIXES: Final = (LANGUAGE_MODEL, "language_model.model.")  # the latter in older files
 _HEADS: Final = ("lm_head.", "language_model.lm_head.")
 _OF_THE_WHOLE: Final = ("architectures", "tie_word_embeddings", "quantization_config")
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 BLOCKS: Final = "_blocks"
 SCALES: Final = "_scales"
-"""What follows a tensor's name in the names of its two."""
+"""Suffixes that the tensor's two parts add to its name."""
 
 BLOCK: Final = 32  # numbers that share a scale
 _BIAS: Final = 127

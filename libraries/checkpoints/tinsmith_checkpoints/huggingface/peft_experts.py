@@ -114,7 +114,7 @@ def _alternate(base_model: str) -> bool:
 
 
 def _experts_of(name: str) -> str | None:
-    """Return the module with a layer's experts, of whose adapters this weight is one."""
+    """Return the module of a layer's experts to whose adapters this weight belongs."""
     module = peft_layout.parse(name)[0].rpartition(".")[0]
     return module if module.endswith(_SUFFIX) else None
 

@@ -1,6 +1,6 @@
 """Rotary frequencies from a Hugging Face config: default, linear, llama3, yarn and longrope. NumPy only.
 
-The formulas are those of transformers/modeling_rope_utils.py (Apache-2.0). Other types are refused by name.
+The formulas come from transformers/modeling_rope_utils.py (Apache-2.0). Other types are refused by name.
 """
 
 import math

@@ -185,7 +185,7 @@ class StoredTensors(Mapping[str, Array]):
     def of(cls, directory: Path, stem: str) -> Self:
         """Open `<stem>.safetensors` or the shards listed in `<stem>.safetensors.index.json`; else empty.
 
-        Matrices of 8-bit integers are listed as what they stand for.
+        A matrix of 8-bit integers is listed as the matrix that it represents.
         """
         found = {name: tensor for file in shard_files(directory, stem) for name, tensor in read_header(file).items()}
         return cls(_with_int8(found))

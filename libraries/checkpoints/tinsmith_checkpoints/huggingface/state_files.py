@@ -67,7 +67,7 @@ def lay_out_adapter(directory: Path, shapes: Mapping[str, tuple[int, ...]], kind
 def _shards(
     tensors: Iterable[tuple[Kind, str]], shapes: Mapping[str, tuple[int, ...]], shard_bytes: int
 ) -> Iterator[list[tuple[Kind, str]]]:
-    """Divide the tensors over files of at most so many bytes, or of one tensor."""
+    """Divide the tensors over files of at most `shard_bytes`; a larger tensor gets a file of its own."""
     shard, end = list[tuple[Kind, str]](), 0
     for kind, name in tensors:
         size = _num_bytes(shapes[name])

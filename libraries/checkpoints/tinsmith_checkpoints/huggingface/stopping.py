@@ -16,7 +16,7 @@ TAIL_MARGIN_TOKENS = 4
 
 
 class StopParams(Protocol):
-    """What a request says of its end, such as `tinsmith.SamplingParams`."""
+    """The stop conditions of a request, such as `tinsmith.SamplingParams`."""
 
     @property
     def max_tokens(self) -> int: ...

@@ -27,7 +27,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
     """
 
     def __init__(self, directory: Path, *, framework: Literal["numpy", "pt"], int8: Int8 | None = None) -> None:
-        """With `numpy`, matrices in MXFP4, and with `int8` those of 8-bit integers, are read as float32 numbers."""
+        """With `numpy`, matrices in MXFP4 are read as float32; with `int8`, matrices of 8-bit integers, too."""
         self._directory = directory
         self._framework = framework
         self._int8 = int8

@@ -32,7 +32,7 @@ _UNSUPPORTED: Final = {
     "layer_replication": "there is no counterpart here",
     "lora_bias": "biases are not trained",
 }
-_SEED: Final = 0  # of what is imported; nothing is drawn from it but missing modules
+_SEED: Final = 0  # unused: no weight is drawn but of modules that the import lacks
 
 
 def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:

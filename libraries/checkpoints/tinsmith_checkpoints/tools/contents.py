@@ -19,7 +19,7 @@ Layout = Literal["adapter", "model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """`manifest` is None for what is not tinsmith's own; `adapter_config` is PEFT's, empty for a whole model."""
+    """`manifest` is None unless tinsmith wrote the files; `adapter_config` is PEFT's, empty for a whole model."""
 
     directory: Path
     layout: Layout

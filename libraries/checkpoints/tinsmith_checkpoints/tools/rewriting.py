@@ -206,7 +206,7 @@ def merge(
                 progress(name)
                 array = originals[source]
                 if name in parts:
-                    array = array.copy()  # of what was read: the reader may share it
+                    array = array.copy()  # copied from the source, because a reader may share its memory
                 for part in parts[name]:
                     _add(part, places[part], changes[part].factors(weights), lora.scale, array)
                 writer.add(name, array)

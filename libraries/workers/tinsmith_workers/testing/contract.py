@@ -1,4 +1,4 @@
-"""`WorkersContract`: what a launcher's workers must do, and what the engine is told of each of their deaths."""
+"""`WorkersContract`: the behaviour of a launcher's workers, and what the engine learns of each death."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the workers of `WorkersContract` run. Imports nothing that a worker does not need anyhow."""
+"""The program of the workers of `WorkersContract`. It imports only modules that every worker needs."""
 
 import ctypes
 import os

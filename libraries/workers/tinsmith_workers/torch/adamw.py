@@ -53,7 +53,7 @@ def adamw_(tensors: Sequence[Stepped]) -> None:
 
 
 def fused_adamw_(tensors: Sequence[Stepped]) -> None:
-    """Step tensors with torch's own kernel, which reads and writes each number once. Clipping has been done."""
+    """Step tensors with torch's own kernel, which reads and writes each number once. Gradients are already clipped."""
     together: dict[tuple[float, ...], list[Stepped]] = {}
     for each in tensors:
         adam = each.adam
@@ -69,7 +69,7 @@ def fused_adamw_(tensors: Sequence[Stepped]) -> None:
 
 
 def foreach_adamw_(tensors: Sequence[Stepped]) -> None:
-    """Step tensors operation by operation. Clipping has been done."""
+    """Step tensors operation by operation. Gradients are already clipped."""
     weights, gradients = [t.weights for t in tensors], [t.gradient for t in tensors]
     m, v = [t.m for t in tensors], [t.v for t in tensors]
     adams = [t.adam for t in tensors]

@@ -67,7 +67,7 @@ class HeadAdapters(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive rows. adapters: returns those of some of them, given their hidden states; None: there are none."""
+    """Consecutive rows. adapters: returns the adapters of some rows, given their hidden states; None: no adapters."""
 
     start: int
     stop: int
@@ -76,7 +76,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a stream, and what the head computes of them."""
+    """The rows of a stream, and the results that the head computes for them."""
 
     spans: Sequence[Span]
     batch: LossBatch
@@ -160,7 +160,7 @@ def _chunks(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows: Rows) -> Ite
 
 @dataclass(slots=True)
 class _Logprobs:
-    """Of a chunk, and what their derivatives need."""
+    """Scores of a chunk, and the values that their derivatives need."""
 
     logp_CK: torch.Tensor
     logits_CV: torch.Tensor

@@ -49,7 +49,7 @@ class LossTable:
         self._numbers = {name: number for number, name in enumerate(self._specs)}
 
     def batch(self, segments: Sequence[Segment], device: torch.device, *, padding: int = 0) -> LossBatch:
-        """Concatenate the loss inputs of segments, and so many rows without a loss.
+        """Concatenate the loss inputs of segments, followed by `padding` rows without a loss.
 
         Targets are padded to the maximum number per token.
         """

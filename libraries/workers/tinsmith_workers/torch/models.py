@@ -202,7 +202,7 @@ class ModelsOfWorker(TrainingProgram, Generic[Full]):
 def _without_finite_norms(
     models: Mapping[str, Iterable[torch.Tensor]], order: float
 ) -> dict[str, Iterable[torch.Tensor]]:
-    """Return those models of whose tensors a norm is not finite: for order 2, finite numbers may overflow it.
+    """Return the models with a tensor whose norm is not finite: for order 2, finite numbers may overflow it.
 
     The device is waited for once, for all of them.
     """

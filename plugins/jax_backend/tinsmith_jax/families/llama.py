@@ -1,4 +1,4 @@
-"""Llama 2, 3 and what has their layers."""
+"""Llama 2 and 3, and models with their layers."""
 
 from collections.abc import Mapping
 from pathlib import Path

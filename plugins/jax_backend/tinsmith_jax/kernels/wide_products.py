@@ -4,7 +4,7 @@ The k adapters lie side by side in one matrix with k * r columns. One dense prod
 and what belongs to other adapters is selected away. Matrix units work on 128 or 256 columns at a time, so ranks that
 are smaller cost about the same alone. Gradients are one product each, whose columns are already the adapters' sums.
 
-The functions are those of tile_products.py, which documents them. As there, an adapter or a row that is not finite
+The functions are documented in tile_products.py. As there, an adapter or a row that is not finite
 makes its own tenant's results NaN and leaves other tenants alone. A product with zero would pass on a NaN, so such
 values are replaced by zero, and the tenant's own columns by NaN.
 

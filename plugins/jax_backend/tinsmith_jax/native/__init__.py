@@ -1,6 +1,6 @@
 """The door to the kernels in C++, which compute dense models on a CPU. Nothing else of this folder is imported outside.
 
-They compute what the JAX modules say, so whoever reads those need not come here. No jax before `load`: compiling takes
+They compute what the JAX modules say, so readers of those need not come here. No jax before `load`: compiling takes
 longer than importing jax, so it begins before.
 """
 

@@ -1,4 +1,4 @@
-"""The output head in training on a CPU, by the kernels in C++. The arithmetic is that of head.py.
+"""The output head in training on a CPU, by the kernels in C++. Same arithmetic as head.py.
 
 Legend: C = rows of a chunk, n = its tiles, K = targets per row, H = hidden, V = vocabulary, r = padded rank, k =
 adapters in the call.
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """The results of the forward pass; those of rows without a token are undefined."""
+    """The results of the forward pass; undefined for rows without a token."""
 
     logits_CV: Jax
     z_Cr: Jax  # scale x A
@@ -76,7 +76,7 @@ def logits(head_VH: Jax, adapters: Jax, hidden_CH: Jax, tiles: Tiles, *, rounds:
 def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Jax]:
     """Return the logits and the logprobs of the targets [C, K], 0 in rows without a token.
 
-    `rounds`: the head is of bfloat16, and what it multiplies is rounded to that.
+    `rounds`: the head is bfloat16, and its inputs are rounded to it.
     """
     C, V, r = len(given.hidden_CH), len(given.head_VH), given.A.shape[-1]
     shapes = (C, V), (C, r), (C,), given.targets_CK.shape

@@ -2,9 +2,9 @@
 
 Compiling takes longer than importing jax, so it begins before.
 
-A damaged library, as a power cut leaves it, kills whoever loads it. So its digest stands at its end, where no loader
-looks, and is compared first; and whoever loads it leaves a marker meanwhile. If a process has died there, the library
-is compiled again; if that one kills, too, this machine does without.
+A damaged library, as a power cut leaves it, kills the process that loads it. So its digest stands at its end, where no
+loader looks, and is compared first; and a loading process leaves a marker meanwhile. If a process has died there, the
+library is compiled again; if the new one kills, too, this machine does without.
 """
 
 import fcntl
@@ -165,7 +165,7 @@ def _deaths(library: Path) -> dict[Path, int]:
         try:
             with marker.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it is loading, or has just ended; or nothing can be locked or read here
+        except OSError:  # it is loading, or has just ended; or locks or reads fail here
             continue
         found[marker] = int(marker.name.split(".loading-")[1].split("-")[0])
     return found
@@ -194,7 +194,7 @@ def run(command: Sequence[str], *, temporary: Path | None = None) -> bytes:
 
 
 def _instructions() -> bytes:
-    """Return what tells this machine's instructions from those of another that shares the directory."""
+    """Return a key of this machine's instruction set, because machines may share the directory."""
     info = Path("/proc/cpuinfo")
     lines = info.read_bytes().splitlines() if info.exists() else []
     return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"Features"))})) or os.fsencode(

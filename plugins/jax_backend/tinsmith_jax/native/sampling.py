@@ -1,4 +1,4 @@
-"""Sampling on a CPU by the kernels in C++: the layers over tokens, and the draw. The arithmetic is that of decode.py.
+"""Sampling on a CPU by the kernels in C++: the layers over tokens, and the draw. Same arithmetic as decode.py.
 
 Each token is a row by itself, with a position and the pages of its sequence, so a prompt's tokens and those that are
 decoded take the same way. Rows that are not in use cost nothing, and a row's bits do not depend on the others.

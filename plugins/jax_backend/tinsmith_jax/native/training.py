@@ -1,6 +1,6 @@
 """Training on a CPU by the kernels in C++: the layers, and the optimizer's step.
 
-The arithmetic is that of trunk.py and optimizer.py. A pass costs what its tokens cost: unused tiles and the ends of
+Same arithmetic as trunk.py and optimizer.py. A pass costs what its tokens cost: unused tiles and the ends of
 others are left out.
 
 Legend: T = tokens, n = T / TILE tiles, H = hidden, Q = queries of all heads, L = layers.

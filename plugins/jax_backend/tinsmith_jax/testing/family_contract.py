@@ -63,7 +63,7 @@ Output = TypeVar("Output")
 
 
 class FamilyContract:
-    """Subclass it as `Test...`, and name the class in transformers, and its settings besides `TINY`."""
+    """Subclass it as `Test...`; name the class in transformers, and its settings in addition to `TINY`."""
 
     architecture: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}
@@ -72,7 +72,7 @@ class FamilyContract:
     @pytest.fixture(scope="class")
     @classmethod
     def model_path(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Write a model with random weights, those of norms and biases included."""
+        """Write a model with random weights, including norms and biases."""
         torch.manual_seed(0)
         made = getattr(transformers, cls.architecture)
         settings = {**TINY, **cls.settings}
@@ -151,7 +151,7 @@ class FamilyContract:
             _assert_near(after[name].astype(np.float64) - before[name], theirs - before[name], name)
 
     def test_neighbours_change_no_bit(self, backend: JaxBackend, model_id: str) -> None:
-        """A pass holds other sequences, and those of another model."""
+        """A pass holds other sequences of this model and of another one."""
         op = _operation(model_id)
         _create(backend, "other", LoraConfig(rank=4, seed=8))
         together = _one(backend.forward_backward([op, _operation("other", (64,))])[:1])

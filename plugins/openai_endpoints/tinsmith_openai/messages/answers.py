@@ -100,7 +100,7 @@ class MessageEvents(EventForm[Message]):
 
 
 def events_of(start: Object, whole: Message) -> Iterator[str]:
-    """Yield the events that say what a message says, whose blocks come in one piece each."""
+    """Yield the events of a finished message, each of whose blocks comes in one piece."""
     more = {name: value for name, value in whole.items() if name in {"prompt_token_ids", "token_ids"}}
     yield _event({"type": "message_start", "message": {**start, **more}})
     yield _event(_PING)
