@@ -1,7 +1,7 @@
 """Try every release of the SDK that is served, and write the page's table: `python docs/sdk_versions.py`.
 
 For each release in tests/e2e/sdk_releases.txt, it runs tests/e2e/sdk_scenario.py against one server, compares the
-numbers with those of the newest, and walks the release's types. The results go into reference/sdk-versions.json, which
+numbers with the newest release's, and walks the release's types. The results go into reference/sdk-versions.json, which
 generate.py makes the table of.
 """
 
@@ -86,7 +86,7 @@ def markdown() -> str:
 
 
 def _shown(names: Sequence[str]) -> str:
-    """Leave out the fields and parameters of what is itself named."""
+    """Leave out fields and parameters of types and methods that are named themselves."""
     kept = [name for name in names if re.split(r": |\(", name)[0] == name or re.split(r": |\(", name)[0] not in names]
     return ", ".join(f"`{name}`" for name in kept) or "-"
 

@@ -1,7 +1,7 @@
 """What an SDK can send and offers: fields of its requests, its calls, the methods of its clients, its losses.
 
     python docs/sdk_walk.py                           # print it as JSON, of the SDK on the path
-    PYTHONPATH=.venv/sdk-0.40.0 python docs/sdk_walk.py --new   # print how it differs from what is documented
+    PYTHONPATH=.venv/sdk-0.40.0 python docs/sdk_walk.py --new   # print its differences from the documentation
 
 `make new-sdk SDK=0.40.0` fetches that release and does the latter. No module of the product is imported.
 """
@@ -236,7 +236,7 @@ def walked() -> dict[str, Any]:
 
 
 def news() -> Iterator[str]:
-    """Yield a line for each difference between the SDK on the path and what is documented and recorded."""
+    """Yield a line for each difference between the SDK on the path and the documented and recorded one."""
     known, found = field_status.FIELDS, fields()
     for message, own in sorted(found.items()):
         yield from (f"new: {message}: {name}" for name in sorted(own - known.get(message, {}).keys()))

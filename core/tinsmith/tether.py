@@ -1,4 +1,4 @@
-"""Ties processes to a pipe, so that they end when whoever holds its other end does. Standard library alone, and little.
+"""Ties processes to a pipe, so that they end when the holder of its other end does. Standard library alone, and little.
 
 `python -I -S tether.py PROGRAM [ARGUMENT ...]` ties its process group to its standard input, and becomes the program.
 """

@@ -90,4 +90,4 @@ class Connections(Generic[W]):
         try:
             return look(self._glances, name)
         except SQLAlchemyError:
-            return None  # the reader says what is wrong
+            return None  # the reader reports the error

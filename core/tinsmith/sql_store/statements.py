@@ -4,7 +4,7 @@ SQLAlchemy's execution layer costs several times more than SQLite itself. A text
 has it, with `:name` for a parameter, `IN :name` for a list, and `DATABASE_NOW` for the time by the database's clock.
 SQLite gets it without the clause at its end that locks rows, since it has one writer.
 
-Times are stored as microseconds since 1970, enumerations as their values, and what has parts as JSON: dataclasses,
+Times are stored as microseconds since 1970, enumerations as their values, and structured values as JSON: dataclasses,
 tuples and dictionaries.
 """
 
@@ -166,7 +166,7 @@ class Change(_Statement):
 
 
 def query(text: str, row: type[R]) -> Query[R]:
-    """Return the query of a text that depends on what is asked, always the same one."""
+    """Return the query of a text that depends on its arguments; equal texts share one query."""
     key = text, row
     if key not in _QUERIES:
         _QUERIES[key] = Query(text, row)

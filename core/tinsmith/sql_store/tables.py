@@ -302,7 +302,7 @@ class RecoveryPointRow(Table, table=True):
 
 
 class UsageRow(Table, table=True):
-    """What a tenant has used of a base model in one hour, in UTC."""
+    """A tenant's usage of a base model in one hour, in UTC."""
 
     __tablename__ = "usage"
 

@@ -1,4 +1,4 @@
-"""Room on the disk of the data directory: each tenant's share of it, and a reserve for what must be written."""
+"""Room on the disk of the data directory: each tenant's share of it, and a reserve for writes that must happen."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tinsmith.store.records import KeptBytes
 _RESERVE_BYTES: Final = 1 << 30
 _RESERVE_SHARE: Final = 20  # the reserve of a small file system is 1/20 of it
 _LEFT_BYTES: Final = 4 << 30  # that one tenant leaves for others, unless configured otherwise
-_LEFT_SHARE: Final = 5  # or 1/5 of what is available, if that is less
+_LEFT_SHARE: Final = 5  # or 1/5 of the available space, if that is less
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -1,4 +1,4 @@
-"""What the request store holds: a frozen record for each kind of row, and the effects that change rows."""
+"""The request store's values: a frozen record for each kind of row, and the effects that change rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,7 +103,7 @@ class RunRecord:
     state_reason: str | None = None
     next_seq_id: int = 0  # the lowest one not yet claimed, or WAITS_FOR_PLACE
     applied_seq_id: int = -1  # the highest one whose result is recorded
-    steps: int = 0  # optimizer steps behind its recorded results, those of a loaded state included
+    steps: int = 0  # optimizer steps behind its recorded results, including a loaded state's
     metric_bytes: int = 0  # of metrics ever written
 
 
@@ -255,7 +255,7 @@ class EngineFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What the trainer and the sampler of one base model can do together."""
+    """The joint abilities of one base model's trainer and sampler."""
 
     trainer: TrainerCapabilities
     sampler: SamplerCapabilities | None  # None: nobody samples
@@ -273,7 +273,7 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """What the engine of one base model last reported of itself."""
+    """The latest report of one base model's engine about itself."""
 
     base_model: str
     state: EngineState
@@ -292,7 +292,7 @@ class EngineRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedFigures:
-    """What the engine of a base model reported of its figures."""
+    """The figures that a base model's engine reported."""
 
     base_model: str
     reported_at: datetime  # by the store's clock
@@ -422,7 +422,7 @@ Effect = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What one operation used. `engine_s` is its share of the time that its batch took."""
+    """The usage of one operation. `engine_s` is its share of the time that its batch took."""
 
     trained_tokens: int = 0
     prefilled_tokens: int = 0  # of prompts, and of forward passes without a gradient
@@ -494,7 +494,7 @@ class KeptCheckpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBytes:
-    """What a tenant keeps on the disk of the server and in its database, in bytes."""
+    """A tenant's bytes on the server's disk and in its database."""
 
     tenant: str
     log: int = 0  # payloads and results of operations
@@ -559,7 +559,7 @@ class FinishedSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord(Usage):
-    """What a tenant has used of a base model, in one hour or in all."""
+    """A tenant's usage of a base model, in one hour or in total."""
 
     tenant: str
     base_model: str

@@ -109,7 +109,7 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def find_sessions(self, session_ids: Collection[str]) -> dict[str, SessionRecord]:
-        """Return those of these sessions that exist, by their ids: up to 1,000 in one read."""
+        """Return the existing ones of these sessions, by id: up to 1,000 in one read."""
 
     @abstractmethod
     async def list_sessions(self, tenant: str | None, *, limit: int, offset: int) -> list[SessionRecord]:
@@ -555,13 +555,13 @@ class RequestStore(ABC):
     # tokens on their way to a client that reads them while they are drawn
 
     async def tell_drawn(self, pieces: Sequence[DrawnTokens]) -> None:
-        """Pass tokens on to whoever listens, in this process and in the others."""
+        """Pass tokens on to all listeners, in this process and in the others."""
         del pieces
 
     def drawn(
         self, sampling_session_id: str, seq_id: int, hear: Callable[[DrawnTokens], None]
     ) -> AbstractContextManager[None]:
-        """Call `hear` with what is told of a sample meanwhile, in the thread of the event loop.
+        """Call `hear` with the tokens told of a sample meanwhile, in the thread of the event loop.
 
         The sample may be submitted later.
         """

@@ -88,7 +88,7 @@ class ClaimRoom:
 
 
 class _Tally:
-    """What each tenant holds, including what has been chosen so far."""
+    """Each tenant's holdings, including the choices so far."""
 
     def __init__(self, room: ClaimRoom, waiting: Iterable[str]) -> None:
         waiting = set(waiting)

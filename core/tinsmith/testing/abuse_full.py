@@ -20,7 +20,7 @@ class FullAbuseContract(FullSuite):
     random_cases = 16
     """How many random combinations are tried. Raise this there, too."""
     every = 3
-    """In the short form, one in so many cases of "steps" is tried: these steps take longer than those of adapters."""
+    """The short form tries one of this many cases of "steps": they take longer than adapters' steps."""
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of numbers that have become infinite or NaN
     @pytest.mark.parametrize("group", _GROUPS)

@@ -83,7 +83,7 @@ class SamplingAbuseContract(SamplingSuite):
     async def test_what_others_asked_does_not_show(
         self, backend: SamplingBackend, shapes_if_any: Shapes | None
     ) -> None:
-        """In no field: a prompt that another session has asked about is answered as one that nobody has.
+        """In no field: a prompt that another session has asked about is answered like a new one.
 
         If cached prompts were shared, somebody who guesses a prompt block by block would see which guess is right.
         """
@@ -227,7 +227,7 @@ def _fault(answer: SampleOutput, op: Sample, capabilities: SamplerCapabilities) 
 
 
 def _changed_fields(capabilities: SamplerCapabilities, found: SampleOutput, expected: SampleOutput) -> list[str]:
-    """Name the fields that differ by more than company may change, except for what was in the asker's own cache."""
+    """Name the fields that differ by more than company may change, except for tokens from the asker's own cache."""
     changes = []
     for name in ("prompt_logprobs", "target_prompt_logprobs"):
         pair = getattr(found, name), getattr(expected, name)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 ABUSE: Final = "abuse"
-"""The test property that holds the line: the group, and counts by what they count."""
+"""The test property that holds the line: the group, and named counts."""
 
 
 @dataclass(slots=True, kw_only=True)

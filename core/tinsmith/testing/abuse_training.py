@@ -1,7 +1,7 @@
 """The contract of abuse in training: no request that the checks let pass ends the backend or changes a neighbour.
 
 Attackers send every number at every extreme that `check_operation` lets pass, in the same calls as a neighbour, and
-train from weights that are not numbers. What one of them asks may ruin its own model, or be refused.
+train from weights that are not numbers. Such a request may ruin its own model, or be refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -124,7 +124,7 @@ def _pass_case(
     inputs: Mapping[str, float],
     config: Mapping[str, float] | None = None,
 ) -> Case:
-    """A pass with every other number of some inputs replaced, and a step with what it gave."""
+    """A pass with every other number of some inputs replaced, and a step with its gradient."""
     datum = random_datum(2, _LENGTH, capabilities.vocab_size)
     filled = {name: _every_other(inputs.get(name, -1.0), _LENGTH) for name in spec.inputs}
     data = (replace(datum, loss_inputs={"target_tokens": datum.loss_inputs["target_tokens"], **filled}),)

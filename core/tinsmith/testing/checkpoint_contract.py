@@ -22,7 +22,7 @@ _A_MODEL = 1e-4  # allowed float32 difference after a pass through a model
 class CheckpointContract(TrainingSuite):
     @pytest.fixture
     def model_path(self) -> Path | None:
-        """Override to have exports loaded in PEFT: the Hugging Face directory of the backend's base model."""
+        """Override to test exports in PEFT: the Hugging Face directory of the backend's base model."""
         return None
 
     def test_training_goes_on_from_the_file(self, driver: ModelDriver, tmp_path: Path) -> None:

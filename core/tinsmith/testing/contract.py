@@ -40,7 +40,7 @@ def need(capable: object, what: str) -> None:
 
 
 def need_float32(capabilities: Capabilities) -> None:
-    """Skip the test if results are rounded so much that it cannot tell a fault from rounding."""
+    """Skip the test if rounding is too coarse to tell a fault from it."""
     if capabilities.dtype == "bfloat16":
         pytest.skip("the backend computes in bfloat16, whose rounding would hide what the test looks for")
 

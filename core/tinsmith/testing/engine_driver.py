@@ -130,7 +130,7 @@ class EngineDriver:
     ) -> str:
         """Submit an operation under the next seq_id of its subject, and return the request_id.
 
-        `refused`: as what the server has refused.
+        `refused`: the server's refusal, if it has refused the operation.
         """
         subject_id = operation.sampling_session_id if isinstance(operation, ops.Sample) else operation.model_id
         if isinstance(operation, ops.Sample) and (operation.snapshot_id or "").startswith("tinker://"):

@@ -19,7 +19,7 @@ _OF_EXPERT: Final = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight"
 
 
 def int8_config(group_size: int | None = None) -> dict[str, Json]:
-    """Return the quantization_config of a model with a scale for so many columns of a row (None: for all)."""
+    """Return the quantization_config of a model with a scale per `columns` columns of a row (None: per row)."""
     config = copy.deepcopy(W8A16)
     strategy = "channel" if group_size is None else "group"
     config["config_groups"]["group_0"]["weights"] |= {"strategy": strategy, "group_size": group_size}

@@ -109,7 +109,7 @@ class LossContract(Contract):
 def _tokens(loss: LossSpec) -> tuple[Array, Mapping[str, Array]]:
     """Draw logprobs, and inputs of both signs; sampling logprobs are near the model's own.
 
-    Sums over the sequence are those of all tokens.
+    Sums over the sequence run over all tokens.
     """
     rng = np.random.default_rng(7)
     logp_T = -rng.exponential(size=_NUM_TOKENS) - 0.01

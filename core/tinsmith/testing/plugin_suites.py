@@ -44,7 +44,7 @@ Options = Mapping[str, object]
 class _Wanted:
     """The parameters of the suites for one offer."""
 
-    number: int  # of the offer: distinguishes its fixtures from those of others
+    number: int  # of the offer: distinguishes its fixtures from others'
     offer: Offer
     options: Options  # the user's options that this offer knows
     trainer: AnyBackendSpec | None

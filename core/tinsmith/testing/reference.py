@@ -67,7 +67,7 @@ _DEFAULTS: Mapping[str, Mapping[str, float]] = {
 }
 LOSS_NAMES = tuple(_LOSSES)
 NEEDED_CONFIG: Mapping[str, Mapping[str, float]] = {"gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
-"""Values of what a loss needs in loss_fn_config, for suites."""
+"""Values of the settings that a loss needs in loss_fn_config, for suites."""
 
 
 def losses(

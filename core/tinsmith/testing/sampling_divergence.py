@@ -1,4 +1,4 @@
-"""The contract of diverged snapshots: each is refused by name, to whoever samples from it, and touches nobody else."""
+"""The contract of diverged snapshots: each is refused by name to all who sample from it, and touches no others."""
 
 import asyncio
 from collections.abc import Iterable

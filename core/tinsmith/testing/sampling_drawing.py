@@ -83,7 +83,7 @@ class DrawingContract(SamplingSuite):
     @in_one_loop
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
     async def test_logprobs_are_of_the_scaled_distribution(self, backend: SamplingBackend, temperature: float) -> None:
-        """Logprobs are those of the whole distribution, even if top_k and top_p truncate it."""
+        """Logprobs refer to the whole distribution, even if top_k and top_p truncate it."""
         prompt = random_prompt(3, 5, backend.sampler_capabilities.vocab_size)
         wanted = params(temperature=temperature, top_k=20, top_p=0.9)
         sequence = await ask_one(backend, prompt, wanted)

@@ -70,7 +70,7 @@ class SchedulerContract:
         raise NotImplementedError
 
     def drain(self, pending: Sequence[Pending], limits: Limits) -> list[tuple[Batch, list[Pending]]]:
-        """Plan until nothing is pending; return each batch with what was pending before it."""
+        """Plan until nothing is pending; return each batch with the pending operations before it."""
         scheduler, left = self.make_scheduler(), list(pending)
         memory: Mapping[str, float] = {}
         plans: list[tuple[Batch, list[Pending]]] = []

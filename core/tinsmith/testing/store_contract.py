@@ -272,7 +272,7 @@ class RequestStoreContract(
         assert await store.newest_checkpoints([]) == []
 
     async def test_an_overwritten_checkpoint_stays_published(self, store: RequestStore) -> None:
-        """Publishing belongs to the path; all else, the expiry time included, to what is saved there."""
+        """Publishing belongs to the path; everything else, including the expiry time, to the checkpoint saved there."""
         await a_model(store)
         first = a_checkpoint()
         newer = replace(first, step=9, user_metadata={}, created_at=NOW + timedelta(hours=1))

@@ -129,7 +129,7 @@ class LogContract(StoreSuite):
         assert (await store.get_run("s1:train:0")).next_seq_id == 4
 
     async def test_a_failed_pass_is_found_in_its_window(self, store: RequestStore) -> None:
-        """Whoever failed it. A step that succeeded, or has dropped the gradient, ends a window."""
+        """Regardless of who failed it. A step that succeeded, or has dropped the gradient, ends a window."""
         no, kinds = Failed(message="no"), ("forward_backward", "optim_step", *["forward_backward"] * 2, "forward")
         await a_model(store)
         for seq_id, kind in enumerate((*kinds, "forward_backward", "optim_step", "optim_step"), start=1):

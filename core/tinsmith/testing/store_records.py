@@ -113,7 +113,7 @@ async def a_model(store: RequestStore, model_id: str = "s1:train:0", tenant: str
 
 
 async def claim_records(store: RequestStore, lease: Lease, max_operations: int = 100) -> list[OperationRecord]:
-    """Claim at most so many operations of models, and as many samples."""
+    """Claim at most `number` operations of models, and as many samples."""
     room = ClaimRoom(operations=max_operations, num_bytes=1 << 40)
     return (await store.claim(lease, training=room, samples=room)).records
 

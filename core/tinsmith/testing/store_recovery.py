@@ -1,4 +1,4 @@
-"""What a store keeps for the next engine: running operations, recovery points, and the operations after them."""
+"""A store's state for the next engine: running operations, recovery points, and the operations after them."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a store counts for each tenant: what it has queued, what it has used, and what it keeps."""
+"""A store's counts for each tenant: queued operations, usage, and stored bytes."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The contract of isolation: a model's results do not depend on other models or on what they do."""
+"""The contract of isolation: a model's results do not depend on other models or their operations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +68,7 @@ class IsolationContract(TrainingSuite):
         """Twenty steps alone and in company: every loss, every logprob and the final state are the same.
 
         Without bitwise isolation, each step alone starts where the one in company did: rounding differences grow from
-        step to step, and say nothing about company in the end. What the logprobs differ by is measured whatever the
+        step to step, and say nothing about company in the end. The difference of logprobs is measured whatever the
         backend promises: `tinsmith check-plugin` reports it.
         """
         need(driver.capabilities.max_models > company.neighbours, f"{company.neighbours + 1} models")

@@ -224,7 +224,7 @@ class NumericsContract(TrainingSuite):
 
     @each_loss
     def test_gradient_of_every_loss(self, driver: ModelDriver, loss_fn: str) -> None:
-        """It equals that of cross_entropy with -d loss / d logprob as weights, computed by the oracle."""
+        """It equals cross_entropy's gradient with -d loss / d logprob as weights, computed by the oracle."""
         need_float32(driver.capabilities)
         data, model_id = self._loss_data(driver, loss_fn)
         config = reference.NEEDED_CONFIG.get(loss_fn, {})

@@ -1,6 +1,6 @@
 """Training data and prompts. All tokens are below 56, so that every model knows them.
 
-A `Sequence` is what the SDK calls a Datum. Its inputs are already shifted: position i predicts `targets[i]`.
+A `Sequence` is the SDK's Datum. Its inputs are already shifted: position i predicts `targets[i]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the documentation of Tinker says of losses and of AdamW, in float64.
+"""Tinker's documented losses and AdamW, in float64.
 
 A loss has a value and its derivatives by the logprobs. Both follow from logprobs that a server returns, whatever its
 model. A pass whose weights are minus these derivatives, with cross entropy, has the same gradient as the loss itself.

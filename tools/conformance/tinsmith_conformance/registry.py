@@ -1,4 +1,4 @@
-"""What a check is: a function with a number in its group. Its docstring says what it tests and what a failure means."""
+"""Checks: functions, numbered within a group. A docstring says what is tested and what a failure means."""
 
 from __future__ import annotations
 

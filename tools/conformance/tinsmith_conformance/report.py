@@ -1,4 +1,4 @@
-"""What a run of checks came to: shown while it goes on, as a table, and as JSON."""
+"""The results of a run of checks: shown while it goes on, as a table, and as JSON."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tinsmith_conformance.worker import WARM_UP
 LIMIT_S: Final = 60.0
 WARM_UP_LIMIT_S: Final = 600.0
 _START_S: Final = 120.0
-_PATIENCE: Final = 3  # so many checks in a row without an answer, and the others get a tenth of the time
+_PATIENCE: Final = 3  # checks in a row without an answer, after which the others get a tenth of the time
 _WAIT_S: Final = 0.2  # between looks at the child, so that Ctrl-C is heard
 
 

@@ -1,4 +1,4 @@
-"""What a check talks to a server with: HTTP of its own, and the SDK. Each check has its own sessions, ended after it.
+"""A check's means of talking to a server: its own HTTP, and the SDK. Each check has its own sessions, ended after it.
 
 Everything raises `CheckError` where an answer is not what the protocol says: a check states only what is special.
 """
@@ -234,7 +234,7 @@ class Model:
         self.submit("load_weights", path=path, optimizer=optimizer).result()
 
     def sampler(self) -> Sampler:
-        """Return a sampler of the weights as they are after what was sent so far."""
+        """Return a sampler of the weights as they are after all requests so far."""
         number = self._tester.sampling_number()
         saved = self.submit("save_weights_for_sampler", sampling_session_seq_id=number, kind="snapshot").result()
         sampler_id = saved.get("sampling_session_id")
@@ -257,7 +257,7 @@ class Sampler:
         return next(self._numbers)
 
     def body(self, prompt: ListLike[int] = TOKENS, n: int = 1, **fields: Any) -> dict[str, Any]:
-        """Return a request. Parameters of sampling are `fields`, those of the request begin with an underscore."""
+        """Return a request. `fields`: sampling parameters; with an underscore before the name, the request's."""
         request = {name.removeprefix("_"): value for name, value in fields.items() if name.startswith("_")}
         params = {name: value for name, value in fields.items() if not name.startswith("_")}
         return {
@@ -381,7 +381,7 @@ class Tester:
         return next(self._samplers)
 
     def new_model(self, rank: int = 8, seed: int | None = 1, **fields: Any) -> httpx.Response:
-        """Send create_model. What is not a field of the request is one of its LoRA configuration."""
+        """Send create_model. Fields that the request lacks belong to its LoRA configuration."""
         lora = {"rank": rank, "seed": seed, "train_attn": True, "train_mlp": True, "train_unembed": True}
         lora |= {name: fields.pop(name) for name in tuple(fields) if name.startswith("train_")}
         body = {

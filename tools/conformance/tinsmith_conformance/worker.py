@@ -1,7 +1,7 @@
 """The child process that runs checks: `python -m tinsmith_conformance.worker`.
 
 It reads lines from standard input: first the target, then names of checks. It says that it is ready, and answers each
-name with a line of JSON. What the SDK prints goes nowhere.
+name with a line of JSON. The SDK's prints go nowhere.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _KINDS: Final = (("lora", 32), ("full", 0))  # of training, by LoRA rank
 
 
 def generators(reference: Path) -> dict[str, Callable[[], str]]:
-    """Return what writes each part, by name. The directory has the recorded figures."""
+    """Return the writer of each part, by name. The directory has the recorded figures."""
     planned = {
         f"megatron-{model.split('-')[1].lower()}-{kind}": partial(_layouts, model, rank)
         for model in _PLANNED

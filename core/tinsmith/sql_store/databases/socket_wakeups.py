@@ -113,7 +113,7 @@ class SocketWakeUps(Channel):
                 # The kernel's time goes in steps of milliseconds, so another socket may come without a change to it.
                 self._listed_at = changed_at if now - changed_at > _SETTLED_NS else -1
                 self._has_complained = False
-        except OSError as error:  # what was committed stays so, whoever may be told
+        except OSError as error:  # the commit stands, whether or not others are told
             self._complain(error)
         return self._others
 

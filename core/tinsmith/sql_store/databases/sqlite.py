@@ -39,8 +39,8 @@ T = TypeVar("T")
 class SqliteDialect(Dialect):
     """Relaxed commits are written to the log without a sync. The next durable commit syncs them with itself.
 
-    SQLite has one writer at a time, and gives the lock to whoever happens to ask when it is free. So the writers of a
-    process share a fair lock: one with much to write would keep out the other.
+    SQLite has one writer at a time, and gives the lock to any that asks when it is free. So the writers of a process share a
+    fair lock: one with much to write would keep out the other.
     """
 
     def __init__(self, url: URL, config: SqlStoreConfig) -> None:
@@ -202,7 +202,7 @@ def _begin_reading(connection: Connection) -> None:
 def _begin_writing(timeout_s: float, connection: Connection) -> None:
     """Wait for other writers, looking about every millisecond.
 
-    SQLite looks less and less often, up to every 100 ms. Whoever has waited for long would hardly ever find the short
+    SQLite looks less and less often, up to every 100 ms. A long wait would hardly ever end in the short
     pauses between the transactions of another busy process.
     """
     driver = cast("sqlite3.Connection", connection.connection.driver_connection)

@@ -1,4 +1,4 @@
-"""What is known of checkpoints. Their files are not handled here."""
+"""The records of checkpoints. Their files are not handled here."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Before(NamedTuple):
-    """What is known of a checkpoint that may be replaced."""
+    """The record of a checkpoint that may be replaced."""
 
     public: bool
     expires_at: datetime | None

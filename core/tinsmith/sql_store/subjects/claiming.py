@@ -1,7 +1,7 @@
 """Claiming: giving an engine operations that can run.
 
-Everything here looks into the index of what is queued and not early: once for each tenant, and then at as many
-operations of each as may be claimed. Its cost depends neither on what else is waiting nor on what is missing.
+Everything here reads the index of queued operations that are not early: once for each tenant, and then at as many
+operations of each as may be claimed. Its cost depends neither on other queued operations nor on missing ones.
 """
 
 from collections import Counter, defaultdict
@@ -26,7 +26,7 @@ _QUEUES_AT_ONCE: Final = 50  # queues read by one statement
 
 
 class Queue(NamedTuple):
-    """What a tenant has waiting of one sort: operations of models (`ordered`), or samples."""
+    """A tenant's queue of one sort: operations of models (`ordered`), or samples."""
 
     ordered: bool
     tenant: str

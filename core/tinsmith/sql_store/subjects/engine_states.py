@@ -18,7 +18,7 @@ class _Running(NamedTuple):
     since: datetime
 
 
-# Without those of models that are ready: the next engine rebuilds them and continues.
+# Without operations of ready models: the next engine rebuilds these and continues.
 _PENDING = (
     f"{log.OPERATION} WHERE base_model = :base_model "
     "AND (operations.state = 'queued' OR operations.state = 'running') AND id > :after "

@@ -6,7 +6,7 @@ of the model can be claimed. The others fail the operations, some at a time, and
 Any process can go on where another stopped.
 
 The end of a session is such a decision too (`sessions.py`): nothing will fill the gap, so the UnloadModel takes the
-missing seq_id, and what is behind it fails in chunks. Once a model is lost or unloaded, everything behind a gap fails.
+missing seq_id, and later operations fail in chunks. Once a model is lost or unloaded, everything behind a gap fails.
 """
 
 from datetime import datetime

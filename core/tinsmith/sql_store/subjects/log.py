@@ -1,6 +1,6 @@
 """The log's rows: finding and finishing operations, and windows. The other modules build on these.
 
-A window is what a model has run since its pending gradient was cleared.
+A window is the operations that a model has run since its pending gradient was cleared.
 """
 
 import asyncio

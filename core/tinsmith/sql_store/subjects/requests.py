@@ -1,6 +1,6 @@
-"""What a client does with operations that it has submitted: wait for them, ask why one is pending, cancel samples.
+"""Clients' calls on submitted operations: wait for them, ask why one is pending, cancel samples.
 
-What it costs to say why one is pending does not depend on how much else waits.
+The cost of saying why one is pending does not depend on the rest of the queue.
 """
 
 from functools import partial

@@ -122,7 +122,7 @@ def deleted_checkpoints(tx: Transaction, deleted_before: datetime) -> int:
 
 
 class Rows(NamedTuple):
-    """Rows of one table: their key, and the tables and columns with what must be gone before them."""
+    """Rows of one table: their key, and the tables and columns whose rows must go before them."""
 
     table: str
     key: str
@@ -151,7 +151,7 @@ _MODELS = Rows(
 )
 _SESSIONS = Rows("sessions", "session_id", (("runs", "session_id"), ("sampling_sessions", "session_id")))
 ALL: Final = (_SAMPLERS, _MODELS, _SESSIONS)
-"""What is deleted, in this order."""
+"""The tables to delete from, in this order."""
 
 _DELETE_COUNTS = Change("DELETE FROM sample_counts WHERE subject_id IN :keys")
 

@@ -89,7 +89,7 @@ def lose(tx: Transaction, lease: Lease, model_id: str, reason: str) -> None:
 
 
 def mark_lost(tx: Transaction, run: Run, reason: str, failure: Failed | None = None) -> None:
-    """Fail what is pending as well; the caller has locked the run."""
+    """Fail its pending operations as well; the caller has locked the run."""
     models.write(tx.connection, replace(run, state=RunState.LOST, state_reason=reason))
     models.drop_recovery_points(tx.connection, run.model_id)
     tx.wake.append(places_topic(run.base_model))

@@ -194,8 +194,8 @@ def unload(tx: Transaction, model_id: str) -> str:
 def _unload(tx: Transaction, run: Run) -> str:
     """Queue an UnloadModel behind the last operation that can run. Return its request_id.
 
-    Later requests are refused, so a gap will never be filled: the UnloadModel takes its seq_id, and what is behind it
-    fails (`gaps.fail_some`). What a model that waits for a place has accepted runs when it has one.
+    Later requests are refused, so a gap will never be filled: the UnloadModel takes its seq_id, and later operations
+    fail (`gaps.fail_some`). A model that waits for a place runs its accepted operations when it has one.
     """
     run.unload_seq_id = _first_missing(tx, run)
     unload = UnloadModel(model_id=run.model_id)

@@ -1,6 +1,6 @@
 """Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row.
 
-Up to `arrived_seq_id` of a model nothing is missing. What is queued beyond is `early`, and no claim looks at it. When
+Up to `arrived_seq_id` of a model nothing is missing. Operations beyond are `early`, and no claim looks at them. When
 the missing operation arrives, those that waited for it alone arrive with it.
 
 While a gap is being failed (`gaps.py`), `next_seq_id` is ahead, and everything that the model has queued is early. Once
@@ -207,7 +207,7 @@ def insert(
     return request_id
 
 
-# arrival: whoever calls these writes the run
+# arrival: the caller writes the run
 
 
 def is_early(run: Run, seq_id: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the writes of one commit work on, whatever their subjects, and the two tallies that many writes share.
+"""The state that the writes of one commit share, whatever their subjects, and the two tallies that many writes change.
 
 A write notes the samples that it finishes, and what arrives or finishes in it. Writing that down is the last thing that
 a transaction does, and rows are always taken in the same order, so locks are short and no two transactions wait for
@@ -10,7 +10,7 @@ each other.
   locked until the commit.
 - Pending work: how much each tenant has queued or running. Reading it costs the same, whatever waits. What arrives and
   what finishes are counted in rows of their own, because servers do the one and engines the other: they need not wait
-  for each other. What is pending is the difference.
+  for each other. The difference is pending.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What tenants have used, and what they store.
+"""Tenants' usage and stored bytes.
 
 Usage is a row for each hour, tenant and base model, added to in the transaction of each result. Each sum of what is
 kept reads an index, or rows that are counted as they change.
@@ -41,7 +41,7 @@ _ADD = Change(
     + " ON CONFLICT (hour, tenant, base_model) DO UPDATE SET "
     + ", ".join(f"{name} = usage.{name} + excluded.{name}" for name in _COUNTS)
 )
-_SIZES = {  # by what is kept: the tenant, the bytes of a row, and the rows
+_SIZES = {  # by kind: the tenant, the bytes of a row, and the rows
     "log": ("tenant", "stored_bytes", "pending_work WHERE TRUE"),
     "checkpoints": ("tenant", "size_bytes", "checkpoints WHERE checkpoints.deleted_at IS NULL"),
     "snapshots": (
@@ -122,7 +122,7 @@ def stored(connection: Connection, tenant: str | None, *, project_id: str | None
 
 
 def kept(connection: Connection, tenant: str | None) -> list[KeptBytes]:
-    """Return the bytes that each tenant stores, by name; or those of one tenant."""
+    """Return the bytes that each tenant stores, by name; or one tenant's."""
     found: defaultdict[str, dict[str, int]] = defaultdict(dict)
     values = {} if tenant is None else {"tenant": tenant}
     for what, (of, size, rows) in _SIZES.items():

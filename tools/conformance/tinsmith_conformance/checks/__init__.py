@@ -47,7 +47,7 @@ CHECKS: Final[tuple[Check, ...]] = tuple(check for group in GROUPS for check in 
 
 
 def warm_up(tester: Tester) -> None:
-    """Have the server load and compile what most checks use, so that their limits in time do not count it."""
+    """Let the server load and compile what most checks use, so that it does not count against their time limits."""
     model = tester.model()
     model.step([learned()])
     model.sampler().draw(TOKENS)

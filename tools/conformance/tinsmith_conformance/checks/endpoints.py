@@ -77,7 +77,7 @@ def chats(t: Tester) -> None:
 
 @GROUP.check
 def counted_choices(t: Tester) -> None:
-    """`n` gives so many choices, with their numbers.
+    """`n` gives n choices, with their numbers.
 
     Evaluations with several tries have one.
     """

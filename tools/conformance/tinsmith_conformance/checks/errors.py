@@ -1,4 +1,4 @@
-"""Mistakes of users: refused at once, by a reason, and never with what the SDK repeats."""
+"""Mistakes of users: refused at once, with a reason, and never with a status that the SDK repeats."""
 
 from __future__ import annotations
 

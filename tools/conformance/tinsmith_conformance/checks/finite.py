@@ -93,7 +93,7 @@ def overflow_leaves_moments(t: Tester) -> None:
 def overflow_is_private(t: Tester) -> None:
     """Another model is not touched by it.
 
-    One user's NaN is everybody's.
+    One user's NaN reaches all users.
     """
     other = t.model()
     before = other.logprobs()
@@ -180,7 +180,7 @@ def diverged_models_answer(t: Tester) -> None:
 def diverged_models_are_alone(t: Tester) -> None:
     """A model with enormous weights does not change another one, bit for bit.
 
-    One user's divergence is everybody's.
+    One user's divergence reaches all users.
     """
     other = t.model()
     before = other.logprobs()

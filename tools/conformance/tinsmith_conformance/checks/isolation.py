@@ -34,7 +34,7 @@ class _Owned:
 
 
 def _owned(t: Tester) -> tuple[Tester, _Owned]:
-    """Return an intruder, and what the first user owns."""
+    """Return an intruder, and the first user's property."""
     model = t.model()
     passed = model.forward_backward([learned()])
     passed.result()
@@ -190,7 +190,7 @@ def one_number_of_two_users(t: Tester) -> None:
 
 @GROUP.check
 def neighbours_training(t: Tester) -> None:
-    """What a model learns does not depend on who trains beside it, bit for bit.
+    """A model's training does not depend on others training beside it, bit for bit.
 
     Results cannot be repeated on a busy server.
     """
@@ -211,7 +211,7 @@ def neighbours_training(t: Tester) -> None:
 
 @GROUP.check
 def neighbours_sampling(t: Tester) -> None:
-    """What is sampled does not depend on who samples beside it.
+    """Samples do not depend on others sampling beside them.
 
     Results cannot be repeated on a busy server.
     """

@@ -71,7 +71,7 @@ def _rl(loss: str, model: Model) -> tuple[Sequence, oracle.Loss]:
 def cross_entropy(t: Tester) -> None:
     """The loss of cross_entropy is minus the sum of weight times logprob.
 
-    Reported losses are not those of the documentation.
+    Reported losses differ from the documentation.
     """
     output = t.model().forward([learned()])
     _close(output.loss, -output.logprobs[0].sum(), "the loss")
@@ -260,7 +260,7 @@ def finite_difference(t: Tester) -> None:
 
 @GROUP.each(list(_CONFIGS))
 def values_of_rl(t: Tester, case: str) -> None:
-    """The value of {case} is that of its formula in float64.
+    """The value of {case} equals its formula in float64.
 
     Another loss is computed than the one that was asked for.
     """
@@ -271,7 +271,7 @@ def values_of_rl(t: Tester, case: str) -> None:
 
 @GROUP.each(list(_CONFIGS))
 def gradients_of_rl(t: Tester, case: str) -> None:
-    """The gradient of {case} is that of its formula in float64.
+    """The gradient of {case} equals its formula's in float64.
 
     Reinforcement learning optimises something else than it reports.
     """
@@ -286,7 +286,7 @@ def gradients_of_rl(t: Tester, case: str) -> None:
 
 @GROUP.each(["importance_sampling", "ppo", "cispo"])
 def on_policy(t: Tester, case: str) -> None:
-    """At ratios of 1, the gradient of {case} is that of weighted cross entropy.
+    """At ratios of 1, the gradient of {case} equals weighted cross entropy's.
 
     The first step of each iteration goes another way.
     """

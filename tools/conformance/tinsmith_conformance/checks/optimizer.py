@@ -46,7 +46,7 @@ def _norm(gradient: dict[str, Floats]) -> float:
     ]
 )
 def adam(t: Tester, case: tuple[str, dict[str, float]]) -> None:
-    """Two steps with {case} are those of AdamW in float64.
+    """Two steps with {case} equal AdamW's in float64.
 
     Learning rates and betas of recipes mean something else here.
     """
@@ -67,7 +67,7 @@ def adam(t: Tester, case: tuple[str, dict[str, float]]) -> None:
 def weight_decay(t: Tester) -> None:
     """Weight decay shrinks the weights by learning rate times decay, whatever the gradient.
 
-    Regularisation is dropped without a word, or is that of Adam and not of AdamW.
+    Regularisation is dropped without a word, or follows Adam instead of AdamW.
     """
     model = t.model()
     before = exported(t, model, "before")

@@ -39,7 +39,7 @@ def passes_see_earlier_steps(t: Tester) -> None:
 def passes_do_not_see_later_steps(t: Tester) -> None:
     """A pass does not see steps with higher numbers, though all are sent at once.
 
-    Losses are those of other weights than the user asked for.
+    Losses belong to other weights than the user asked for.
     """
     model = t.model()
     before = model.logprobs()
@@ -240,7 +240,7 @@ def contexts_matter(t: Tester) -> None:
 
 @GROUP.check
 def unloading(t: Tester) -> None:
-    """A model that is unloaded finishes what it accepted, tells it to whoever asks again, and takes nothing more.
+    """A model that is unloaded finishes what it accepted, answers repeated questions, and takes nothing more.
 
     A pass is lost on the way, or a model that is done with holds its place until its session ends.
     """

@@ -1,4 +1,4 @@
-"""Lists of runs, checkpoints and sessions, and what can be done with them."""
+"""Lists of runs, checkpoints and sessions, and the operations on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinsmith_conformance.registry import Group
 from tinsmith_conformance.tester import Model, Tester
 from tinsmith_conformance.verdicts import expect
 
-GROUP: Final = Group("rest", "Lists of runs, checkpoints and sessions, and what can be done with them.")
+GROUP: Final = Group("rest", "Lists of runs, checkpoints and sessions, and the operations on them.")
 
 _HOUR: Final = 3600
 
@@ -174,7 +174,7 @@ def saved_time_to_live(t: Tester) -> None:
 def deleting(t: Tester) -> None:
     """A checkpoint can be deleted, and is then gone.
 
-    Disks fill, and what was deleted can still be loaded.
+    Disks fill, and deleted checkpoints can still be loaded.
     """
     model = t.model()
     path = model.save("one")
@@ -294,9 +294,9 @@ def configuration_of_exports(t: Tester) -> None:
 
 @GROUP.check
 def exports_are_trained(t: Tester) -> None:
-    """An export holds what was trained.
+    """An export holds the trained weights.
 
-    A downloaded adapter is that of the beginning.
+    A downloaded adapter is the untrained one.
     """
     model = t.model()
     before = exported(t, model, "before")

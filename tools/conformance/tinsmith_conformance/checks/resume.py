@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, and what follows from them."""
+"""Checkpoints: their contents, and training that resumes from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drawn, and what is said of it."""
+"""Drawn tokens, and the statements about them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def samples_of_one_request(t: Tester) -> None:
 def all_seeds(t: Tester, case: tuple[str, int]) -> None:
     """A seed may be {case} of 64 bits.
 
-    Seeds made by hashing are refused, or fail everybody's samples.
+    Seeds made by hashing are refused, or fail other users' samples.
     """
     t.sampler().draw(seed=case[1])
 
@@ -450,7 +450,7 @@ def cancelling(t: Tester) -> None:
 
 @GROUP.check
 def order_of_samples(t: Tester) -> None:
-    """Samples of one request come in the order of their sequence ids: the first is that of the seed alone.
+    """Samples of one request come in the order of their sequence ids: the first comes from the seed alone.
 
     Provenance of tokens names another sample.
     """

@@ -165,7 +165,7 @@ def session_ids(t: Tester) -> None:
 
 @GROUP.check
 def model_ids(t: Tester) -> None:
-    """A model's id is that of its session, with :train: and its number.
+    """A model's id is its session's, with :train: and its number.
 
     Creating a model from a checkpoint fails: the SDK computes the id by itself.
     """
@@ -473,7 +473,7 @@ def _completions(t: Tester, sampler: str, cursor: int) -> dict[str, Any]:
 def nulls(t: Tester) -> None:
     """Null for an optional field counts as absent.
 
-    Clients in other languages, which send null for what is not set, are refused.
+    Clients in other languages, which send null for unset fields, are refused.
     """
     t.ok("create_session", {"tags": [], "sdk_version": "0.38.0", "user_metadata": None, "project_id": None})
 

@@ -1,4 +1,4 @@
-"""What is to be compiled: a model on a mesh of a slice, and the programs that the backend would run there."""
+"""The programs to compile: a model on a mesh of a slice, as the backend would run it there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

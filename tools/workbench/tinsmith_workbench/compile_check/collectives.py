@@ -60,7 +60,7 @@ def _sent(instruction: Instruction) -> tuple[Array, ...]:
 
 
 def first_groups(ids: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
-    """Return the groups that the first of an array [data, fsdp, tensor] belongs to, those of single axes last."""
+    """Return the groups that the first of an array [data, fsdp, tensor] belongs to, single axes last."""
     return {
         "all chips": ids,
         "streams": ids[:, :, 0],

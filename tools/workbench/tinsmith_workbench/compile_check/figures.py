@@ -1,4 +1,4 @@
-"""What became of a program: whether it fits, and what it costs."""
+"""A compiled program's figures: whether it fits, and its cost."""
 
 import importlib.metadata
 import re
@@ -20,8 +20,9 @@ PLANNED: Final = "*.after_optimizations_after_buffer_assignment.txt"
 _FLOPS: Final = (0.9, 1.1)
 _BYTES: Final = (0.75, 1.33)
 _BYTES_OF_PASSES: Final = (0.6, 1.45)  # how much of a short stream stays on the chip differs
-"""What a program that is read rightly may have of what is counted. The rows in docs/reference/tpu.jsonl have 0.96 to 1
-of FLOPs, 0.84 to 1.21 of bytes, and passes 0.75 to 1.17. One of 4,096 tokens on v5e, which is not there, has 0.62."""
+"""The share of the counted figures that a correctly read program may show. The rows in docs/reference/tpu.jsonl have
+0.96 to 1 of FLOPs, 0.84 to 1.21 of bytes, and passes 0.75 to 1.17. One of 4,096 tokens on v5e, which is not there, has
+0.62."""
 
 _PROGRAM: Final = "*.after_optimizations.txt"
 _REPORT: Final = "*.after_optimizations-memory-usage-report.txt"
@@ -29,7 +30,7 @@ _TOTAL: Final = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
 
 
 class Facts(BaseModel):
-    """What is known of a program before it is compiled; bytes are those of one chip."""
+    """Figures of a program before compilation; bytes on one chip."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,7 +63,7 @@ class Sent(BaseModel):
 
 
 class Compiled(BaseModel):
-    """What the compiler made of it, on one chip."""
+    """The compiler's figures, on one chip."""
 
     argument_bytes: int
     result_bytes: int  # without those that take the place of an argument

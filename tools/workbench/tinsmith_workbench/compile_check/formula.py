@@ -1,4 +1,4 @@
-"""What a pass over streams of tokens should cost on one chip: FLOPs of matrix products, and collectives.
+"""The expected cost of a pass over streams of tokens on one chip: FLOPs of matrix products, and collectives.
 
 Legend: T = tokens of one stream, W = keys that attention computes for a query, M = weights of the layers' matrices on
 one chip, t = shards over `tensor`, r = padded rank. A product of [a, b] and [b, c] costs 2abc. The base is frozen, so
@@ -26,7 +26,7 @@ Collectives, in arrays, because the compiler may send several in one operation:
                              the result of down. Backward: the gradients of the inputs of attention and of the MLP, and
                              of what the joined A of q, k, v and of gate, up returned. Outside of the layers: the
                              embedding; for each chunk of the head the maximum, the sum and the targets' logits, and
-                             with gradients those of the hidden states and of what A returned
+                             with gradients, those of the hidden states and of A's outputs
     all-gather over streams  the logprobs and losses, at the end
     reduce-scatter over fsdp the gradients of every A and B, stacked over layers, at the end; then an all-reduce of the
                              parts over data. Those that fsdp does not divide: an all-reduce over streams
@@ -72,11 +72,11 @@ _DIVIDED_INPUTS: Final = frozenset({"o", "down"})
 _MATRICES: Final = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 _MOVES: Final = 6
 _STAYS_BYTES: Final = 8e6
-"""As in docs/reference/tpu.jsonl: how often activations are moved, without so many bytes of each array."""
+"""As in docs/reference/tpu.jsonl: how often activations are moved, without these first bytes of each array."""
 
 
 class Cost(Protocol):
-    """What a program should cost on one chip."""
+    """A program's expected cost on one chip."""
 
     @property
     def tokens(self) -> int:

@@ -61,7 +61,7 @@ SHAPES: Final[Mapping[str, Config]] = {
 
 
 def read_model(name: str) -> ModelConfig:
-    """Return a shape by its name, or that of a directory with config.json. Raise ConfigError if it is neither."""
+    """Return a shape by its name, or from a directory with config.json. Raise ConfigError for neither."""
     if name in SHAPES:
         return config_of(SHAPES[name], Path(name))
     if not Path(name).is_dir():

@@ -9,7 +9,7 @@ _GIB: Final = 1 << 30
 
 
 def heading(figures: Figures) -> str:
-    """Say what was asked, and what lies on each chip whatever runs."""
+    """Report the question, and the arrays that lie on each chip whatever runs."""
     options, facts = figures.options, figures.facts
     held = [
         f"base {_gib(facts.base_bytes)}",

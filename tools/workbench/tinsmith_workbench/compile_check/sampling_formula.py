@@ -14,10 +14,10 @@ Collectives of a pass, in arrays:
 
     all-gather over fsdp     a layer's four matrices, the tokens
     all-to-all over fsdp     the tokens' rows of the embedding
-    all-reduce over tensor   in a layer the results of o and of down with those of their adapters; the embedding
+    all-reduce over tensor   in a layer the results of o and of down with their adapters'; the embedding
     all-gather over tensor   the logits, if tokens are drawn
 
-Decoding besides: an all-gather of the head over fsdp, and of what was drawn (four arrays) over the streams, each once
+Decoding also: an all-gather of the head over fsdp, and of what was drawn (four arrays) over the streams, each once
 in a call; and an all-reduce over the streams before each step and after the last, whether any slot goes on. If the
 weights are gathered once for the call, that replaces everything else over fsdp: the stacked matrices of all layers, the
 embedding and the head.

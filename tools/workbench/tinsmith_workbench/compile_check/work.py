@@ -130,7 +130,7 @@ def _passed_on(inside: Computation, fusion: Instruction) -> Mapping[int, int]:
 
 
 def _read_by_fusion(module: Module, inside: Computation, index: int) -> int:
-    """Return how much of an operand is read: a slice, if that is all that is taken of it."""
+    """Return how much of an operand is read: only a slice, if only that is used."""
     parameter = next(
         each for each in inside.instructions.values() if each.opcode == "parameter" and each.inputs == str(index)
     )

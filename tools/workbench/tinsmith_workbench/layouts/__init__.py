@@ -1,1 +1,1 @@
-"""Layouts of the megatron backend on so many GPUs: what fits, what it costs, and which is the fastest. No torch."""
+"""Layouts of the megatron backend on a number of GPUs: which fit, their cost, and the fastest. No torch."""

@@ -1,4 +1,4 @@
-"""Which layouts of so many GPUs a model allows, which of them fit, and which is the fastest."""
+"""The layouts of a number of GPUs that a model allows, those that fit, and the fastest."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Planned:
 
 
 def planned(shape: DecoderShape, gpus: int, work: Work, machine: Machine) -> list[Planned]:
-    """Return all layouts: those that fit first, the fastest of them first; then the others, by what they need."""
+    """Return all layouts: fitting ones first, fastest first; then the others, by their memory."""
     found = [_one(shape, layout, work, machine) for layout in layouts(shape, gpus, machine)]
     if not found:
         msg = f"no layout of {gpus} GPUs divides {shape.class_name} with {shape.num_layers} layers: try another number"

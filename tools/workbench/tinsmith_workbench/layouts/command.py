@@ -63,7 +63,7 @@ def megatron_plan(
 
 
 def read_shape(name: str) -> DecoderShape:
-    """Return a shape by its name, or that of a directory with config.json. Raise ConfigError if it is neither."""
+    """Return a shape by its name, or from a directory with config.json. Raise ConfigError for neither."""
     if Path(name).is_dir():
         return read_architecture(Path(name)).shape
     config = known_config(name)

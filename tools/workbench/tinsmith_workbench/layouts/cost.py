@@ -1,4 +1,4 @@
-"""What a step takes: FLOPs and bytes received of one GPU, and the time at given rates.
+"""The cost of a step: one GPU's FLOPs and received bytes, and the time at given rates.
 
 Legend as in tinsmith_megatron/memory.py; L = layers of a stage, m = micro-batches, p = stages, n, e = ranks of a group,
 w = context / 2, the keys that a token sees on average.

@@ -8,7 +8,7 @@ GB: Final = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the GPUs can do: by default what an H100's data sheet says, and two assumptions."""
+    """The GPUs' rates: by default from an H100's data sheet, with two assumptions."""
 
     memory_gb: float = 80  # 10^9 bytes of one GPU
     reserve_gb: float = 6  # assumed: for CUDA, NCCL and fragments, of which the formula does not know

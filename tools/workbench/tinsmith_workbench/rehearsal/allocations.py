@@ -1,6 +1,6 @@
 """The memory that operators take for their results: its peak, and a limit, without a device that would have one.
 
-Needs no support from an allocator, so it counts on CPU, and counts fake tensors. What a kernel takes while it runs is
+Needs no support from an allocator, so it counts on CPU, and counts fake tensors. A kernel's workspace is
 not seen.
 """
 
@@ -29,7 +29,7 @@ class Allocations(TorchDispatchMode):
         self.taken = self.peak = 0  # bytes
         self.number = 0  # of allocations
         self.sent: dict[str, int] = {}  # bytes of the largest tensor of each collective, added up by its name
-        self.room: int | None = None  # bytes: whoever takes more gets an error
+        self.room: int | None = None  # bytes: an allocation beyond gets an error
         self.fails_at: int | None = None  # the number of an allocation for which there is no memory
 
     def __enter__(self) -> "Allocations":

@@ -23,8 +23,8 @@ def rehearse(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="append the figures to this file, a line for each")] = None,
 ) -> None:
-    """Run a training step of the real program on tensors without contents: the memory it takes, and what it sends."""
-    warnings.filterwarnings("ignore", category=UserWarning)  # of fake tensors, about what they cannot do
+    """Run a training step of the real program on tensors without contents: its memory, and the bytes it sends."""
+    warnings.filterwarnings("ignore", category=UserWarning)  # of fake tensors, about operations that they lack
     if rank == 0 and tenants > 1:
         msg = f"--tenants {tenants} --rank 0: one fully trained model at a time, leave out --tenants"
         raise ConfigError(msg)

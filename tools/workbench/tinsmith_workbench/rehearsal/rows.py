@@ -32,7 +32,7 @@ class _Frozen(BaseModel):
 
 
 class Work(_Frozen):
-    """What is rehearsed: one step of all tenants, with one micro-batch on each card."""
+    """A rehearsal: one step of all tenants, with one micro-batch on each card."""
 
     model: str
     cards: int

@@ -2,7 +2,7 @@
 
 Everything is torch's own: fake tensors, which have shapes and no contents, and the fake process group, whose
 collectives do nothing (as torchtitan estimates its memory). Not seen: what kernels take while they run, what CUDA, NCCL
-and the allocator take for themselves, and the GPU's attention, for which that of the CPU stands.
+and the allocator take for themselves, and the GPU's attention, for which the CPU's attention stands in.
 """
 
 import json

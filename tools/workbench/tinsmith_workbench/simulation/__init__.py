@@ -1,6 +1,6 @@
 """Scale on paper: the production scheduler over virtual time, with measured service times.
 
 What decides is real: the scheduler, the shares of a claim (`ClaimRoom`, `Holdings`) and the engine's queues
-(`TrainingQueue`, `SampleQueue`). What takes time is a number from a file (`service_times.py`).
-docs/explanation/scale.md says what is left out.
+(`TrainingQueue`, `SampleQueue`). Durations come from a file (`service_times.py`).
+docs/explanation/scale.md lists the omissions.
 """

@@ -33,7 +33,7 @@ def simulate(
 ) -> None:
     """Simulate tenants, engines and a store: the production scheduler over virtual time, with measured service times.
 
-    docs/explanation/scale.md says what is simulated and what is not.
+    docs/explanation/scale.md describes the simulation and its limits.
     """
     from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
     from tinsmith_workbench.simulation.service_times import DEFAULT, ServiceTimes

@@ -30,7 +30,7 @@ class Device:
     """Training and sampling slow each other down to `beside` while both run.
 
     All rows advance by one token per step, whose time grows with the rows. While a prompt is read they stand still. So
-    a row ends when the device has made a certain number of steps, whoever joins or leaves meanwhile.
+    a row ends when the device has made a certain number of steps, whichever rows join or leave meanwhile.
     """
 
     def __init__(self, clock: Clock, times: Sampling, *, beside: float) -> None:
@@ -62,13 +62,13 @@ class Device:
         self._look_again()
 
     def draw(self, prompt_s: float, rows: int, tokens: int, done: Action) -> None:
-        """Read a prompt, then draw so many tokens in so many rows."""
+        """Read a prompt, then draw `tokens` in each of `rows`."""
         self.advance()
         self._prompts.append((_Work(prompt_s, lambda: None), _Drawing(rows, tokens, done)))
         self._look_again()
 
     def stall(self, seconds: float) -> None:
-        """Stand still for so long, or so much longer."""
+        """Stand still for `seconds`, or that much longer."""
         if seconds:
             self.advance()
             self._stall_s += seconds

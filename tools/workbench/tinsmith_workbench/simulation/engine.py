@@ -1,4 +1,4 @@
-"""An engine in virtual time: its choices are those of the real one, its work takes the time that the file says."""
+"""An engine in virtual time: it chooses as the real one, and its work takes the time that the file says."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

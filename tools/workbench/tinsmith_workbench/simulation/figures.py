@@ -1,4 +1,4 @@
-"""What a simulation measures, and what it reports."""
+"""A simulation's measurements and report."""
 
 from array import array
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What lies between a client and an engine: server processes and the store."""
+"""The hosts between a client and an engine: server processes and the store."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

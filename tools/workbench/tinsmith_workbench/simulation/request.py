@@ -1,4 +1,4 @@
-"""An operation on its way through a simulation. What the engine's parts see of it is the real thing."""
+"""An operation on its way through a simulation. The engine's parts see a real operation."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""What each step of a request takes, as a file: `benchmarks/service_times.py` measures one.
+"""The time that each step of a request takes, as a file: `benchmarks/service_times.py` measures one.
 
 All times are in seconds of an otherwise idle machine.
 """
@@ -20,7 +20,7 @@ class Part(BaseModel):
 
 
 class Backend(Part):
-    """What one engine's backend takes at a time: its capabilities."""
+    """The limits of one engine's backend: its capabilities."""
 
     max_batch_tokens: PositiveInt
     max_context_tokens: PositiveInt

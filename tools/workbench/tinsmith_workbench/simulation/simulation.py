@@ -21,7 +21,7 @@ _WARM_UP = 0.1  # of the time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is simulated. Each engine serves a base model of its own to its part of the tenants."""
+    """The simulated system. Each engine serves a base model of its own to its part of the tenants."""
 
     name: str
     workload: Workload

@@ -39,7 +39,7 @@ class Workload(Part):
     classes: tuple[TenantClass, ...] = Field(min_length=1)
 
     def tenants(self, number: int) -> list[TenantClass]:
-        """Return the class of each of so many tenants, class by class. Raise UserError if that does not work out."""
+        """Return the class of each of `number` tenants, class by class. Raise UserError if shares do not work out."""
         shared = [each for each in self.classes if each.tenants is None]
         rest = number - sum(each.tenants or 0 for each in self.classes)
         if rest < len(shared) or (rest > 0 and not shared):
@@ -84,7 +84,7 @@ def workload_of(name: str) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One operation that a tenant asks for. `tokens` are those of a pass, or of each sequence of a sample."""
+    """One operation that a tenant asks for. `tokens`: of a pass, or of each sequence of a sample."""
 
     kind: str
     tokens: int = 0
@@ -93,7 +93,7 @@ class Wanted:
 
     @property
     def num_tokens(self) -> int:
-        """What the scheduler counts."""
+        """The cost that the scheduler counts."""
         return self.prompt_tokens + max(1, self.sequences) * self.tokens
 
 
