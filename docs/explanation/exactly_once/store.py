@@ -162,7 +162,7 @@ class Store:
             yield seq_id, pruned._replace(pruned_seq_id=max(pruned.pruned_seq_id, seq_id))
 
     def _is_needed(self, subject: Subject, program: str, seq_id: int) -> bool:
-        """Return whether it is a failed pass, whose window has not ended: recovery points do not tell of it."""
+        """Return whether it is a failed pass, whose window has not ended: recovery points leave it out."""
         row = subject.rows[seq_id]
         if "prune_failed_passes" in self._mutations or program[0] == SAMPLE or row is None or row.state != FAILED:
             return False

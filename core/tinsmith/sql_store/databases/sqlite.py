@@ -39,7 +39,7 @@ T = TypeVar("T")
 class SqliteDialect(Dialect):
     """Relaxed commits are written to the log without a sync. The next durable commit syncs them with itself.
 
-    SQLite has one writer at a time, and gives the lock to any that asks when it is free. So the writers of a process share a
+    SQLite has one writer at a time, and gives the lock to any that asks when it is free. So a process's writers share a
     fair lock: one with much to write would keep out the other.
     """
 
