@@ -165,7 +165,7 @@ class Sampling:
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)  # by request_id
 
     def start_waiting(self) -> None:
-        """Start those of the waiting samples for which the sampler has slots."""
+        """Start the waiting samples for which the sampler has slots."""
         while not self.engine.stopping.is_set() and (claimed := self.queue.take()) is not None:
             self._start(claimed)
 
