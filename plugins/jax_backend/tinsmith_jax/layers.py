@@ -151,7 +151,7 @@ def _scan_run(
 
 
 def with_kinds(layers: Mapping[str, Jax], config: ModelConfig) -> Mapping[str, Jax]:
-    """Add the kind of each layer to what a scan over the layers takes apart, if there are several."""
+    """Add each layer's kind to the trees that a layer scan splits, if there are several kinds."""
     if len(config.kinds) == 1:
         return layers
     kinds = {
