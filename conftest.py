@@ -44,6 +44,7 @@ _WITH_THE_SDK = (
     "plugins/openai_endpoints/tests",
     "plugins/vllm_sampler/tests/test_vllm_sdk.py",
     "tools/conformance/tests",
+    "tools/trackers/tests",
 )
 
 

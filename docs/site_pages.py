@@ -22,6 +22,7 @@ OUTSIDE = {
     "plugins/megatron_backend/README.md": "reference/plugins/megatron.md",
     "plugins/openai_endpoints/README.md": "reference/plugins/openai.md",
     "plugins/vllm_sampler/README.md": "reference/plugins/vllm.md",
+    "tools/trackers/README.md": "reference/plugins/trackers.md",
     "tools/workbench/README.md": "reference/workbench.md",
 }
 _SOURCES = {page: source for source, page in OUTSIDE.items()}

@@ -32,6 +32,7 @@ WORKBENCH: Final = ("simulate", "rehearse", "rehearsal-table", "compile-check", 
 ELSEWHERE: Final = {
     **dict.fromkeys(WORKBENCH, "tools/workbench"),
     "conformance": "tools/conformance",
+    "trackers": "tools/trackers",
     "worker": "libraries/workers",
 }
 """Commands of other distributions that come from this repository, and where they are there."""

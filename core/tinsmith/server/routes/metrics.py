@@ -76,16 +76,23 @@ async def get_metrics(
     context: Context,
     max_points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
     name: Annotated[list[str] | None, Query(max_length=MOST_NAMES)] = None,
+    from_step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+    num_steps: Annotated[int | None, Query(ge=1)] = None,
 ) -> Response:
-    """Return the curves of a run: of every metric, or of those named. A longer series keeps its extremes."""
+    """Return the curves of a run: of every metric, or of those named. A longer series keeps its extremes.
+
+    `from_step` and `num_steps` choose steps: a series of no more steps than `max_points` comes whole.
+    """
     run = await readable_run(context, caller, model_id)
     names = None if name is None else frozenset(name)
 
+    read = partial(read_measured, context.store, model_id, from_step)
+
     def to_json(rows: list[MetricsRow]) -> str:
-        series = series_of(joined(rows), max_points=max_points, names=names)
+        series = series_of(joined(rows)[:num_steps], max_points=max_points, names=names)
         return wire.RunCurves(run_id=model_id, steps=run.steps, series=series).model_dump_json()
 
-    return await context.large_answers.build(caller.tenant, partial(read_measured, context.store, model_id), to_json)
+    return await context.large_answers.build(caller.tenant, read, to_json)
 
 
 @router.get("/run_events", response_class=StreamingResponse)
