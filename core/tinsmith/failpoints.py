@@ -36,6 +36,8 @@ BOUNDARIES: Final = {
     "store.acquire_lease": "an engine takes the lease of its base model",
     "store.claim": "an engine claims operations",
     "store.admit_models": "models that waited get places on the backend, or fail because they waited too long",
+    "store.park_model": "an idle model gives its place up",
+    "store.return_model": "a parked model has a place again",
     "store.complete": "results, their consequences and the model's progress are recorded",
     "store.add_recovery_point": "a recovery point is registered",
     "store.requeue": "the operations that a dead engine was running are queued again",
@@ -58,6 +60,8 @@ BOUNDARIES: Final = {
     "engine.sample": "a sample is drawn",
     "engine.record": "results are passed to the store",
     "recovery.restore": "a model is restored from its newest intact recovery point",
+    "places.park": "an idle model gives its place up: its state is on disk, and it leaves the backend",
+    "places.bring_back": "a parked model is rebuilt, and gets a place",
     "recovery.replay": "one operation is replayed",
     "turns.sleep": "trainer or sampler gives its device to the other one",
     "turns.wake": "the other one takes the device",
@@ -113,14 +117,14 @@ def durable_boundary(name: str) -> Callable[[F], F]:
     return mark
 
 
-Group = Literal["servers and engines", "old results", "workers", "turns"]
+Group = Literal["servers and engines", "old results", "places", "workers", "turns"]
 
 
 def points(*, of: Group = "servers and engines") -> list[str]:
     """Return the failpoints of this group.
 
-    Points of old results are passed a minute after a server's start at the earliest, points of turns only where trainer
-    and sampler share devices.
+    Points of old results are passed a minute after a server's start at the earliest, points of places only where models
+    wait for one, points of turns only where trainer and sampler share devices.
     """
     names = [name for name in BOUNDARIES if _group_of(name) == of]
     return [f"{name}.{side}" for name in names for side in ("before", "after")]
@@ -130,6 +134,8 @@ def _group_of(name: str) -> Group:
     match name.split("."):
         case ["store", "prune"]:
             return "old results"
+        case ["places", _] | ["store", "park_model" | "return_model"]:
+            return "places"
         case ["worker", _]:
             return "workers"
         case ["turns", _]:

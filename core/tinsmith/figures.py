@@ -71,6 +71,12 @@ COMPILATION_SECONDS: Final = Figure(name="compilation_seconds", help="seconds th
 RECOVERY_SECONDS: Final = Figure(
     name="recovery_seconds", help="time that an engine took at its start to rebuild its models", buckets=_TIMES_S
 )
+PLACE_SECONDS: Final = Figure(
+    name="place_seconds",
+    help="time in which an idle model was parked, or a parked one was brought back",
+    labels=("move",),
+    buckets=_TIMES_S,
+)
 COMMIT_SECONDS: Final = Figure(
     name="store_commit_seconds", help="time of a transaction that writes, its commit included", buckets=_TIMES_S
 )
@@ -88,6 +94,7 @@ FIGURES: Final = (
     COMPILATIONS,
     COMPILATION_SECONDS,
     RECOVERY_SECONDS,
+    PLACE_SECONDS,
     COMMIT_SECONDS,
     COMMIT_WRITES,
 )

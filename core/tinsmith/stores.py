@@ -48,6 +48,7 @@ __all__ = [  # noqa: F405
     "PendingCounts",
     "PendingWork",
     "PlaceLimits",
+    "PlaceMoves",
     "PlaceWait",
     "RecoveryPointRecord",
     "RecoveryPointTaken",

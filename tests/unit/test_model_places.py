@@ -32,7 +32,7 @@ from tinsmith.store import (
     StoreContext,
     Waiting,
 )
-from tinsmith.store.shares import Applicant, Taken, next_ones
+from tinsmith.store.shares import Applicant, Idle, Taken, next_ones, to_park
 from tinsmith.testing.engine_driver import EngineDriver, make_engine
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -75,6 +75,53 @@ def test_a_model_for_full_fine_tuning_waits_for_one_of_its_places_and_holds_up_n
     assert len(list(next_ones(waiting, Taken(Counter(eve=1), full=1), unlimited))) == 3
 
 
+def parked(
+    waiting: list[Applicant], idle: dict[str, str], taken: dict[str, int], **limits: Any
+) -> list[tuple[str, str]]:
+    """`idle` has the tenant of each idle model, beginning with the one that has been idle longest."""
+    limits = {"kept": 0, "give_up_before": NOW, "failure": "", "idle_since": NOW, **limits}
+    resting = [
+        Idle(name, tenant, NOW + timedelta(seconds=n), seq_id=n, full="full" in name)
+        for n, (name, tenant) in enumerate(idle.items())
+    ]
+    found = to_park(
+        waiting, resting, Taken(Counter(taken), full=sum(each.full for each in resting)), PlaceLimits(**limits)
+    )
+    return [(each.model_id, to.model_id) for each, to in found]
+
+
+def test_the_model_that_has_been_idle_longest_gives_way() -> None:
+    idle = {"a": "bob", "b": "bob", "c": "bob"}
+    assert parked(applicants("ann", "eve"), idle, {"bob": 4}, max_models=4) == [("a", "ann-0"), ("b", "eve-1")]
+
+
+def test_nobody_gives_way_to_a_tenant_that_has_as_many_places() -> None:
+    """But for its own models, which it may exchange."""
+    assert parked(applicants("ann"), {"a": "bob", "b": "ann"}, {"bob": 2, "ann": 2}, max_models=4) == [("b", "ann-0")]
+    assert parked(applicants("ann"), {"a": "bob"}, {"bob": 2, "ann": 2}, max_models=4) == []
+    assert parked(applicants("ann", "ann"), {"a": "bob", "b": "bob"}, {"bob": 3, "ann": 1}, max_models=4) == [
+        ("a", "ann-0")
+    ]
+
+
+def test_a_place_that_is_kept_is_neither_used_up_nor_in_the_way_of_an_exchange() -> None:
+    assert parked(applicants("ann"), {"a": "bob"}, {"bob": 6, "ann": 1}, max_models=8, kept=2) == []
+    assert parked(applicants("ann"), {"a": "ann"}, {"bob": 6, "ann": 1}, max_models=8, kept=2) == [("a", "ann-0")]
+    limits = PlaceLimits(max_models=8, kept=2, give_up_before=NOW, failure="", freed_for=frozenset({"ann-0"}))
+    taken = Taken(Counter(bob=5, ann=1))
+    assert [each.model_id for each in next_ones(applicants("ann", "bob"), taken, limits)] == ["ann-0"]
+
+
+def test_only_a_model_with_all_weights_gives_way_to_another_where_there_are_few() -> None:
+    waiting = [replace(each, full=True) for each in applicants("ann")]
+    idle = {"a": "bob", "full": "bob"}
+    assert parked(waiting, idle, {"bob": 4}, max_models=4, max_full_models=1) == [("full", "ann-0")]
+    assert parked(waiting, {"a": "bob"}, {"bob": 4}, max_models=4, max_full_models=1) == [("a", "ann-0")]
+    assert parked(applicants("ann"), {"full": "bob"}, {"bob": 4}, max_models=4, max_full_models=1) == [
+        ("full", "ann-0")
+    ]
+
+
 def test_places_are_kept_only_where_there_are_many() -> None:
     assert [QuotaSettings().kept(places) for places in (1, 7, 8, 64)] == [0, 0, 1, 8]
 
@@ -99,7 +146,8 @@ async def engine_on(
         model_name="toy", model_path=None, cache_dir=tmp_path, losses={loss.name: loss for loss in BUILTIN_LOSSES}
     )
     backend = _Limited(ToyConfig(max_models=PLACES), context, capabilities or {})
-    engine = await make_engine(store, backend, tmp_path, sampler=backend, quotas=QuotaSettings(**quotas))
+    settings = QuotaSettings(place_idle_s=None, **quotas)
+    engine = await make_engine(store, backend, tmp_path, sampler=backend, quotas=settings)
     await engine.recover("killed", lambda _what, _share: None)
     running = asyncio.create_task(engine.run())
     try:
@@ -231,7 +279,12 @@ def test_the_reason_says_whose_models_are_in_the_way() -> None:
     assert state == "paused_capacity"
     assert text == (
         "64 of the 64 places for models of 'toy' are taken, 3 of them by you, and 5 models wait for one; a place "
-        "becomes free when a session ends; after 1800 s the request fails (quotas.place_wait_s)"
+        "becomes free when a session ends or a model has been idle for 10 s (quotas.place_idle_s); after 1800 s the "
+        "request fails (quotas.place_wait_s)"
+    )
+    state, text = reason(PlaceWait(taken=64, taken_by_tenant=3, num_waiting=1, parked=True))
+    assert text.endswith(
+        "(quotas.place_idle_s); your model was parked while it was idle, and goes on from where it was"
     )
     state, text = reason(PlaceWait(taken=56, taken_by_tenant=56, num_waiting=5))
     assert state == "paused_rate_limit"

@@ -21,7 +21,12 @@ _WIDE: Final = 200  # columns, if the output is not a terminal
 _LEAST_FOR_TABLE: Final = 120  # columns
 _KEPT_WHOLE: Final = {"run", "seq", "kind", "in the log"}
 """Columns that a narrow terminal does not break: what people copy, and what tells the rows apart."""
-_STATES: Final = {RunState.READY: "green", RunState.LOST: "red", RunState.UNLOADED: "dim"}
+_STATES: Final = {
+    RunState.READY: "green",
+    RunState.PARKED: "cyan",
+    RunState.LOST: "red",
+    RunState.UNLOADED: "dim",
+}
 
 
 def print_runs(page: wire.RunSummaries, *, tenant: str | None, offset: int, where: str) -> None:

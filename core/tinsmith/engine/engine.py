@@ -20,6 +20,7 @@ from tinsmith.engine.context import EngineContext
 from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.model_operations import ModelOperations
 from tinsmith.engine.models import Models
+from tinsmith.engine.places import Places
 from tinsmith.engine.probes import Probes
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.recovery import Recovery, RecoveryProgress
@@ -88,6 +89,7 @@ class Engine:
         )
         replayer = Replayer(models, checkpoints, recovery_root=context.data_dir.recovery_points(context.base_model))
         self._recovery = Recovery(context, models, replayer, snapshots, gate, points, steps)
+        self._places = Places(context, waiting, models, points, self._recovery, on_moved=self.training.wake)
 
     def stop(self) -> None:
         """Let `run` finish what is running, and return."""
@@ -115,7 +117,7 @@ class Engine:
                 endless = (
                     self._claims.watch_store(),
                     close_gaps(self._context),
-                    admit_models(self._context, self._trainer),
+                    admit_models(self._context, self._trainer, self._places),
                     drop_snapshots(self.sampling.snapshots),
                     self.sampling.teller.run(),
                 )

@@ -1,4 +1,4 @@
-"""Rebuilding the models that the previous engine held."""
+"""Rebuilding models: those that the previous engine held, and parked ones that come back."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.steps import Steps
 from tinsmith.errors import LeaseLostError, ModelLostError, StoreError, TinsmithError
 from tinsmith.references import told
-from tinsmith.store import LiveModel, OperationRecord, RecoveryPointRecord, RunRecord
+from tinsmith.store import LiveModel, OperationRecord, RecoveryPointRecord, RunLog, RunRecord, RunState
 from tinsmith.store.codec import decode_operation
 
 RecoveryProgress = Callable[[str, float], None]
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Recovery:
-    """Runs once, before the engine claims anything."""
+    """Runs once, before the engine claims anything; then it brings parked models back, one at a time."""
 
     engine: EngineContext
     models: Models
@@ -36,47 +36,61 @@ class Recovery:
     gate: ConsistencyGate
     recovery_points: RecoveryPoints
     steps: Steps
+    interrupted: bool = False  # the previous engine was killed from outside
 
     async def run(self, progress: RecoveryProgress, *, interrupted: bool) -> None:
-        """Rebuild every live model. A model that cannot be rebuilt is lost by itself, with the reason.
+        """Rebuild every model that has a place. One that cannot be rebuilt is lost by itself, with the reason.
 
         `interrupted` means that the previous engine was killed from outside. Raise EngineFailedError if the backend
         fails, and StoreError if the store fails for too long: no model is lost, the next engine tries again. A model in
         whose rebuild too many engines have ended is lost.
         """
+        self.interrupted = interrupted
         live_models = await with_retries(self.engine.store.live_models, self.engine.lease.base_model)
         await self.recovery_points.keep_only({live.run.model_id for live in live_models})
         await self.snapshots.adopt({name: live.run.model_id for live in live_models for name in live.ephemeral})
-        with ending_the_engine(self.engine.lease.base_model, "while it rebuilt a model"):
-            for number, live in enumerate(live_models, start=1):
-                tell = partial(_tell, progress, live.run, number, len(live_models))
-                await self._rebuild_or_lose(live, tell, interrupted=interrupted)
+        with_place = [live for live in live_models if live.run.state is not RunState.PARKED]
+        for number, live in enumerate(with_place, start=1):
+            tell = partial(_tell, progress, live.run, number, len(with_place))
+            await self._rebuild_or_lose(live, tell, after="its engine had ended")
 
-    async def _rebuild_or_lose(self, live: LiveModel, tell: Callable[[int], None], *, interrupted: bool) -> None:
-        recorded = live.run, live.recovery_points, live.pruned_seq_id
-        history = _LiveHistory(*recorded, self.engine, self._publish_again, tell)
+    async def bring_back(self, model_id: str) -> bool:
+        """Rebuild a parked model, of which nothing runs meanwhile. Return False if it is lost. Raise as `run` does."""
+        parked = await with_retries(self.engine.store.run_log, model_id)
+        return await self._rebuild_or_lose(parked, lambda _seq_id: None, after="it had been parked")
+
+    async def _rebuild_or_lose(self, recorded: LiveModel | RunLog, tell: Callable[[int], None], *, after: str) -> bool:
+        with ending_the_engine(self.engine.lease.base_model, "while it rebuilt a model"):
+            return await self._rebuild(recorded, tell, after=after)
+
+    async def _rebuild(self, recorded: LiveModel | RunLog, tell: Callable[[int], None], *, after: str) -> bool:
+        run = recorded.run
+        history = _LiveHistory(
+            run, recorded.recovery_points, recorded.pruned_seq_id, self.engine, self._publish_again, tell
+        )
         try:
-            await self._begin(live.run.model_id, interrupted=interrupted)
+            await self._begin(run.model_id)
             tell(-1)
             rebuilt = await self.replayer.rebuild(history)
         except (StoreError, LeaseLostError):  # the model is not at fault
             raise
         except TinsmithError as error:  # others are the backend's, one of whose workers may have been killed
-            await self._lose(live.run.model_id, error)
-        else:
-            await self._end(live.run, rebuilt)
+            await self._lose(run.model_id, error, after)
+            return False
+        await self._end(run, rebuilt)
+        return True
 
-    async def _begin(self, model_id: str, *, interrupted: bool) -> None:
+    async def _begin(self, model_id: str) -> None:
         begun = await with_retries(
-            self.engine.store.begin_rebuild, self.engine.lease, model_id, interrupted=interrupted
+            self.engine.store.begin_rebuild, self.engine.lease, model_id, interrupted=self.interrupted
         )
         if begun > self.engine.options.recovery.max_retries + 1:
             msg = f"its engine ended {begun - 1} times while it was rebuilt"
             raise ModelLostError(msg)
 
-    async def _lose(self, model_id: str, error: TinsmithError) -> None:
+    async def _lose(self, model_id: str, error: TinsmithError, after: str) -> None:
         why = told(error, _log, during=f"the rebuild of {model_id}").public
-        reason = f"it could not be rebuilt after its engine had ended: {why}"
+        reason = f"it could not be rebuilt after {after}: {why}"
         _log.error("model %s is lost: %s", model_id, reason, exc_info=error)
         await with_retries(self.engine.store.lose_run, self.engine.lease, model_id, reason)
         await self.models.discard(model_id, reason)

@@ -91,6 +91,35 @@ class RecoveryPoints:
             take = self._take(model_id, tenant, seq_id, state, reservation, recorded)
             self._engine.tasks.create_task(take, name=f"recovery point of {model_id}")
 
+    async def for_parking(self, model_id: str, tenant: str, seq_id: int) -> RecoveryPointRecord | None:
+        """Write what an idle model goes on from, which is not registered yet. `seq_id` is its last operation.
+
+        Return None if another of its recovery points is being written, or states of others wait for the disk.
+        """
+        if self._of(model_id).taking is not None:
+            return None
+        registered = await self._engine.store.list_recovery_points(model_id)
+        if registered and registered[0].seq_id == seq_id:
+            await self._gate.persist(model_id)
+            return registered[0]
+        reservation = self._engine.waiting.reserve_at_once(self._models.lora(model_id))
+        if reservation is None:
+            return None
+        try:
+            state = await self._models.capture(model_id)
+            reservation.holds(state)
+            return await self._write_if_room(model_id, tenant, seq_id, state)
+        finally:
+            reservation.release()
+
+    async def parked(self, model_id: str) -> None:
+        """A model has been parked, and its last recovery point registered."""
+        try:
+            await self.tidy(model_id)
+        except TinsmithError as error:  # it is tidied again when the model is back
+            _log.warning("old recovery points of %s could not be removed yet: %s", model_id, error)
+        del self._progress[model_id]
+
     def _is_due(self, model: _Progress) -> bool:
         if model.taking is not None or model.operations == 0:
             return False

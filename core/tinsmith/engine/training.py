@@ -46,7 +46,9 @@ class TrainingQueue:
         self._memory: Mapping[str, float] = {}  # the scheduler's
         self._waiting: dict[str, Claimed] = {}  # by request_id
         self._pending: dict[str, Pending] = {}  # what the scheduler sees of them
-        self._held: set[str] = set()  # models with an operation that runs by itself
+        self._held: set[str] = (
+            set()
+        )  # models with an operation that runs by itself, and those on their way to or from the disk
 
     @property
     def waiting(self) -> Mapping[str, Claimed]:
@@ -70,8 +72,15 @@ class TrainingQueue:
         self._memory = batch.memory
         return [self._taken(self._waiting[request_id]) for request_id in batch.request_ids]
 
+    def hold(self, model_id: str) -> bool:
+        """Let nothing of a model start until `end`. Return False if something of it waits, or runs by itself."""
+        if model_id in self._held or any(each.record.subject_id == model_id for each in self._waiting.values()):
+            return False
+        self._held.add(model_id)
+        return True
+
     def end(self, model_id: str) -> None:
-        """The operation that ran by itself on this model has ended."""
+        """The operation that ran by itself on this model has ended, or it need no longer be held."""
         self._held.discard(model_id)
 
     def checked(self, claimed: Claimed) -> Claimed:

@@ -1,12 +1,14 @@
 """What an engine does at intervals: it fails what waits behind gaps, drops snapshots, and gives places to models."""
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from tinsmith.backend import TrainerCapabilities
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
+from tinsmith.engine.places import Places
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.settings import QuotaSettings
 from tinsmith.steady_clock import SteadyClock
@@ -14,6 +16,7 @@ from tinsmith.store import PlaceLimits
 
 _MIN_POLL_S: Final = 1.0
 _MAX_POLL_S: Final = 60.0
+_LOOK_AGAIN_S: Final = 1.0  # while a model waits: nothing tells when another has become idle
 _TIDY_S: Final = 30.0
 _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
@@ -37,20 +40,33 @@ async def drop_snapshots(snapshots: Snapshots) -> None:
         await snapshots.drop_unused()
 
 
-async def admit_models(engine: EngineContext, trainer: TrainerCapabilities) -> None:
+async def admit_models(engine: EngineContext, trainer: TrainerCapabilities, places: Places) -> None:
     """Until cancelled, admit waiting models whenever there may be a place for them on the backend.
 
-    A model cannot get a place while no engine runs, so this one waits as long before it gives any up.
+    A model cannot get a place while no engine runs, so this one waits as long before it gives any up. Nor can a client
+    use its model then, so this engine runs as long before it takes a model for idle.
     """
-    clock, quotas = SteadyClock(), engine.options.quotas
+    clock, quotas, freed_for = SteadyClock(), engine.options.quotas, frozenset[str]()
     poll_s = min(max(quotas.place_wait_s / 4, _MIN_POLL_S), _MAX_POLL_S)
     while True:
         now, steady_s = clock.read()
         wait_s = quotas.place_wait_s
         give_up_before = now - timedelta(seconds=wait_s) if steady_s >= wait_s else _NEVER
-        limits = _limits(engine.base_model, quotas, trainer, give_up_before)
-        await with_retries(engine.store.admit_models, engine.lease, limits)
-        await engine.store.wait_for_places(engine.base_model, poll_s)
+        limits = replace(
+            _limits(engine.base_model, quotas, trainer, give_up_before),
+            idle_since=_idle_since(quotas, now, steady_s),
+            staying=places.staying(),
+            freed_for=freed_for,
+        )
+        moves = await with_retries(engine.store.admit_models, engine.lease, limits)
+        freed_for = await places.carry_out(moves)
+        if not freed_for:
+            await engine.store.wait_for_places(engine.base_model, _LOOK_AGAIN_S if moves.waiting else poll_s)
+
+
+def _idle_since(quotas: QuotaSettings, now: datetime, steady_s: float) -> datetime | None:
+    idle_s = quotas.place_idle_s
+    return None if idle_s is None or steady_s < idle_s else now - timedelta(seconds=idle_s)
 
 
 def _limits(

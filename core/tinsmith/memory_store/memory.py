@@ -38,7 +38,7 @@ from tinsmith.store.codec import encode_operation, encode_result, kind_of
 from tinsmith.store.metrics import encode_values, row_bytes
 from tinsmith.store.records import SILENCE
 from tinsmith.store.request_ids import new_request_id
-from tinsmith.store.shares import Applicant, Taken
+from tinsmith.store.shares import Applicant, Idle, Taken
 from tinsmith.store.wakeups import done_topic, metrics_topic, places_topic, samples_topic, work_topic
 
 
@@ -82,11 +82,19 @@ class Run:
 
     @property
     def is_live(self) -> bool:
-        return self.record.state in (RunState.CREATING, RunState.READY)
+        return self.record.state in (RunState.CREATING, RunState.READY, RunState.PARKED)
 
     @property
     def waits_for_place(self) -> bool:
         return self.record.next_seq_id == WAITS_FOR_PLACE and self.record.state is RunState.CREATING
+
+    @property
+    def is_parked(self) -> bool:
+        return self.record.state is RunState.PARKED
+
+    @property
+    def has_no_place(self) -> bool:
+        return self.waits_for_place or self.is_parked
 
     def change(self, **changes: Any) -> None:  # Any: fields of the record
         self.record = replace(self.record, **changes)
@@ -192,7 +200,8 @@ class Memory:
                 run.change(state=RunState.LOST, state_reason=failed.message)
         if run is not None:
             run.change(last_request_at=row.record.created_at)
-        self.told.append(work_topic(new.base_model))
+        parked = run is not None and run.is_parked
+        self.told.append((places_topic if parked else work_topic)(new.base_model))
         return row.record.request_id
 
     def refuse_ended(self, session_id: str) -> None:
@@ -215,7 +224,7 @@ class Memory:
                 return refusals.too_late(new, run.record.next_seq_id)
             if run.record.state is RunState.LOST:
                 return refusals.lost(run.record.model_id, run.record.state_reason)
-            if run.record.state is RunState.READY:
+            if run.record.state in (RunState.READY, RunState.PARKED):
                 return None  # waits for the next engine if this one has been given up
         engine = self.engines.get(new.base_model)
         if engine is not None and engine.state is EngineState.FAILED:
@@ -245,8 +254,8 @@ class Memory:
         row = Operation(record, self._last_id, arrival, new.digest)
         self.operations[record.request_id] = self.unfinished[record.request_id] = row
         self.of_subject.setdefault(new.subject_id, {})[new.seq_id] = row
-        if run is not None and new.seq_id == run.arrived + 1:
-            self.follow(run)
+        if run is not None and new.seq_id == run.arrived + 1 and (not run.is_parked or new.seq_id == run.unload):
+            self.follow(run)  # to unload a parked model, it may stay away
         return row
 
     def follow(self, run: Run) -> None:
@@ -309,7 +318,7 @@ class Memory:
             missing = run.arrived + 1 if run.unload is None else run.unload
             return self._fail_behind(run, missing, [each for each in early if each.record.seq_id > missing])
         late = [] if older_than is None else [each for each in early if each.record.created_at < older_than]
-        if older_than is None or not late or run.waits_for_place or not self._was_heard(run, older_than):
+        if older_than is None or not late or run.has_no_place or not self._was_heard(run, older_than):
             return 0
         if any(run.record.applied_seq_id < each.record.seq_id <= run.arrived for each in pending):
             return 0  # if one of them were requeued, the model would reach the gap again
@@ -411,10 +420,38 @@ class Memory:
         """Return the places that are taken, and the models that wait, longest first."""
         live = [each for each in self.runs.values() if each.record.base_model == base_model and each.is_live]
         live.sort(key=lambda each: (each.record.created_at, each.record.model_id))
-        with_place = [each.record for each in live if each.record.next_seq_id != WAITS_FOR_PLACE]
+        with_place = [each.record for each in live if each.record.next_seq_id != WAITS_FOR_PLACE and not each.is_parked]
         full = sum(each.lora.rank == 0 for each in with_place)
-        waiting = [each.record for each in live if each.record.next_seq_id == WAITS_FOR_PLACE]
+        waiting = [(each, each.record.created_at) for each in live if each.record.next_seq_id == WAITS_FOR_PLACE]
+        for each in live:
+            pending = self.pending(each.record.model_id) if each.is_parked else []
+            if early := [row.record for row in pending if row.record.seq_id > each.arrived]:
+                waiting.append((each, min(record.created_at for record in early)))
         applicants = [
-            Applicant(each.model_id, each.tenant, each.created_at, full=each.lora.rank == 0) for each in waiting
+            Applicant(
+                run.record.model_id,
+                run.record.tenant,
+                since,
+                full=run.record.lora.rank == 0,
+                parked=run.is_parked,
+            )
+            for run, since in waiting
         ]
+        applicants.sort(key=lambda each: each.since)
         return Taken(Counter(each.tenant for each in with_place), full), applicants
+
+    def idle(self, base_model: str, before: datetime) -> list[Idle]:
+        """Return the models that have had nothing to do since before then."""
+        found = []
+        for run in self.runs.values():
+            record = run.record
+            if record.base_model == base_model and record.state is RunState.READY and not self.pending(record.model_id):
+                last = self.log(record.model_id).get(record.applied_seq_id)
+                finished_at = None if last is None else last.record.finished_at
+                since = max(record.last_request_at, finished_at or record.last_request_at)
+                session = self.sessions.get(record.session_id)
+                abandoned = session is not None and session.record.last_seen_at < datetime.now(UTC) - SILENCE
+                if since <= before:
+                    full, seq_id = record.lora.rank == 0, record.applied_seq_id
+                    found.append(Idle(record.model_id, record.tenant, since, seq_id, full=full, abandoned=abandoned))
+        return found

@@ -45,6 +45,7 @@ from tinsmith.store import (
     PendingCounts,
     PendingWork,
     PlaceLimits,
+    PlaceMoves,
     RecoveryPointRecord,
     RecoveryPointTaken,
     ReportedFigures,
@@ -66,7 +67,7 @@ from tinsmith.store.codec import decode_result
 from tinsmith.store.metrics import merged
 from tinsmith.store.records import CLEARING, OF_CLIENT, PASS, SILENCE
 from tinsmith.store.refusals import refuse_large_metadata
-from tinsmith.store.shares import next_ones, place_wait
+from tinsmith.store.shares import decide, place_wait
 from tinsmith.store.wakeups import (
     WakeUps,
     done_topic,
@@ -276,22 +277,48 @@ class MemoryStore(RequestStore):
         return found[offset : offset + limit], len(found)
 
     @_transaction
-    def admit_models(self, lease: Lease, limits: PlaceLimits) -> None:
+    def admit_models(self, lease: Lease, limits: PlaceLimits) -> PlaceMoves:
         memory = self._memory
         memory.fence(lease)
         taken, waiting = memory.places(lease.base_model)
-        got_one = {each.model_id for each in next_ones(waiting, taken, limits)}
-        for model_id in got_one:
+        decided = decide(waiting, taken, limits, partial(memory.idle, lease.base_model))
+        for model_id in decided.admitted:
             run = memory.run(model_id)
             run.change(next_seq_id=0)
             run.arrived = -1
             memory.follow(run)
-        for late in waiting:
-            if late.since < limits.give_up_before and late.model_id not in got_one:
-                failure = Failed(message=limits.failure, category="server")
-                memory.lose(memory.run(late.model_id), limits.failure, failure)
-        if got_one:
+        for model_id in decided.late:
+            failure = Failed(message=limits.failure, category="server")
+            memory.lose(memory.run(model_id), limits.failure, failure)
+        if decided.admitted:
             memory.told.append(work_topic(lease.base_model))
+        return decided.moves
+
+    @_transaction
+    def park_model(self, lease: Lease, point: RecoveryPointRecord, *, keep: int) -> bool:
+        memory = self._memory
+        memory.fence(lease)
+        run = memory.runs.get(point.model_id)
+        if run is None or run.record.state is not RunState.READY:
+            return run is not None and run.is_parked
+        if memory.pending(point.model_id) or run.record.applied_seq_id != point.seq_id:
+            return False
+        memory.keep_newest(point, keep)
+        run.change(state=RunState.PARKED)
+        memory.told.append(places_topic(run.record.base_model))
+        return True
+
+    @_transaction
+    def return_model(self, lease: Lease, model_id: str) -> bool:
+        memory = self._memory
+        memory.fence(lease)
+        run = memory.runs.get(model_id)
+        if run is None or not run.is_parked:
+            return run is not None and run.record.state is RunState.READY
+        run.change(state=RunState.READY)
+        memory.follow(run)
+        memory.told.append(work_topic(run.record.base_model))
+        return True
 
     async def wait_for_places(self, base_model: str, timeout_s: float) -> None:
         await self._wakeups.wait_for(places_topic(base_model), timeout_s)
@@ -462,7 +489,7 @@ class MemoryStore(RequestStore):
         record, missing, place = row.record, None, None
         if record.ordered:
             run = self._memory.run(record.subject_id)
-            if run.waits_for_place:
+            if run.has_no_place and record.seq_id > run.arrived:
                 taken, waiting = self._memory.places(record.base_model)
                 place = place_wait(record.subject_id, record.tenant, waiting, taken)
             elif record.seq_id > run.arrived + 1:
@@ -677,7 +704,7 @@ class MemoryStore(RequestStore):
             return
         for row in [each for each in memory.unfinished.values() if each.record.base_model == record.base_model]:
             run = memory.runs.get(row.record.subject_id) if row.record.ordered else None
-            if run is not None and run.record.state is RunState.READY:
+            if run is not None and run.record.state in (RunState.READY, RunState.PARKED):
                 continue  # the next engine rebuilds it, and continues
             if run is not None and run.record.state is RunState.CREATING:
                 run.change(state=RunState.LOST, state_reason=record.detail)
@@ -755,7 +782,7 @@ class MemoryStore(RequestStore):
     @_transaction
     def live_models(self, base_model: str) -> list[LiveModel]:
         of_model = [each for each in self._memory.runs.values() if each.record.base_model == base_model]
-        ready = [each for each in of_model if each.record.state is RunState.READY]
+        ready = [each for each in of_model if each.record.state in (RunState.READY, RunState.PARKED)]
         ready.sort(key=lambda each: (each.record.created_at, each.record.model_id))
         return [
             LiveModel(

@@ -147,10 +147,13 @@ def _place_reason(engine: EngineRecord, place: PlaceWait, quotas: QuotaSettings)
     max_models = place.taken if trainer is None else trainer.max_models
     kept = quotas.kept(max_models)
     free = max_models - place.taken
-    remedy = (
-        f"a place becomes free when a session ends; after {quotas.place_wait_s:.0f} s the request fails "
-        "(quotas.place_wait_s)"
-    )
+    idle = quotas.place_idle_s
+    when = "" if idle is None else f" or a model has been idle for {idle:g} s (quotas.place_idle_s)"
+    remedy = f"a place becomes free when a session ends{when}"
+    if place.parked:
+        remedy += "; your model was parked while it was idle, and goes on from where it was"
+    else:
+        remedy += f"; after {quotas.place_wait_s:.0f} s the request fails (quotas.place_wait_s)"
     max_full = None if trainer is None else trainer.max_full_models
     if max_full and place.taken_full is not None and place.taken_full >= max_full:
         return _paused(

@@ -431,6 +431,12 @@ class QuotaSettings(TenantQuotas):
     place_wait_s: float = Field(
         1800.0, gt=0, description="seconds for which a new model waits for a place on the backend; then it fails"
     )
+    place_idle_s: float | None = Field(
+        10.0,
+        ge=0,
+        description="seconds without anything to do after which a model can lose its place to one that waits: its "
+        "state goes to disk, and comes back at its next request; `null`: never",
+    )
 
     def kept(self, max_models: int) -> int:
         """Return how many of `places` only tenants without a model may take."""

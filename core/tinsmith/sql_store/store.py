@@ -143,6 +143,8 @@ class SqlStore(RequestStore):
     get_run = _read(runs.get)
     list_runs = _read(runs.list_all)
     admit_models = _over(runs.admit_models)
+    park_model = _durable(runs.park, locks=runs.model_to_park, point="store.park_model")
+    return_model = _durable(runs.bring_back, locks=runs.model_to_bring_back, point="store.return_model")
     wait_for_places = _over(runs.wait_for_places)
     run_log = _read(log_inspection.run_log)
     list_log = _read(log_inspection.list_log)

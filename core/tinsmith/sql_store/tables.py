@@ -39,8 +39,8 @@ class Table(SQLModel):
 
 
 # As literals, because SQLite uses a partial index only if the query contains the same condition as a literal.
-_OPEN, _LIVE, _KEPT = text("ended IS NULL"), text("state IN ('creating', 'ready')"), text("deleted_at IS NULL")
-_SIZED = text("num_bytes > 0")
+_OPEN, _KEPT, _SIZED = text("ended IS NULL"), text("deleted_at IS NULL"), text("num_bytes > 0")
+_LIVE = text("state IN ('creating', 'ready', 'parked')")
 _QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
 _EARLY, _ALONE = text("state = 'queued' AND early"), text("state = 'queued' AND alone")
 

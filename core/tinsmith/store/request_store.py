@@ -40,6 +40,7 @@ from tinsmith.store.records import (
     PendingCounts,
     PendingWork,
     PlaceLimits,
+    PlaceMoves,
     RecoveryPointRecord,
     ReportedFigures,
     RunLog,
@@ -347,16 +348,35 @@ class RequestStore(ABC):
     async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
         """Return when an operation may have become claimable or cancelled, or after `timeout_s`."""
 
-    # places for models on an engine's backend, which holds a limited number of them
+    # places for models on an engine's backend, which holds a limited number of them. If none is free, the engine parks
+    # a model that is idle: its state goes to disk, and it waits for a place again once it has a request
 
     @abstractmethod
-    async def admit_models(self, lease: Lease, limits: PlaceLimits) -> None:
-        """Give the free places to models that wait, and fail those that have waited for too long.
+    async def admit_models(self, lease: Lease, limits: PlaceLimits) -> PlaceMoves:
+        """Give the free places to models that wait, and fail new ones that have waited for too long.
 
-        A place is taken from the admission of a model until it is unloaded or lost. The tenant with the fewest places
-        is next, with the model that has waited longest. The last `limits.kept` places go only to tenants that have
-        none. At most `limits.max_full_models` models with LoRA rank 0 have a place; one that waits for that holds up no
-        other.
+        A place is taken from the admission of a model until it is unloaded, lost or parked. The tenant with the fewest
+        places is next, with the model that has waited longest. The last `limits.kept` places go only to tenants that
+        have none. At most `limits.max_full_models` models with LoRA rank 0 have a place; one that waits for that holds
+        up no other.
+
+        New models are admitted in this call. The engine has to do the rest, before it calls this again: it brings back
+        the parked models that have a place again, and parks idle ones for those that are still waiting.
+        """
+
+    @abstractmethod
+    async def park_model(self, lease: Lease, point: RecoveryPointRecord, *, keep: int) -> bool:
+        """Free the place of an idle model that goes on from `point`, registering it as `add_recovery_point` does.
+
+        Return False, and change nothing, if the model is not READY, has anything queued or running, or has recorded
+        results after the point. A repeat returns True.
+        """
+
+    @abstractmethod
+    async def return_model(self, lease: Lease, model_id: str) -> bool:
+        """Record that a parked model is on the backend again; what has arrived for it can be claimed.
+
+        Return False if it has ended meanwhile. A repeat returns True.
         """
 
     @abstractmethod

@@ -6,12 +6,12 @@ fairly.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Generic, TypeVar
 
-from tinsmith.store.records import PlaceLimits, PlaceWait
+from tinsmith.store.records import Parking, PlaceLimits, PlaceMoves, PlaceWait
 
 _T = TypeVar("_T")
 
@@ -140,6 +140,19 @@ class Applicant:
     tenant: str
     since: datetime
     full: bool = False  # all weights are trained
+    parked: bool = False  # it had a place before
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A model that has a place and nothing to do."""
+
+    model_id: str
+    tenant: str
+    since: datetime
+    seq_id: int  # of its last operation
+    full: bool = False  # all weights are trained
+    abandoned: bool = False  # its client sends no heartbeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,30 +163,119 @@ class Taken:
     full: int = 0  # by models with all weights trained
 
 
+class _Places:
+    """The places, while they change hands one after another."""
+
+    def __init__(self, taken: Taken, limits: PlaceLimits) -> None:
+        self.by_tenant = taken.by_tenant.copy()
+        self._full = taken.full
+        self._limits = limits
+
+    @property
+    def _free(self) -> int:
+        return self._limits.max_models - self.by_tenant.total()
+
+    def _full_is_free(self) -> bool:
+        return self._limits.max_full_models is None or self._full < self._limits.max_full_models
+
+    def next_of(self, waiting: Sequence[Applicant]) -> Applicant:
+        return min(waiting, key=lambda each: (self.by_tenant[each.tenant], each.since))
+
+    def has_one_for(self, each: Applicant) -> bool:
+        if self._free <= 0 or (each.full and not self._full_is_free()):
+            return False
+        kept_from = self.by_tenant[each.tenant] > 0 and each.model_id not in self._limits.freed_for
+        return self._free > self._limits.kept or not kept_from
+
+    def can_pass(self, idle: Idle, to: Applicant) -> bool:
+        """A tenant may exchange its own models. Others give way to tenants that have fewer places, or if abandoned."""
+        if self._free < 0 or (to.full and not idle.full and not self._full_is_free()):
+            return False
+        if idle.tenant == to.tenant:
+            return True
+        own = self.by_tenant[to.tenant]
+        gives_way = idle.abandoned or own < self.by_tenant[idle.tenant]
+        return gives_way and (own == 0 or self._free + 1 > self._limits.kept)
+
+    def give(self, each: Applicant) -> None:
+        self.by_tenant[each.tenant] += 1
+        self._full += each.full
+
+    def pass_on(self, idle: Idle, to: Applicant) -> None:
+        self.by_tenant[idle.tenant] -= 1
+        self._full -= idle.full
+        self.give(to)
+
+
 def next_ones(waiting: Sequence[Applicant], taken: Taken, limits: PlaceLimits) -> Iterator[Applicant]:
     """Yield the models that get the free places; `waiting` begins with the model that has waited longest."""
-    waiting, by_tenant, full = list(waiting), taken.by_tenant.copy(), taken.full
-    while (free := limits.max_models - by_tenant.total()) > 0:
-        full_is_free = limits.max_full_models is None or full < limits.max_full_models
-        able = [
-            each
-            for each in waiting
-            if (full_is_free or not each.full) and (free > limits.kept or not by_tenant[each.tenant])
-        ]
-        if not able:
-            return
-        chosen = min(able, key=lambda each: (by_tenant[each.tenant], each.since))
+    waiting, places = list(waiting), _Places(taken, limits)
+    while able := [each for each in waiting if places.has_one_for(each)]:
+        chosen = places.next_of(able)
         yield chosen
         waiting.remove(chosen)
-        by_tenant[chosen.tenant] += 1
-        full += chosen.full
+        places.give(chosen)
+
+
+def to_park(
+    waiting: Sequence[Applicant], idle: Sequence[Idle], taken: Taken, limits: PlaceLimits
+) -> Iterator[tuple[Idle, Applicant]]:
+    """Yield the models to park, each with the one that gets its place; `waiting` are those for which none is free.
+
+    Those that have been idle longest come first.
+    """
+    waiting, idle, places = list(waiting), sorted(idle, key=lambda each: each.since), _Places(taken, limits)
+    while waiting and idle:
+        chosen = places.next_of(waiting)
+        waiting.remove(chosen)
+        found = next((each for each in idle if places.can_pass(each, chosen)), None)
+        if found is not None:
+            yield found, chosen
+            idle.remove(found)
+            places.pass_on(found, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of the models that wait."""
+
+    admitted: tuple[str, ...]  # new models with a place
+    late: tuple[str, ...]  # new models that have waited for too long
+    moves: PlaceMoves
+
+
+def decide(
+    waiting: Sequence[Applicant], taken: Taken, limits: PlaceLimits, idle: Callable[[datetime], Sequence[Idle]]
+) -> Decision:
+    """`waiting` begins with the model that has waited longest; `idle` returns the models idle since before a time."""
+    served = list(next_ones(waiting, taken, limits))
+    left = [each for each in waiting if each not in served]
+    late = [each for each in left if not each.parked and each.since < limits.give_up_before]
+    left = [each for each in left if each not in late]
+    resting = idle(limits.idle_since) if left and limits.idle_since is not None else []
+    resting = [each for each in resting if each.model_id not in limits.staying]
+    after = Taken(
+        taken.by_tenant + Counter(each.tenant for each in served), taken.full + sum(each.full for each in served)
+    )
+    park = tuple(
+        Parking(model_id=each.model_id, tenant=each.tenant, seq_id=each.seq_id, for_model_id=to.model_id)
+        for each, to in to_park(left, resting, after, limits)
+    )
+    come_back = tuple(each.model_id for each in served if each.parked)
+    return Decision(
+        admitted=tuple(sorted(each.model_id for each in served if not each.parked)),
+        late=tuple(each.model_id for each in late),
+        moves=PlaceMoves(park=park, come_back=come_back, waiting=bool(left or come_back)),
+    )
 
 
 def place_wait(model_id: str, tenant: str, waiting: Sequence[Applicant], taken: Taken) -> PlaceWait:
     """Return what a model that waits for a place waits for."""
+    own = next((each for each in waiting if each.model_id == model_id), None)
     return PlaceWait(
         taken=taken.by_tenant.total(),
         taken_by_tenant=taken.by_tenant[tenant],
         num_waiting=len(waiting),
-        taken_full=taken.full if any(each.full for each in waiting if each.model_id == model_id) else None,
+        taken_full=taken.full if own is not None and own.full else None,
+        parked=own is not None and own.parked,
     )

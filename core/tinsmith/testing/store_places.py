@@ -2,6 +2,7 @@
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from tinsmith.store import (
     WAITS_FOR_PLACE,
     OperationState,
     PlaceLimits,
+    PlaceMoves,
     PlaceWait,
     RequestStore,
     RunState,
@@ -22,6 +24,7 @@ from tinsmith.testing.store_records import (
     LORA,
     NOW,
     a_creation,
+    a_recovery_point,
     a_run,
     a_session,
     an_operation,
@@ -53,15 +56,17 @@ async def _admit(
     kept: int = 0,
     give_up_before: datetime = NOW,
     max_full_models: int | None = None,
-) -> None:
+    **more: Any,
+) -> PlaceMoves:
     limits = PlaceLimits(
         max_models=max_models,
         max_full_models=max_full_models,
         kept=kept,
         give_up_before=give_up_before,
         failure="no place came free",
+        **more,
     )
-    await store.admit_models(await lease_of(store), limits)
+    return await store.admit_models(await lease_of(store), limits)
 
 
 async def _created(store: RequestStore, request_id: str) -> None:
@@ -69,6 +74,26 @@ async def _created(store: RequestStore, request_id: str) -> None:
     await claim(store)
     model_id = (await store.get_operation(request_id)).subject_id
     await complete(store, [done(request_id, None, RunStateChanged(model_id=model_id, state=RunState.READY))])
+
+
+async def _park(store: RequestStore, model_id: str = "ann0:train:0", seq_id: int = 0) -> bool:
+    return await store.park_model(await lease_of(store), a_recovery_point(seq_id, model_id), keep=2)
+
+
+async def _return(store: RequestStore, model_id: str = "ann0:train:0") -> bool:
+    return await store.return_model(await lease_of(store), model_id)
+
+
+async def _parked(store: RequestStore) -> None:
+    """Create model ann0:train:0, and park it."""
+    creation = await _applies(store, "ann")
+    await _admit(store, 1)
+    await _created(store, creation)
+    assert await _park(store)
+
+
+def _whom(moves: PlaceMoves) -> list[tuple[str, int, str]]:
+    return [(each.model_id, each.seq_id, each.for_model_id) for each in moves.park]
 
 
 class PlacesContract(StoreSuite):
@@ -179,3 +204,154 @@ class PlacesContract(StoreSuite):
         lost = RunStateChanged(model_id="ann0:train:0", state=RunState.LOST, reason="why")
         await complete(store, [done(creation, None, lost)])
         await waiting
+
+    # parked models
+
+    async def test_a_model_with_nothing_to_do_may_be_parked_for_one_that_waits(self, store: RequestStore) -> None:
+        later = datetime.now(UTC) + timedelta(hours=1)
+        creation = await _applies(store, "ann")
+        await _admit(store, 1)
+        await _created(store, creation)
+        assert await _admit(store, 1, idle_since=later) == PlaceMoves(), "nobody waits"
+        other = await _applies(store, "bob", 1)
+        assert _whom(await _admit(store, 1)) == []
+        early = datetime.now(UTC) - timedelta(hours=1)
+        assert await _admit(store, 1, idle_since=early) == PlaceMoves(waiting=True), "it has just been created"
+        moves = await _admit(store, 1, idle_since=later)
+        assert (_whom(moves), moves.waiting) == ([("ann0:train:0", 0, "bob1:train:0")], True)
+        assert _whom(await _admit(store, 1, idle_since=later, staying=frozenset({"ann0:train:0"}))) == []
+        assert await claim(store) == [], "its place is not free yet"
+        assert await _park(store)
+        assert (await store.get_run("ann0:train:0")).state is RunState.PARKED
+        assert [each.seq_id for each in await store.list_recovery_points("ann0:train:0")] == [0]
+        assert await _admit(store, 1) == PlaceMoves()
+        assert await claim(store) == [other]
+
+    async def test_a_client_that_is_there_gives_way_only_to_a_tenant_with_fewer_places(
+        self, store: RequestStore
+    ) -> None:
+        creations = [await _applies(store, "ann"), await _applies(store, "bob", 1)]
+        await _admit(store, 2)
+        await claim(store)
+        for request_id in creations:
+            model_id = (await store.get_operation(request_id)).subject_id
+            await complete(store, [done(request_id, None, RunStateChanged(model_id=model_id, state=RunState.READY))])
+        await store.submit(an_operation("bob1:train:0", 1, tenant="bob"))
+        await _applies(store, "bob", 2)
+        later = datetime.now(UTC) + timedelta(hours=1)
+        assert _whom(await _admit(store, 2, idle_since=later)) == [("ann0:train:0", 0, "bob2:train:0")]
+        await store.hear_session("ann0", datetime.now(UTC))
+        assert _whom(await _admit(store, 2, idle_since=later)) == []
+        await _applies(store, "eve", 3)
+        assert _whom(await _admit(store, 2, idle_since=later)) == [("ann0:train:0", 0, "eve3:train:0")]
+
+    async def test_a_model_with_anything_pending_keeps_its_place(self, store: RequestStore) -> None:
+        creation = await _applies(store, "ann")
+        await _admit(store, 1)
+        later = datetime.now(UTC) + timedelta(hours=1)
+        await _applies(store, "bob", 1)
+        assert _whom(await _admit(store, 1, idle_since=later)) == [], "it is being created"
+        await _created(store, creation)
+        queued = await store.submit(an_operation("ann0:train:0", 1))
+        assert _whom(await _admit(store, 1, idle_since=later)) == []
+        assert not await _park(store)
+        assert await claim(store) == [queued]
+        assert not await _park(store)
+        await complete(store, [done(queued, None)])
+        assert not await _park(store), "it has gone on since"
+        assert await _park(store, seq_id=1)
+        assert await _park(store, seq_id=1), "a repeat"
+
+    async def test_a_model_that_waits_behind_a_gap_keeps_its_place(self, store: RequestStore) -> None:
+        creation = await _applies(store, "ann")
+        await _admit(store, 1)
+        await _created(store, creation)
+        await store.submit(an_operation("ann0:train:0", 2))
+        assert not await _park(store)
+
+    async def test_a_parked_model_waits_for_a_place_at_its_next_request(self, store: RequestStore) -> None:
+        await _parked(store)
+        other = await _applies(store, "bob", 1)
+        await _admit(store, 1)
+        await _created(store, other)
+        assert (await store.live_models(BASE))[0].run.state is RunState.PARKED
+        assert await _admit(store, 1) == PlaceMoves(), "it asks for nothing"
+        asked = [await store.submit(an_operation("ann0:train:0", seq_id)) for seq_id in (1, 2)]
+        assert await claim(store) == []
+        place = PlaceWait(taken=1, taken_by_tenant=0, num_waiting=1, parked=True)
+        for request_id in asked:
+            waiting = await store.waiting(request_id)
+            assert (waiting.place, waiting.missing_seq_id) == (place, None)
+        assert await _admit(store, 1, give_up_before=datetime.now(UTC) + timedelta(hours=1)) == PlaceMoves(waiting=True)
+        later = datetime.now(UTC) + timedelta(hours=1)
+        assert _whom(await _admit(store, 1, idle_since=later)) == [("bob1:train:0", 0, "ann0:train:0")]
+        assert await _park(store, "bob1:train:0")
+        moves = await _admit(store, 1)
+        assert (moves.come_back, moves.waiting) == (("ann0:train:0",), True)
+        assert await claim(store) == [], "it is not on the backend yet"
+        assert await _return(store)
+        assert await _return(store), "a repeat"
+        assert (await store.get_run("ann0:train:0")).state is RunState.READY
+        assert await claim(store) == asked
+        assert await _admit(store, 1) == PlaceMoves()
+
+    async def test_a_gap_of_a_parked_model_is_not_given_up_before_it_is_back(self, store: RequestStore) -> None:
+        await _parked(store)
+        behind = await store.submit(an_operation("ann0:train:0", 2))
+        later = datetime.now(UTC) + timedelta(hours=1)
+        await store.hear_session("ann0", datetime.now(UTC))
+        assert await store.fail_gaps(BASE, older_than=later) == 0
+        assert (await _admit(store, 1)).come_back == ("ann0:train:0",)
+        assert await _return(store)
+        assert (await store.waiting(behind)).missing_seq_id == 1
+        missing = await store.submit(an_operation("ann0:train:0", 1))
+        assert await claim(store) == [missing, behind]
+
+    async def test_a_parked_model_is_unloaded_without_coming_back(self, store: RequestStore) -> None:
+        await _parked(store)
+        await store.end_session("ann0", "success", None)
+        assert await _admit(store, 1) == PlaceMoves()
+        (unload,) = await claim(store)
+        assert (await store.get_operation(unload)).kind == "unload_model"
+        await complete(store, [done(unload, None, RunStateChanged(model_id="ann0:train:0", state=RunState.UNLOADED))])
+        assert await store.live_models(BASE) == []
+        assert not await _return(store)
+        assert (await store.get_run("ann0:train:0")).state is RunState.UNLOADED
+
+    async def test_what_a_parked_model_has_accepted_runs_before_it_is_unloaded(self, store: RequestStore) -> None:
+        await _parked(store)
+        accepted = await store.submit(an_operation("ann0:train:0", 1))
+        behind = await store.submit(an_operation("ann0:train:0", 3))
+        await store.end_session("ann0", "success", None)
+        assert await state_of(store, behind) is OperationState.FAILED
+        assert await claim(store) == []
+        assert (await _admit(store, 1)).come_back == ("ann0:train:0",)
+        assert await _return(store)
+        first, unload = await claim(store)
+        assert (first, (await store.get_operation(unload)).kind) == (accepted, "unload_model")
+
+    async def test_a_parked_model_that_is_lost_asks_for_no_place(self, store: RequestStore) -> None:
+        await _parked(store)
+        asked = await store.submit(an_operation("ann0:train:0", 1))
+        await store.lose_run(await lease_of(store), "ann0:train:0", "why")
+        assert "why" in (await failure_of(store, asked)).message
+        assert await _admit(store, 1) == PlaceMoves()
+        assert not await _return(store)
+
+    async def test_an_engine_learns_that_a_parked_model_has_a_request(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        await _parked(store)
+        await other.wait_for_places(BASE, 0)
+        waiting = asyncio.create_task(other.wait_for_places(BASE, LONG_S))
+        await store.submit(an_operation("ann0:train:0", 1))
+        await waiting
+
+    async def test_only_the_engine_with_the_lease_moves_models(self, store: RequestStore, other: RequestStore) -> None:
+        await _parked(store)
+        old = await lease_of(store)
+        await other.acquire_lease(BASE, engine_id="engine-2", duration_s=3600.0, dead="engine-1")
+        with pytest.raises(LeaseLostError):
+            await store.return_model(old, "ann0:train:0")
+        with pytest.raises(LeaseLostError):
+            await store.park_model(old, a_recovery_point(0, "ann0:train:0"), keep=2)

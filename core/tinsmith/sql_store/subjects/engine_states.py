@@ -23,7 +23,7 @@ _PENDING = (
     f"{log.OPERATION} WHERE base_model = :base_model "
     "AND (operations.state = 'queued' OR operations.state = 'running') AND id > :after "
     "AND NOT EXISTS (SELECT 1 FROM runs WHERE operations.ordered AND runs.model_id = operations.subject_id "
-    f"AND runs.state = 'ready') ORDER BY id LIMIT {CHUNK}"
+    f"AND runs.state IN ('ready', 'parked')) ORDER BY id LIMIT {CHUNK}"
 )
 _SOME = Query(_PENDING, log.Operation)
 _SOME_LOCKED = Query(f"{_PENDING} FOR UPDATE OF operations", log.Operation)

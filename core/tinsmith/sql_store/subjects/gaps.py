@@ -39,7 +39,7 @@ _EARLY_OF_RUN = (
 # What is asked of the run alone comes first: of a model that goes on, no operation is looked at.
 _LEFT_BEHIND = (
     f"(runs.unload_seq_id IS NOT NULL AND EXISTS ({_EARLY_OF_RUN} AND operations.seq_id > runs.unload_seq_id) "
-    f"OR runs.state NOT IN ('creating', 'ready') AND EXISTS ({_EARLY_OF_RUN}))"
+    f"OR runs.state IN ('lost', 'unloaded') AND EXISTS ({_EARLY_OF_RUN}))"
 )
 # The models that have something waiting behind a gap are found with one look into the index for each.
 _SUBJECT = f"SELECT subject_id FROM operations WHERE base_model = :base_model AND {_EARLY}"
@@ -115,7 +115,7 @@ def fail_some(tx: Transaction, model_id: str, older_than: datetime | None) -> tu
         return _fail(tx, run, run.unload_seq_id)
     if not run.is_live:
         return _fail(tx, run, run.arrived_seq_id + 1)
-    if older_than is None or run.waits_for_place or not _give_up(tx, run, older_than):
+    if older_than is None or run.has_no_place or not _give_up(tx, run, older_than):
         return 0, False
     return _fail_gap(tx, run)
 

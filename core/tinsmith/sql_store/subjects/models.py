@@ -14,7 +14,8 @@ from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.store import WAITS_FOR_PLACE, Lease, RecoveryPointRecord, RunState
 from tinsmith.store.refusals import ahead_of_results, model_not_live
 
-LIVE: Final = (RunState.CREATING, RunState.READY)
+LIVE: Final = (RunState.CREATING, RunState.READY, RunState.PARKED)
+IS_LIVE: Final = "runs.state IN ('creating', 'ready', 'parked')"
 
 
 @dataclass(slots=True)
@@ -41,6 +42,10 @@ class Run:
     @property
     def waits_for_place(self) -> bool:
         return self.next_seq_id == WAITS_FOR_PLACE and self.state == RunState.CREATING
+
+    @property
+    def has_no_place(self) -> bool:
+        return self.waits_for_place or self.state == RunState.PARKED
 
 
 _SELECT: Final = "SELECT FIELDS FROM runs WHERE model_id = :model_id"

@@ -24,7 +24,8 @@ _PUT_BACK = Change(
     "alone = CASE WHEN :crashed THEN :alone ELSE alone END WHERE id = :key"
 )
 _READY = Query(
-    "SELECT FIELDS FROM runs WHERE base_model = :base_model AND state = 'ready' ORDER BY created_at, model_id",
+    "SELECT FIELDS FROM runs WHERE base_model = :base_model AND state IN ('ready', 'parked') "
+    "ORDER BY created_at, model_id",
     RunRecord,
 )
 _EPHEMERAL = Query(

@@ -79,7 +79,7 @@ async def finished_samples(
 def waiting(connection: Connection, request_id: str) -> Waiting:
     operation = log.find(connection, request_id)
     run = models.find(connection, operation.subject_id) if operation.ordered else None
-    placeless = run is not None and run.waits_for_place
+    placeless = run is not None and run.has_no_place and operation.seq_id > run.arrived_seq_id
     return Waiting(
         missing_seq_id=None if run is None or placeless else _first_missing(run, operation.seq_id),
         num_ahead=_num_ahead(connection, operation),

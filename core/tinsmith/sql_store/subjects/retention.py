@@ -35,7 +35,7 @@ class _Size(NamedTuple):
 _SAMPLES_KEPT_LONGER: Final = timedelta(hours=3)
 """The SDK asks for the samples of a client for up to two hours."""
 _ALWAYS: Final = datetime.max.replace(tzinfo=UTC)
-_ENDED = "runs.state NOT IN ('creating', 'ready')"
+_ENDED = "runs.state IN ('lost', 'unloaded')"
 # A refused operation that nothing has claimed yet stays: without its row there would be a gap.
 _REPLAYED_FROM_LATER = (
     "operations.seq_id < runs.next_seq_id AND operations.seq_id <= (SELECT min(recovery_points.seq_id) "

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import NamedTuple
 
 from sqlalchemy import Connection
@@ -13,31 +14,75 @@ from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into,
 from tinsmith.sql_store.subjects import leases, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.store import WAITS_FOR_PLACE, Lease, NewOperation, PlaceLimits, PlaceWait, RunRecord, RunState
+from tinsmith.store import (
+    WAITS_FOR_PLACE,
+    Lease,
+    NewOperation,
+    PlaceLimits,
+    PlaceMoves,
+    PlaceWait,
+    RecoveryPointRecord,
+    RunRecord,
+    RunState,
+)
+from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata
-from tinsmith.store.shares import Applicant, Taken, next_ones, place_wait
+from tinsmith.store.shares import Applicant, Decision, Idle, Taken, decide, place_wait
 from tinsmith.store.wakeups import places_topic, work_topic
 
 
 class _Placed(NamedTuple):
     model_id: str
     tenant: str
+    state: RunState
     next_seq_id: int
     created_at: datetime
     lora: LoraConfig
+    asked_at: datetime | None  # when the oldest request of a parked model arrived
 
 
-_LIVE = "runs.state IN ('creating', 'ready')"
+class _Idle(NamedTuple):
+    model_id: str
+    tenant: str
+    applied_seq_id: int
+    lora: LoraConfig
+    last_request_at: datetime
+    finished_at: datetime | None  # None: its last operation is past its retention
+    last_seen_at: datetime | None  # its client
+
+
 _GET = Query("SELECT FIELDS FROM runs WHERE model_id = :model", RunRecord)
 PRUNED = Query("SELECT pruned_seq_id FROM runs WHERE model_id = :model", int)
 _INSERT = Change(insert_into("runs", *fields_of(RunRecord), "arrived_seq_id", "pruned_seq_id", "rebuilds"))
-_NUM_LIVE = Query(f"SELECT count(*) FROM runs WHERE tenant = :tenant AND {_LIVE}", int)
+_NUM_LIVE = Query(f"SELECT count(*) FROM runs WHERE tenant = :tenant AND {models.IS_LIVE}", int)
+_EARLY = (
+    "FROM operations WHERE operations.base_model = runs.base_model AND operations.subject_id = runs.model_id "
+    "AND operations.state = 'queued' AND operations.early"
+)
 _PLACES = Query(
-    f"SELECT FIELDS FROM runs WHERE base_model = :base_model AND {_LIVE} ORDER BY created_at, model_id", _Placed
+    "SELECT model_id, tenant, state, next_seq_id, created_at, lora, "
+    f"CASE WHEN runs.state = 'parked' THEN (SELECT min(operations.created_at) {_EARLY}) END AS asked_at "
+    f"FROM runs WHERE base_model = :base_model AND {models.IS_LIVE} ORDER BY created_at, model_id",
+    _Placed,
 )
 _WAITING = Query(
-    f"SELECT model_id FROM runs WHERE base_model = :base_model AND {_LIVE} AND next_seq_id = {WAITS_FOR_PLACE}", str
+    f"SELECT model_id FROM runs WHERE base_model = :base_model AND {models.IS_LIVE} "
+    f"AND (next_seq_id = {WAITS_FOR_PLACE} OR runs.state = 'parked' AND EXISTS (SELECT 1 {_EARLY}))",
+    str,
 )
+_PENDING = (
+    "SELECT 1 FROM operations WHERE operations.subject_id = runs.model_id "
+    "AND operations.seq_id > runs.applied_seq_id AND operations.state IN ('queued', 'running')"
+)
+_IDLE = Query(
+    "SELECT model_id, tenant, applied_seq_id, lora, last_request_at, "
+    "(SELECT operations.finished_at FROM operations WHERE operations.subject_id = runs.model_id "
+    "AND operations.seq_id = runs.applied_seq_id) AS finished_at, "
+    "(SELECT sessions.last_seen_at FROM sessions WHERE sessions.session_id = runs.session_id) AS last_seen_at "
+    f"FROM runs WHERE base_model = :base_model AND runs.state = 'ready' AND NOT EXISTS ({_PENDING})",
+    _Idle,
+)
+_IS_PENDING = Query(f"SELECT runs.model_id FROM runs WHERE runs.model_id = :model AND EXISTS ({_PENDING})", str)
 
 
 @durable_boundary("store.create_run")
@@ -104,11 +149,13 @@ def note(tx: Transaction, lease: Lease, model_id: str, note: str) -> None:
 
 
 @durable_boundary("store.admit_models")
-async def admit_models(connections: Connections, lease: Lease, limits: PlaceLimits) -> None:
-    if await connections.reader.read(waiting_models, lease.base_model):
-        for model_id in await connections.durable.write_locking(_models_to_admit, admit, lease, limits):
-            # one at a time, because each may have thousands of operations
-            await connections.durable.write_locking(_model_to_give_up, give_up, lease, model_id, limits.failure)
+async def admit_models(connections: Connections, lease: Lease, limits: PlaceLimits) -> PlaceMoves:
+    if not await connections.reader.read(waiting_models, lease.base_model):
+        return PlaceMoves()
+    decided = await connections.durable.write_locking(_models_to_admit, admit, lease, limits)
+    for model_id in decided.late:  # one at a time, because each may have thousands of operations
+        await connections.durable.write_locking(_model_to_give_up, give_up, lease, model_id, limits.failure)
+    return decided.moves
 
 
 def _models_to_admit(connection: Connection, lease: Lease, _: PlaceLimits) -> list[str]:
@@ -128,17 +175,16 @@ def waiting_models(connection: Connection, base_model: str) -> list[str]:
     return _WAITING.all(connection, base_model=base_model)
 
 
-def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> list[str]:
-    """Give the free places to models that wait. Return the models that have waited for too long."""
+def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> Decision:
+    """Give the free places to new models. Return what else is to be done, and who has waited for too long."""
     leases.fence(tx, lease)
     taken, waiting = _places(tx.connection, lease.base_model)
-    got_one = {each.model_id for each in next_ones(waiting, taken, limits)}
-    for model_id in sorted(got_one):
+    decided = decide(waiting, taken, limits, partial(_idle, tx, lease.base_model))
+    for model_id in decided.admitted:
         _admit(tx, model_id)
-    if got_one:
+    if decided.admitted:
         tx.wake.append(work_topic(lease.base_model))
-    late = [each.model_id for each in waiting if each.since < limits.give_up_before]
-    return [model_id for model_id in late if model_id not in got_one]
+    return decided
 
 
 def give_up(tx: Transaction, lease: Lease, model_id: str, failure: str) -> None:
@@ -160,12 +206,32 @@ def _places(connection: Connection, base_model: str) -> tuple[Taken, list[Applic
     full = 0
     waiting = []
     for row in _PLACES.all(connection, base_model=base_model):
+        is_full = row.lora.rank == 0
         if row.next_seq_id == WAITS_FOR_PLACE:
-            waiting.append(Applicant(row.model_id, row.tenant, row.created_at, full=row.lora.rank == 0))
-        else:
+            waiting.append(Applicant(row.model_id, row.tenant, row.created_at, full=is_full))
+        elif row.state != RunState.PARKED:
             by_tenant[row.tenant] += 1
-            full += row.lora.rank == 0
+            full += is_full
+        elif row.asked_at is not None:
+            waiting.append(Applicant(row.model_id, row.tenant, row.asked_at, full=is_full, parked=True))
+    waiting.sort(key=lambda each: each.since)
     return Taken(by_tenant, full), waiting
+
+
+def _idle(tx: Transaction, base_model: str, before: datetime) -> list[Idle]:
+    """Return the models that have had nothing to do since before then."""
+    return [
+        Idle(
+            row.model_id,
+            row.tenant,
+            since,
+            row.applied_seq_id,
+            full=row.lora.rank == 0,
+            abandoned=row.last_seen_at is not None and row.last_seen_at < tx.now - SILENCE,
+        )
+        for row in _IDLE.all(tx.connection, base_model=base_model)
+        if (since := max(row.last_request_at, row.finished_at or row.last_request_at)) <= before
+    ]
 
 
 def _admit(tx: Transaction, model_id: str) -> None:
@@ -174,3 +240,39 @@ def _admit(tx: Transaction, model_id: str) -> None:
     run.next_seq_id, run.arrived_seq_id = 0, -1
     submitting.let_follow(tx.connection, run)
     models.write(tx.connection, run)
+
+
+def model_to_park(connection: Connection, lease: Lease, point: RecoveryPointRecord, *, keep: int) -> list[str]:
+    del connection, lease, keep
+    return [point.model_id]
+
+
+def park(tx: Transaction, lease: Lease, point: RecoveryPointRecord, *, keep: int) -> bool:
+    leases.fence(tx, lease)
+    run = models.locked(tx.connection, point.model_id)
+    if run is None or run.state != RunState.READY:
+        return run is not None and run.state == RunState.PARKED
+    busy = _IS_PENDING.first(tx.connection, model=run.model_id) is not None
+    if busy or run.applied_seq_id != point.seq_id:
+        return False
+    models.keep_newest_points(tx.connection, point, keep)
+    models.write(tx.connection, replace(run, state=RunState.PARKED))
+    tx.wake.append(places_topic(run.base_model))
+    return True
+
+
+def model_to_bring_back(connection: Connection, lease: Lease, model_id: str) -> list[str]:
+    del connection, lease
+    return [model_id]
+
+
+def bring_back(tx: Transaction, lease: Lease, model_id: str) -> bool:
+    leases.fence(tx, lease)
+    run = models.locked(tx.connection, model_id)
+    if run is None or run.state != RunState.PARKED:
+        return run is not None and run.state == RunState.READY
+    run.state = RunState.READY
+    submitting.let_follow(tx.connection, run)
+    models.write(tx.connection, run)
+    tx.wake.append(work_topic(run.base_model))
+    return True

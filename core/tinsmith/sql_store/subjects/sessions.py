@@ -38,7 +38,7 @@ _TOUCH = Change(
 )
 _NUM_LIVE = Query(f"SELECT count(*) FROM sessions WHERE tenant = :tenant AND {_OPEN}", int)
 _LIVE_MODELS = Query(
-    "SELECT model_id FROM runs WHERE session_id = :session AND state IN ('creating', 'ready') ORDER BY model_id", str
+    f"SELECT model_id FROM runs WHERE session_id = :session AND {models.IS_LIVE} ORDER BY model_id", str
 )
 _MOVE = Change("UPDATE sessions SET project_id = :project WHERE session_id = :wanted")
 _END = Change("UPDATE sessions SET ended = :reason, end_detail = :detail WHERE session_id = :wanted")

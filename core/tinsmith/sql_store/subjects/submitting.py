@@ -1,7 +1,8 @@
 """Submitting operations: one row for each (subject_id, seq_id). A repeat finds the first row.
 
 Up to `arrived_seq_id` of a model nothing is missing. Operations beyond are `early`, and no claim looks at them. When
-the missing operation arrives, those that waited for it alone arrive with it.
+the missing operation arrives, those that waited for it alone arrive with it. While a model is parked, nothing arrives,
+so all of its operations are early until it is back. Only its UnloadModel arrives, if nothing is before it.
 
 While a gap is being failed (`gaps.py`), `next_seq_id` is ahead, and everything that the model has queued is early. Once
 the session has ended, everything behind the model's `unload_seq_id` stays early until it has failed.
@@ -29,7 +30,7 @@ from tinsmith.store.refusals import (
     used_already,
 )
 from tinsmith.store.request_ids import new_request_id
-from tinsmith.store.wakeups import work_topic
+from tinsmith.store.wakeups import places_topic, work_topic
 
 
 class Neighbour(NamedTuple):
@@ -111,7 +112,8 @@ def submit(tx: Transaction, operation: NewOperation) -> str:
     if run is not None:
         changed = {"arrived": run.arrived_seq_id, "state": run.state, "reason": run.state_reason}
         _REQUESTED.run(tx.connection, model=run.model_id, now=tx.now, **changed)
-    tx.wake.append(work_topic(operation.base_model))
+    parked = run is not None and run.state == RunState.PARKED
+    tx.wake.append((places_topic if parked else work_topic)(operation.base_model))
     return request_id
 
 
@@ -163,7 +165,7 @@ def _hopeless(connection: Connection, operation: NewOperation, run: Run | None) 
             return too_late(operation, run.next_seq_id)
         if run.state == RunState.LOST:
             return lost(run.model_id, run.state_reason)
-        if run.state == RunState.READY:
+        if run.state in (RunState.READY, RunState.PARKED):
             return None  # waits for the next engine if this one has been given up
     engine = _ENGINE.first(connection, base_model=operation.base_model)
     if engine is not None and engine.state == EngineState.FAILED:
@@ -211,8 +213,13 @@ def insert(
 
 
 def is_early(run: Run, seq_id: int) -> bool:
-    """Return whether an operation would have to wait for a missing one."""
-    return seq_id > run.arrived_seq_id + 1 or fails_a_gap(run)
+    """Return whether an operation would have to wait, for a missing one or for a place."""
+    return seq_id > run.arrived_seq_id + 1 or fails_a_gap(run) or _waits_for_return(run, seq_id)
+
+
+def _waits_for_return(run: Run, seq_id: int) -> bool:
+    """Return whether an operation cannot run before its model is back. To unload a parked model, it may stay away."""
+    return run.state == RunState.PARKED and seq_id != run.unload_seq_id
 
 
 def fails_a_gap(run: Run) -> bool:
@@ -221,7 +228,7 @@ def fails_a_gap(run: Run) -> bool:
 
 def _note_arrival(connection: Connection, run: Run, seq_id: int, *, followed: bool) -> None:
     """Note that an operation has arrived; `followed`, that the next one was there before it."""
-    if seq_id != run.arrived_seq_id + 1 or fails_a_gap(run):
+    if is_early(run, seq_id) or seq_id <= run.arrived_seq_id:
         return
     run.arrived_seq_id = seq_id
     if followed:

@@ -208,8 +208,9 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_runs_base_model"), "runs", ["base_model"])
     op.create_index(op.f("ix_runs_created_at"), "runs", ["created_at"])
-    _create_partial_index("ix_runs_live", "runs", ["base_model", "created_at"], "state IN ('creating', 'ready')")
-    _create_partial_index("ix_runs_live_of_tenant", "runs", ["tenant"], "state IN ('creating', 'ready')")
+    live = "state IN ('creating', 'ready', 'parked')"
+    _create_partial_index("ix_runs_live", "runs", ["base_model", "created_at"], live)
+    _create_partial_index("ix_runs_live_of_tenant", "runs", ["tenant"], live)
     op.create_index(op.f("ix_runs_session_id"), "runs", ["session_id"])
     op.create_index(op.f("ix_runs_tenant"), "runs", ["tenant"])
 
