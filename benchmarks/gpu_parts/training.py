@@ -38,7 +38,7 @@ from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES
 from tinsmith_fsdp.demand import resolved_ranks
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh, join_mesh
-from tinsmith_fsdp.messages import Setup
+from tinsmith_fsdp.program import Setup
 from tinsmith_fsdp.trainer import Trainer
 from tinsmith_workers import AdapterLayout, MicroBatch, ModelStep, Segment, alone, deal, segments
 

@@ -23,7 +23,7 @@ from processes import WAIT_S, Launcher, Served
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import TOY
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith_workers.keys import KEY
+from tinsmith_workers.launching import KEY
 
 KEYS = {"host": "0.0.0.0", "api_keys": [{"key": "tml-test", "tenant": "anybody"}]}
 _PROGRAM: Final = Path(__file__).with_name("client_program.py")

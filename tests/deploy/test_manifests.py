@@ -18,7 +18,7 @@ from tinsmith.commands.load_settings import load_settings
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag
 from tinsmith.testing import TinyShape, write_tiny_model
-from tinsmith_workers.keys import KEY, shared_key
+from tinsmith_workers.launching import KEY, shared_key
 
 ROOT = DEPLOY.parent
 HOW_TO = ROOT / "docs" / "how-to" / "run-on-gke.md"

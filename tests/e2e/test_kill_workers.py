@@ -25,8 +25,7 @@ from tinsmith import failpoints
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.ports import hold_port
 from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
-from tinsmith_workers.keys import KEY
-from tinsmith_workers.launching import COORDINATOR, INDEX, NUM_WORKERS
+from tinsmith_workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS
 from tinsmith_workers.launching import WAIT_S as WORKER_WAIT_S
 from tinsmith_workers.testing.contract import wait_until_ended
 

@@ -24,7 +24,7 @@ from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.sdk_data import TOKENS, datum, logprobs, step
 from tinsmith_fsdp.config import FsdpConfig
-from tinsmith_workers.keys import KEY
+from tinsmith_workers.launching import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1200)]
 

@@ -102,7 +102,9 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_workers.config:TrainingWorkersConfig.num_devices": (
         "plugins/fsdp_backend/tests/test_fsdp_admission.py::" + ADMISSION
     ),
-    "tinsmith_workers.starting:agreed_device": (FSDP + "test_a_worker_that_computes_elsewhere_than_asked_is_refused"),
+    "tinsmith_workers.training_backend:agreed_device": (
+        FSDP + "test_a_worker_that_computes_elsewhere_than_asked_is_refused"
+    ),
     "tinsmith_workers.training_backend:WorkersBackend.describe": MEGATRON + CLAIMS,
 }
 """By module and function: a test that takes the side of GPUs with a stand-in for one."""

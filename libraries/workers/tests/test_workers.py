@@ -23,12 +23,10 @@ from tinsmith.testing.ports import hold_port
 from tinsmith_workers import Launch, MakeLauncher, WorkerDiedError, WorkerGroup, WorkersConfig
 from tinsmith_workers.channel import Channel
 from tinsmith_workers.code import code_of
-from tinsmith_workers.command import worker
+from tinsmith_workers.command import run_host, worker
 from tinsmith_workers.front_door import FrontDoor, Joined
 from tinsmith_workers.group import by_rank
-from tinsmith_workers.host import run_host
-from tinsmith_workers.keys import KEY
-from tinsmith_workers.launching import LocalProcesses, Scheduler
+from tinsmith_workers.launching import KEY, LocalProcesses, Scheduler
 from tinsmith_workers.messages import Hello, Refused
 from tinsmith_workers.serving import connect, serve
 from tinsmith_workers.testing import Nursery, WorkersContract
@@ -98,7 +96,7 @@ def test_workers_have_expandable_segments_unless_the_operator_says_how_to_alloca
         monkeypatch.delenv(name, raising=False)
     for name, value in theirs.items():
         monkeypatch.setenv(name, value)
-    for module in ("launching", "host"):
+    for module in ("launching", "command"):
         monkeypatch.setattr(f"tinsmith_workers.{module}.Tethered", tethered)
     launch = Launch(config=WorkersConfig(), environment={}, directory=tmp_path, gpus=None, default_per_node=1)
     with pytest.raises(Started):

@@ -5,12 +5,11 @@ names exported here, by `tinsmith_workers.torch` and by `tinsmith_workers.testin
 """
 
 from tinsmith_workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model
-from tinsmith_workers.adapter_models import AdapterModelState
 from tinsmith_workers.budget import Budget
 from tinsmith_workers.config import TrainingWorkersConfig, WorkersConfig
-from tinsmith_workers.full_models import FullModelState
 from tinsmith_workers.group import WorkerDiedError, WorkerGroup
 from tinsmith_workers.launching import Launch, Launcher, MakeLauncher
+from tinsmith_workers.model_states import AdapterModelState, FullModelState
 from tinsmith_workers.program import (
     AdapterState,
     ModelStep,
@@ -33,10 +32,9 @@ from tinsmith_workers.sequences import (
     segments,
 )
 from tinsmith_workers.serving import Worker, alone
-from tinsmith_workers.starting import start_ranks
 from tinsmith_workers.state_files import StateFiles
 from tinsmith_workers.state_writer import Slice, StateWriter, Written
-from tinsmith_workers.training_backend import FAST_ISOLATION_ERROR, WorkersBackend
+from tinsmith_workers.training_backend import FAST_ISOLATION_ERROR, WorkersBackend, start_ranks
 
 __all__ = [
     "FAST_ISOLATION_ERROR",

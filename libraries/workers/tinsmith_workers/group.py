@@ -13,10 +13,18 @@ from tinsmith.errors import ConfigError
 from tinsmith.scratch import Scratch
 from tinsmith_workers.channel import Channel, Encoded, encoded, ready
 from tinsmith_workers.code import code_of, package_of
-from tinsmith_workers.config import WorkersConfig
+from tinsmith_workers.config import LauncherName, WorkersConfig
 from tinsmith_workers.front_door import FrontDoor, Joined
-from tinsmith_workers.keys import KEY, shared_key
-from tinsmith_workers.launching import COORDINATOR, Launch, Launcher, MakeLauncher, launcher
+from tinsmith_workers.launching import (
+    COORDINATOR,
+    KEY,
+    Launch,
+    Launcher,
+    LocalProcesses,
+    MakeLauncher,
+    Scheduler,
+    shared_key,
+)
 from tinsmith_workers.messages import Answer, Call, ProgressMade, Welcome, WorkerFailed
 
 _STOP_S: Final = 10.0
@@ -222,6 +230,22 @@ class WorkerGroup(Generic[Program_co]):
         while left and (remaining := deadline - time.monotonic()) > 0:
             ended = ready(left, remaining)  # only the end of the connection can arrive
             left = [each for place, each in enumerate(left) if place not in ended]
+
+
+def launcher(name: LauncherName) -> MakeLauncher:
+    """Return the launcher of that name. Raises ConfigError if a package that it needs is not installed."""
+    match name:
+        case "local":
+            return LocalProcesses
+        case "scheduler":
+            return Scheduler
+        case "ray":
+            try:
+                from tinsmith_workers.ray_actors import RayActors
+            except ModuleNotFoundError as error:
+                msg = f"launcher: ray needs the package {error.name}, which is not installed; pip install 'ray>=2.60'"
+                raise ConfigError(msg) from error
+            return RayActors
 
 
 def _key(config: WorkersConfig) -> str:

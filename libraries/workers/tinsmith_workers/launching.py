@@ -13,8 +13,11 @@ from typing import Final, Protocol
 
 from tinsmith.errors import ConfigError
 from tinsmith.lifeline import Tethered
-from tinsmith.settings.environment import child_environment
+from tinsmith.settings.environment import WORKER_KEY, child_environment
 from tinsmith_workers.config import WorkersConfig
+
+KEY: Final = WORKER_KEY
+"""Environment variable: the secret that the engine and its workers share."""
 
 COORDINATOR: Final = "TINSMITH_COORDINATOR"
 """Environment variable: the engine's address, `unix:<path>` or `<host>:<port>`."""
@@ -36,6 +39,8 @@ WITH_PARENT: Final = "TINSMITH_WORKER_WITH_PARENT"
 """Environment variable: if set, standard input is a pipe that closes when the worker's starter has gone."""
 
 _STOP_S: Final = 5.0
+_MIN_CHARACTERS: Final = 32  # of a key; of 16 different ones, as in hexadecimal, they are 128 bits
+_MIN_DIFFERENT: Final = 8  # a random one of that length hardly ever has fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +129,17 @@ class Scheduler:
         """Leave ending the workers to the program that started them."""
 
 
-def launcher(name: str) -> MakeLauncher:
-    """Return the launcher of that name. Raises ConfigError if a package that it needs is not installed."""
-    match name:
-        case "local":
-            return LocalProcesses
-        case "scheduler":
-            return Scheduler
-        case _:
-            try:
-                from tinsmith_workers.ray_actors import RayActors
-            except ModuleNotFoundError as error:
-                msg = f"launcher: ray needs the package {error.name}, which is not installed; pip install 'ray>=2.60'"
-                raise ConfigError(msg) from error
-            return RayActors
+def shared_key(environment: Mapping[str, str]) -> str:
+    """Return the secret. Raises ConfigError if it is missing, or short enough to be guessed from a recorded proof."""
+    key = environment.get(KEY)
+    remedy = "set it to the same output of `openssl rand -hex 32` for the engine and its workers on all machines"
+    if key is None:
+        msg = f"{KEY} is not set: {remedy}"
+        raise ConfigError(msg)
+    if len(key) < _MIN_CHARACTERS:
+        msg = f"{KEY} has {len(key)} characters, and must have at least {_MIN_CHARACTERS}: {remedy}"
+        raise ConfigError(msg)
+    if len(set(key)) < _MIN_DIFFERENT:
+        msg = f"{KEY} has {len(set(key))} different characters, and must have at least {_MIN_DIFFERENT}: {remedy}"
+        raise ConfigError(msg)
+    return key

@@ -11,8 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinsmith.errors import ConfigError
 from tinsmith_workers.config import WorkersConfig
-from tinsmith_workers.keys import KEY
-from tinsmith_workers.launching import ALLOCATOR, COORDINATOR, Launch, worker_environment
+from tinsmith_workers.launching import ALLOCATOR, COORDINATOR, KEY, Launch, worker_environment
 
 # Any below: Ray creates the types of actor handles and references at run time.
 

@@ -24,8 +24,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.lifeline import end_with
 from tinsmith_workers.channel import Channel
 from tinsmith_workers.code import code_of_plugins
-from tinsmith_workers.keys import KEY
-from tinsmith_workers.launching import COORDINATOR, INDEX, NUM_WORKERS, WAIT_S, WITH_PARENT
+from tinsmith_workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS, WAIT_S, WITH_PARENT
 from tinsmith_workers.messages import Answer, Call, Hello, ProgressMade, Refused, Welcome, WorkerFailed
 
 _RETRY_S: Final = 0.5

@@ -1,4 +1,4 @@
-"""The base of training backends with workers: models by id, their places, and refusals."""
+"""The base of training backends with workers: their start, models by id, their places, and refusals."""
 
 import pickle
 from abc import abstractmethod
@@ -15,6 +15,7 @@ from tinsmith.backend import (
 from tinsmith.divergence import step_result
 from tinsmith.errors import CapacityError, ConfigError, UserError
 from tinsmith.losses import LossSpec
+from tinsmith.machine import count_gpus
 from tinsmith.operations import (
     CreateModel,
     Failed,
@@ -24,11 +25,11 @@ from tinsmith.operations import (
     OptimStep,
     OptimStepOutput,
 )
-from tinsmith_workers.adapter_models import AdapterModelState
 from tinsmith_workers.budget import Budget
 from tinsmith_workers.config import TrainingWorkersConfig
-from tinsmith_workers.full_models import FullModelState
 from tinsmith_workers.group import WorkerGroup
+from tinsmith_workers.launching import DEVICE, MakeLauncher
+from tinsmith_workers.model_states import AdapterModelState, FullModelState
 from tinsmith_workers.program import (
     LoadingProgram,
     ModelStep,
@@ -38,7 +39,6 @@ from tinsmith_workers.program import (
     WorkersProgram,
 )
 from tinsmith_workers.sequences import MicroBatch, Segment, combined_outputs, deal, one_by_one, segments
-from tinsmith_workers.starting import agreed_device
 from tinsmith_workers.state_files import StateFiles
 
 Config = TypeVar("Config", bound=TrainingWorkersConfig)
@@ -236,3 +236,54 @@ def _check_rank(rank: int, limit: int) -> None:
         allowed = f"1 to {limit}, the backend's max_lora_rank" if limit else "none: the backend's max_lora_rank is 0"
         msg = f"LoRA rank {rank} is not served: allowed are {allowed}"
         raise UserError(msg)
+
+
+# the start of the workers
+
+
+def start_ranks(
+    program: str,
+    config: TrainingWorkersConfig,
+    context: BackendContext,
+    launch_with: MakeLauncher | None,
+    *,
+    least: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> WorkerGroup[Any]:
+    """Start workers on the GPUs that the server has placed them on, or on all. Any: the program.
+
+    least: how many a machine without GPUs has, if `nproc_per_node` is not set.
+    """
+    devices = context.placement.devices
+    gpus = 0 if config.device == "cpu" else len(devices) or count_gpus()
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+    chosen = {} if config.device is None else {DEVICE: config.device}
+    return WorkerGroup(
+        program,
+        config,
+        context.progress,
+        environment={**visible, **chosen, **(environment or {})},
+        gpus=None if config.device is None else config.device == "cuda",
+        default_per_node=gpus or least,
+        launch_with=launch_with,
+    )
+
+
+def agreed_device(found: Sequence[WorkerDevice], wanted: str | None) -> WorkerDevice:
+    """Return the device of the first worker, which has one as every other's.
+
+    Args:
+        found: the device of each worker, by rank.
+        wanted: the type that the configuration asks for, if it does.
+
+    Raises ConfigError if a worker computes on another.
+    """
+    for rank, device in enumerate(found):
+        if device.type != (wanted or found[0].type):
+            asked = f"`device` is {wanted!r}" if wanted else f"rank 0 computes on {found[0].name}"
+            msg = (
+                f"rank {rank} computes on {device.name} ({device.type}), but {asked}: give each worker such a one, and "
+                f"start them with {DEVICE}={wanted or found[0].type}"
+            )
+            raise ConfigError(msg)
+    return found[0]

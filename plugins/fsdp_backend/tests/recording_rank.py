@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from tinsmith_fsdp.base_model import BaseModel
-from tinsmith_fsdp.messages import Loaded, Setup
+from tinsmith_fsdp.program import Loaded, Setup
 from tinsmith_fsdp.rank import Rank
 
 

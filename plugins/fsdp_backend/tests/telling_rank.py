@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tinsmith_fsdp.messages import Loaded
+from tinsmith_fsdp.program import Loaded
 from tinsmith_fsdp.rank import Rank
 from tinsmith_workers.torch import Piece
 

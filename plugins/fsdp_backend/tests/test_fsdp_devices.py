@@ -19,7 +19,6 @@ from fsdp_harness import make_backend
 from tinsmith import ConfigError, Device, Placement
 from tinsmith_fsdp.rank import Rank
 from tinsmith_workers import Launch, Launcher, WorkerDevice, alone
-from tinsmith_workers.starting import agreed_device
 from tinsmith_workers.torch import (
     HostCopies,
     Rows,
@@ -33,6 +32,7 @@ from tinsmith_workers.torch import (
     to_device,
 )
 from tinsmith_workers.torch.process_group import find_device, worker_device
+from tinsmith_workers.training_backend import agreed_device
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ class RanksOnCards:
 def test_on_gpus_no_bits_are_claimed(
     fsdp_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith_workers.starting.WorkerGroup", RanksOnCards)
+    monkeypatch.setattr("tinsmith_workers.training_backend.WorkerGroup", RanksOnCards)
     placement = Placement(devices=("0", "1"), memory_bytes=40 << 30, device_bytes=80 << 30)
     backend = make_backend(fsdp_models["qwen3"], tmp_path, placement=placement, device="cuda")
     found, setup = backend.trainer_capabilities, backend.setup

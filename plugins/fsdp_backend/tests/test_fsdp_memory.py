@@ -15,7 +15,7 @@ from fsdp_harness import VOCAB, fork_backend, shape
 from tinsmith import CreateModel, LoraConfig, OutOfMemoryError, ServerError
 from tinsmith.testing import FullDriver, ModelDriver, assert_same_state, ragged_data, write_tiny_model
 from tinsmith_fsdp.backend import FsdpBackend
-from tinsmith_fsdp.memory import is_out_of_memory
+from tinsmith_fsdp.shortage import is_out_of_memory
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 

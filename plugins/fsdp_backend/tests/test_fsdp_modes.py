@@ -30,7 +30,7 @@ from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.lora import MultiLoraLinear, factors_of
 from tinsmith_fsdp.mesh import Mesh, join_mesh
-from tinsmith_fsdp.messages import Setup
+from tinsmith_fsdp.program import Setup
 from tinsmith_fsdp.trainer import Trainer
 from tinsmith_workers import (
     FAST_ISOLATION_ERROR,

@@ -1,7 +1,7 @@
 """The engine's side of the fsdp backend: checks operations, distributes them to the ranks and collects the results."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from tinsmith import (
@@ -15,14 +15,12 @@ from tinsmith import (
     log_privately,
 )
 from tinsmith_checkpoints.huggingface import DecoderShape
-from tinsmith_fsdp import batching
 from tinsmith_fsdp.admission import Budget, budget_of
 from tinsmith_fsdp.architecture import DIVISIBLE, read_architecture
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
 from tinsmith_fsdp.demand import resolved_ranks
-from tinsmith_fsdp.messages import Loaded, NoMemory, NotMade, Setup
-from tinsmith_fsdp.program import Program
+from tinsmith_fsdp.program import Loaded, NoMemory, NotMade, Owner, Program, Setup
 from tinsmith_workers import (
     AdapterModelState,
     FullModelState,
@@ -136,15 +134,15 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
         tokens = self.rank_tokens
         while micros := self._dealt(work, tokens):
             kept = self._kept(work, micros) if backward else []
-            owners = [batching.owners(micro) for micro in kept or micros]
+            owned = [owners(micro) for micro in kept or micros]
             shares = self.shares(kept or micros)
-            answers = self.ranks.call_each(Program.run, [(share, owners, backward, bool(kept)) for share in shares])
+            answers = self.ranks.call_each(Program.run, [(share, owned, backward, bool(kept)) for share in shares])
             found = [answer for answer in answers if not isinstance(answer, NoMemory)]
             if len(found) == len(answers):
                 self.rank_tokens = tokens  # what was too much once would be again
                 return combined_outputs(ops, found)
             if kept:
-                self.most_kept = batching.most_tokens(kept) // 2
+                self.most_kept = _most_tokens(kept) // 2
                 _log.warning("no memory to keep activations: from now on for %d tokens at most", self.most_kept)
             else:
                 tokens = _half(micros, answers)
@@ -160,7 +158,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
         if tokens == 0:
             return []
         micros = self._dealt(work, tokens)
-        if batching.most_tokens(micros) > tokens:  # a sequence is longer
+        if _most_tokens(micros) > tokens:  # a sequence is longer
             return []
         worth = len(micros) <= len(recomputing) or (tokens >= self._budget.worth_keeping and not self._budget.gathers)
         return micros if worth else []
@@ -169,6 +167,21 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
         """Ranks of one tp group get the same part."""
         tp = self.config.tensor_parallel
         return [[micro[rank // tp] for micro in micros] for rank in range(len(self.ranks))]
+
+
+def owners(micro: MicroBatch) -> list[Owner]:
+    """Return the owner of each position in a micro-batch."""
+    placed = {
+        segment.position: Owner(model_id=segment.model_id, dp_rank=dp_rank)
+        for dp_rank, share in enumerate(micro)
+        for segment in share
+    }
+    return [placed[position] for position in range(len(placed))]
+
+
+def _most_tokens(micros: Iterable[MicroBatch]) -> int:
+    """Return the tokens of the largest share of a rank in a micro-batch."""
+    return max(sum(segment.num_tokens for segment in share) for micro in micros for share in micro)
 
 
 def _check_tensor_parallel(arch: DecoderShape, tp: int) -> None:

@@ -27,8 +27,8 @@ from tinsmith_fsdp.causal_lm import (
 )
 from tinsmith_fsdp.lora import MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.packed_model import PackedModel, canonical_name
+from tinsmith_fsdp.program import Loaded, Setup
 from tinsmith_fsdp.shortage import RECOVERS, Shortage
 from tinsmith_fsdp.streams import Stream
 from tinsmith_fsdp.tensor_parallel import gather_tokens

@@ -11,11 +11,10 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tinsmith_fsdp.head import rows_of
 from tinsmith_fsdp.lora import MultiLoraLinear, local
 from tinsmith_fsdp.streams import Call, Stream
 from tinsmith_fsdp.tensor_parallel import gather_tokens, scatter_sums
-from tinsmith_workers.torch import LossTable, Scores, Vocabulary, score, score_with_gradients
+from tinsmith_workers.torch import LossTable, Rows, Scores, Span, Vocabulary, score, score_with_gradients
 
 
 class PackedLayer(nn.Module):
@@ -119,7 +118,7 @@ class PackedModel(nn.Module):
         totals, scores = [], []
         weight = local(self.lm_head.weight)
         for normed, stream in zip(self.normed(streams, backward=backward), streams, strict=True):
-            rows = rows_of(stream, losses, self.vocabulary, len(weight), self._cap)
+            rows = _rows_of(stream, losses, self.vocabulary, len(weight), self._cap)
             if backward:
                 total, found = score_with_gradients(normed, weight, rows)
                 totals.append(total)
@@ -162,6 +161,20 @@ class PackedModel(nn.Module):
         weight = local(self.embed_tokens.weight)
         own_1T, index_1T = self.vocabulary.own(tokens_1T, len(weight))
         return scatter_sums(F.embedding(index_1T, weight) * own_1T[..., None], self.vocabulary.group)
+
+
+def _rows_of(stream: Stream, losses: LossTable, vocabulary: Vocabulary, size: int, cap: float | None) -> Rows:
+    """Return what the head computes of a stream, with its adapters.
+
+    `size`: of this rank's part of the vocabulary. `cap`: of the logits.
+    """
+    own = slice(vocabulary.start, vocabulary.start + size)
+    assert stream.batch is not None
+    spans = [
+        Span(group.start, group.stop, None if group.leaves is None else group.leaves.on_head(own))
+        for group in stream.groups
+    ]
+    return Rows(spans, stream.batch, losses, vocabulary, cap)
 
 
 def _logits(config: Any) -> tuple[float, float | None]:

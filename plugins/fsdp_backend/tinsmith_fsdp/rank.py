@@ -5,8 +5,8 @@ from pathlib import Path
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.causal_lm import read_config
 from tinsmith_fsdp.mesh import join_mesh
-from tinsmith_fsdp.messages import Loaded, Setup
 from tinsmith_fsdp.probe import require_packing
+from tinsmith_fsdp.program import Loaded, Setup
 from tinsmith_fsdp.trainer import Trainer
 from tinsmith_workers.torch import TorchRank
 

@@ -5,6 +5,7 @@ the others waiting. So it counts what it has gathered, and after it has given up
 is empty then: a layer has room, as on a rank that has no sequence of a micro-batch. See ADR 0019.
 """
 
+import errno
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tinsmith_fsdp.memory import is_out_of_memory
 from tinsmith_workers.torch import free_what_is_unused
 
 T = TypeVar("T")
+
+_SIGNS: Final = ("Cannot allocate memory", "std::bad_alloc", "CUDA error: out of memory")
+"""The messages of the system (quoted by torch's CPU allocator and safetensors), of C++, and of pinned host memory."""
 
 RECOVERS: Final = hasattr(FSDPModule, "reset_iter_state")
 """True if this torch can continue after a failed pass: since 2.13."""
@@ -121,3 +124,17 @@ def _is_sharded(module: FSDPModule) -> bool:
     """Look at a parameter of its own. The root's first parameters are the embedding's."""
     assert isinstance(module, torch.nn.Module)
     return isinstance(next(module.parameters()), DTensor)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether the error, or an error in its chain of causes, is about memory.
+
+    torch, Python and the system each say it in their own way.
+    """
+    if error is None:
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return any(sign in str(error) for sign in _SIGNS) or is_out_of_memory(error.__cause__)

@@ -24,11 +24,9 @@ from tinsmith_checkpoints.huggingface import HEAD
 from tinsmith_fsdp.adapter_pack import RANK_STEP, AdapterPack
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.full_model import FullModel
-from tinsmith_fsdp.memory import is_out_of_memory
 from tinsmith_fsdp.mesh import Mesh
-from tinsmith_fsdp.messages import NoMemory, NotMade, Owner, Setup
-from tinsmith_fsdp.program import Training
-from tinsmith_fsdp.shortage import PassDroppedError
+from tinsmith_fsdp.program import NoMemory, NotMade, Owner, Setup, Training
+from tinsmith_fsdp.shortage import PassDroppedError, is_out_of_memory
 from tinsmith_fsdp.streams import Stream, empty_stream, make_stream
 from tinsmith_workers import AdapterLayout, NotFinite, Scored, Segment
 from tinsmith_workers.torch import (

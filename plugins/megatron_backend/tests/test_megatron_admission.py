@@ -14,8 +14,8 @@ from tinsmith_megatron.admission import Budget, budget_of
 from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.demand import demand
-from tinsmith_megatron.layout import Layout
 from tinsmith_megatron.memory import adapter_sizes, weights_of
+from tinsmith_megatron.parallel import Layout
 from tinsmith_workers import AdapterLayout
 
 GIB = 1 << 30

@@ -105,7 +105,7 @@ def fields_of(kind: Any) -> list[str]:
 def test_on_gpus_no_bits_are_claimed(
     megatron_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith_workers.starting.WorkerGroup", RankOnACard)
+    monkeypatch.setattr("tinsmith_workers.training_backend.WorkerGroup", RankOnACard)
     placement = Placement(devices=("0",), memory_bytes=40 << 30, device_bytes=80 << 30)
     found = make_backend(megatron_models["qwen3"], tmp_path, placement=placement, device="cuda").trainer_capabilities
     assert (found.device, found.dtype, found.deterministic, found.isolation) == ("1 x H100", "bfloat16", False, "close")

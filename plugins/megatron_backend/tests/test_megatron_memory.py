@@ -17,8 +17,8 @@ from megatron_harness import VOCAB, make_backend, shape
 from tinsmith import AdamParams, ForwardBackward, LoraConfig
 from tinsmith.testing import ModelDriver, ragged_data, succeeded, write_tiny_model
 from tinsmith_megatron.backend import MegatronBackend
-from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import on_stage
+from tinsmith_megatron.parallel import Layout, Work
 from tinsmith_workers.testing import Nursery
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]

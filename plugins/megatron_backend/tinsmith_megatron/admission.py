@@ -9,8 +9,8 @@ from typing import Final
 
 from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import Memory, adapter_sizes, on_stage
+from tinsmith_megatron.parallel import Layout, Work
 from tinsmith_workers import Budget as WorkersBudget
 
 _F32: Final = 4

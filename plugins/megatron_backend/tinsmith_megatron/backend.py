@@ -16,9 +16,8 @@ from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_megatron.admission import STRICT_SEQUENCES, Budget, budget_of
 from tinsmith_megatron.architecture import read_architecture
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.messages import Loaded, Setup
 from tinsmith_megatron.parallel import check_model, check_ranks, part_of, smallest_group
-from tinsmith_megatron.program import Program
+from tinsmith_megatron.program import Loaded, Program, Setup
 from tinsmith_workers import (
     AdapterModelState,
     Answer,

@@ -1,5 +1,6 @@
-"""One rank's part of a model whose own weights are trained."""
+"""One rank's part of a model whose own weights are trained, and the optimizer of all models."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,15 +10,16 @@ from megatron.core import parallel_state
 
 from tinsmith_checkpoints.huggingface import WeightFiles
 from tinsmith_megatron.adapters import Stacks
-from tinsmith_megatron.messages import Setup
-from tinsmith_megatron.optimizer import adamw_
 from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.passes import answers, run_pipeline
+from tinsmith_megatron.program import Setup
 from tinsmith_megatron.shards import read, shards_of
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
 from tinsmith_workers import Answer, ModelPart, Segment
-from tinsmith_workers.torch import FullModelOfWorker, LossTable
+from tinsmith_workers.torch import FullModelOfWorker, LossTable, Stepped
+
+_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
 
 
 class FullModel(FullModelOfWorker):
@@ -82,3 +84,20 @@ class FullModel(FullModelOfWorker):
                     dist.all_reduce(shard.passing, group=parallel_state.get_embedding_group())
         for shard in self._shards:
             shard.end()
+
+
+@torch.no_grad()
+def adamw_(tensors: Sequence[Stepped]) -> None:
+    """Step all tensors in place as torch.optim.AdamW, one after the other: temporaries are as large as one.
+
+    Bias corrections are computed in float64, once per step.
+    """
+    for each in tensors:
+        adam, step, gradient = each.adam, each.step, each.gradient
+        if 0.0 < adam.grad_clip_norm < each.norm + _CLIP_EPS:
+            gradient.mul_(adam.grad_clip_norm / (each.norm + _CLIP_EPS))
+        each.m.mul_(adam.beta1).add_(gradient, alpha=1.0 - adam.beta1)
+        each.v.mul_(adam.beta2).addcmul_(gradient, gradient, value=1.0 - adam.beta2)
+        each.weights.mul_(1.0 - adam.learning_rate * adam.weight_decay)
+        roots = each.v.sqrt().div_(math.sqrt(1.0 - adam.beta2**step)).add_(adam.eps)
+        each.weights.addcdiv_(each.m, roots, value=-adam.learning_rate / (1.0 - adam.beta1**step))

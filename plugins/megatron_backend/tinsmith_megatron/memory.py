@@ -26,7 +26,7 @@ from functools import cache
 
 from tinsmith import LoraConfig
 from tinsmith_checkpoints.huggingface import DecoderShape
-from tinsmith_megatron.layout import Layout, Work
+from tinsmith_megatron.parallel import Layout, Work
 from tinsmith_workers import AdapterLayout, ModelPart
 
 _F32 = 4

@@ -1,11 +1,28 @@
-"""The methods that the engine calls on the ranks. No torch."""
+"""The methods that the engine calls on the ranks, and their messages. No torch."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tinsmith import LoraConfig
-from tinsmith_megatron.messages import Loaded, Setup
-from tinsmith_workers import Answer, Segment, TrainingProgram, WorkersProgram
+from tinsmith_megatron.architecture import Architecture
+from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.parallel import Coordinates
+from tinsmith_workers import Answer, Segment, TrainingProgram, TrainingSetup, WorkersProgram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup(TrainingSetup[MegatronConfig, Architecture]):
+    """A rank's settings at its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A rank's report after loading the model."""
+
+    coordinates: Coordinates
+    parameter_bytes: int
+    read_bytes: int  # from weight files
 
 
 class Training(TrainingProgram):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from tinsmith_checkpoints.huggingface import WeightFiles
-from tinsmith_megatron.messages import Loaded, Setup
 from tinsmith_megatron.parallel import Coordinates, part_of
+from tinsmith_megatron.program import Loaded, Setup
 from tinsmith_workers import ModelPart, holders
 from tinsmith_workers.torch import TorchRank
 

@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from torch import nn
 
 from tinsmith_checkpoints.huggingface import DecoderShape, WeightFiles
-from tinsmith_megatron.messages import Setup
 from tinsmith_megatron.parallel import Coordinates
+from tinsmith_megatron.program import Setup
 from tinsmith_megatron.stage import Stage
 from tinsmith_workers import ModelPart
 from tinsmith_workers.torch import Piece, all_gather_single, reduce_scatter_single

@@ -25,7 +25,7 @@ from tinsmith_megatron.attention import PackedAttention
 from tinsmith_megatron.experts import AdaptedExperts
 from tinsmith_megatron.head import rows_of
 from tinsmith_megatron.linears import AdaptedLinear, ColumnLinear, RowLinear
-from tinsmith_megatron.messages import Setup
+from tinsmith_megatron.program import Setup
 from tinsmith_megatron.routing import ReplayedRouting
 from tinsmith_megatron.streams import Stream
 from tinsmith_megatron.untyped import Untyped

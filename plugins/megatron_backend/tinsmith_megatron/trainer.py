@@ -15,13 +15,11 @@ import torch.distributed as dist
 
 from tinsmith import LoraConfig
 from tinsmith_megatron.adapters import Stacks
-from tinsmith_megatron.full_model import FullModel
+from tinsmith_megatron.full_model import FullModel, adamw_
 from tinsmith_megatron.groups import sum_over_expert_copies_, sum_over_stage_
-from tinsmith_megatron.messages import Setup
-from tinsmith_megatron.optimizer import adamw_
 from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.passes import answers, run_pipeline
-from tinsmith_megatron.program import Training
+from tinsmith_megatron.program import Setup, Training
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
 from tinsmith_workers import AdapterLayout, Answer, ModelPart, Segment

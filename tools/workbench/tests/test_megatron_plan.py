@@ -14,8 +14,7 @@ from workbench_harness import typed
 from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import DecoderShape, known_config
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.layout import Layout, Work
-from tinsmith_megatron.parallel import check_model, check_ranks
+from tinsmith_megatron.parallel import Layout, Work, check_model, check_ranks
 from tinsmith_workbench.layouts.choosing import layouts, planned
 from tinsmith_workbench.layouts.command import read_shape
 from tinsmith_workbench.layouts.cost import cost

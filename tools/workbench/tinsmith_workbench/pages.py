@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from tinsmith_megatron.layout import Work
+from tinsmith_megatron.parallel import Work
 from tinsmith_workbench.compile_check import tables as compile_tables
 from tinsmith_workbench.layouts import tables as layout_tables
 from tinsmith_workbench.layouts.command import read_shape

@@ -4,7 +4,6 @@ The names exported here are public: a backend that depends on torch imports this
 """
 
 from tinsmith_workers.torch.adamw import Stepped, adamw_
-from tinsmith_workers.torch.collectives import all_gather_single, reduce_scatter_single
 from tinsmith_workers.torch.full_models import FullModelOfWorker, Piece, square_norm
 from tinsmith_workers.torch.head import (
     HeadAdapters,
@@ -19,7 +18,12 @@ from tinsmith_workers.torch.head import (
 from tinsmith_workers.torch.leaves import Leaves
 from tinsmith_workers.torch.loss_table import LossBatch, LossTable
 from tinsmith_workers.torch.models import Adapter, ModelsOfWorker, free_what_is_unused
-from tinsmith_workers.torch.process_group import join_process_group, local_devices
+from tinsmith_workers.torch.process_group import (
+    all_gather_single,
+    join_process_group,
+    local_devices,
+    reduce_scatter_single,
+)
 from tinsmith_workers.torch.rank import TorchRank
 from tinsmith_workers.torch.sleeping import SleepingTensors, storage_bytes
 from tinsmith_workers.torch.transfers import HostCopies, to_device, wait_for

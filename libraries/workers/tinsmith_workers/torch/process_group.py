@@ -1,10 +1,10 @@
-"""A worker's device, and the process group of all workers."""
+"""A worker's device, the process group of all workers, and its collectives."""
 
 import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,18 @@ from tinsmith.backend import Device
 from tinsmith.machine import count_gpus, lacks_gpus
 from tinsmith_workers import WorkerDevice
 from tinsmith_workers.serving import Worker
+
+
+def _either(name: str, earlier: str) -> Any:
+    """Return what torch has under its name since 2.13, or the one of earlier releases."""
+    return getattr(dist, name, None) or getattr(dist, earlier)
+
+
+all_gather_single: Final = _either("all_gather_single", "all_gather_into_tensor")
+"""(whole, part, group): put all ranks' parts into one tensor, by rank."""
+
+reduce_scatter_single: Final = _either("reduce_scatter_single", "reduce_scatter_tensor")
+"""(part, whole, group): add up the ranks' tensors, and leave each rank its part of the sum."""
 
 _TIMEOUT = timedelta(minutes=30)  # per collective; a dead rank is noticed long before, by its connection
 _REMEDY: Final = (

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import DecoderShape
-from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import Memory, peak
-from tinsmith_megatron.parallel import check_model, check_ranks
+from tinsmith_megatron.parallel import Layout, Work, check_model, check_ranks
 from tinsmith_workbench.layouts.cost import Cost, cost
 from tinsmith_workbench.layouts.machine import GB, Machine
 

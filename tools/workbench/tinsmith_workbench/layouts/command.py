@@ -9,7 +9,7 @@ from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import DecoderShape, decoder_shape, known_config
 from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
 from tinsmith_megatron.architecture import ARCHITECTURES, read_architecture
-from tinsmith_megatron.layout import Work
+from tinsmith_megatron.parallel import Work
 from tinsmith_workbench.layouts.choosing import planned
 from tinsmith_workbench.layouts.machine import Machine
 from tinsmith_workbench.layouts.report import nothing_fits, report

@@ -22,8 +22,8 @@ Nothing is taken to overlap. A pipeline works for m + p - 1 turns on m micro-bat
 from dataclasses import dataclass
 
 from tinsmith_checkpoints.huggingface import DecoderShape
-from tinsmith_megatron.layout import Layout, Work
 from tinsmith_megatron.memory import adapter_sizes, weights_of
+from tinsmith_megatron.parallel import Layout, Work
 from tinsmith_workbench.layouts.machine import GB, Machine
 
 _F32 = 4

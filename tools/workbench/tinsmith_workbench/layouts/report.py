@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tinsmith_megatron.layout import Layout, Work
+from tinsmith_megatron.parallel import Layout, Work
 from tinsmith_workbench.layouts.choosing import Planned
 from tinsmith_workbench.layouts.machine import GB, Machine
 

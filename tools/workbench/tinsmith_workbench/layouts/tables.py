@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tinsmith_checkpoints.huggingface import DecoderShape
-from tinsmith_megatron.layout import Work
+from tinsmith_megatron.parallel import Work
 from tinsmith_workbench.layouts.choosing import Planned, planned
 from tinsmith_workbench.layouts.machine import GB, Machine
 

@@ -24,14 +24,14 @@ from tinsmith import BUILTIN_LOSSES, AdamParams, LoraConfig
 from tinsmith.machine import Scratch
 from tinsmith_checkpoints.values import Json
 from tinsmith_fsdp.architecture import architecture_of
+from tinsmith_fsdp.backend import owners
 from tinsmith_fsdp.base_model import BaseModel
-from tinsmith_fsdp.batching import owners
 from tinsmith_fsdp.causal_lm import Buffer
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import Ranks
 from tinsmith_fsdp.full_model import FullModel
 from tinsmith_fsdp.mesh import Mesh, mesh_of
-from tinsmith_fsdp.messages import Setup
+from tinsmith_fsdp.program import Setup
 from tinsmith_fsdp.streams import Stream
 from tinsmith_fsdp.trainer import Trainer
 from tinsmith_workbench.rehearsal.allocations import Allocations

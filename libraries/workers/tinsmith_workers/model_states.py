@@ -1,4 +1,4 @@
-"""The engine's side of a LoRA model: its state, put together from the parts that its workers hold."""
+"""The engine's side of the models that its workers train: their state, which the workers hold in parts."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -6,15 +6,18 @@ from typing import TypeVar
 from tinsmith.backend import HostSnapshot, ModelState
 from tinsmith.operations import Array, FloatArray, LoraConfig
 from tinsmith_checkpoints.huggingface.decoder import DecoderShape
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
+from tinsmith_checkpoints.huggingface.state_files import Kind
 from tinsmith_workers.adapter_layout import ModelPart, WholeLayout, holders
 from tinsmith_workers.group import WorkerGroup
-from tinsmith_workers.program import AdapterState, TrainingProgram
+from tinsmith_workers.program import AdapterState, FullState, TrainingProgram
+from tinsmith_workers.state_files import Capture, StateFiles
 
 T = TypeVar("T")
 
 
 class AdapterModelState:
-    """Captures and restores the state of one model."""
+    """Captures and restores the state of a LoRA model, put together from its parts."""
 
     def __init__(
         self,
@@ -70,3 +73,58 @@ class AdapterModelState:
 
     def _flats(self, named: Mapping[str, Array]) -> Sequence[FloatArray | None]:
         return self._layout.from_canonical(named) if named else [None] * len(self._holders)
+
+
+class FullModelState:
+    """Captures and restores the state of a fully trained model, which its workers write and read."""
+
+    def __init__(
+        self,
+        model_id: str,
+        lora: LoraConfig,
+        workers: WorkerGroup[TrainingProgram],
+        shapes: Mapping[str, tuple[int, ...]],
+        files: StateFiles,
+    ) -> None:
+        """`shapes`: of all tensors, by canonical name."""
+        self._model_id, self.lora, self._workers, self._files = model_id, lora, workers, files
+        self._shapes = dict(shapes)
+
+    def capture(self) -> ModelState:
+        found = self._workers.call(TrainingProgram.full_state, self._model_id)[0]
+        kinds: tuple[Kind, ...] = ("weights",)
+        kinds += ("adam_m", "adam_v") if found.moments else ()
+        kinds += ("gradients",) if found.pending else ()
+        capture = self._captured(kinds)
+
+        def tensors(kind: Kind) -> Mapping[str, Array]:
+            return capture.tensors(kind) if kind in kinds else {}
+
+        return ModelState(
+            lora=self.lora,
+            weights=tensors("weights"),
+            adam_m=tensors("adam_m"),
+            adam_v=tensors("adam_v"),
+            gradients=tensors("gradients"),
+            step=found.step,
+        )
+
+    def publish(self, snapshot_id: str) -> HostSnapshot:
+        return HostSnapshot(snapshot_id, self.lora, self._captured(("weights",)).tensors("weights"))
+
+    def _captured(self, kinds: tuple[Kind, ...]) -> Capture:
+        return self._files.capture(self._model_id, self._shapes, kinds)
+
+    def restore(self, state: ModelState) -> None:
+        """Raise UserError, changing nothing, if the tensors do not fit this model."""
+        tensors: dict[Kind, Mapping[str, Array]] = {"weights": state.weights}
+        if state.adam_m or state.adam_v:
+            tensors |= {"adam_m": state.adam_m, "adam_v": state.adam_v}
+        if state.gradients:
+            tensors["gradients"] = state.gradients
+        stored: dict[Kind, StoredTensors] = {
+            kind: self._files.stored(kind, each, self._shapes) for kind, each in tensors.items()
+        }
+        found = FullState(step=state.step, moments="adam_m" in stored, pending="gradients" in stored)
+        places = {kind: each.stored for kind, each in stored.items()}
+        self._workers.call(TrainingProgram.restore_full, self._model_id, found, places)
