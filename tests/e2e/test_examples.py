@@ -1,18 +1,17 @@
 """The examples, as a person runs them, against a server with the installed backend and a tiny model."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from tinsmith.testing.served_process import served_process, without_settings
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,45 +37,14 @@ sys.exit(demo.run_demo(directory))
 pytestmark = pytest.mark.slow
 
 
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
-
-
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """A served tiny model: its URL and its name. Requests wait until it has loaded."""
     directory = tmp_path_factory.mktemp("examples")
     model = directory / "model"
     write_tiny_model(model, TinyShape(family=request.param, num_layers=2))
-    command = [sys.executable, "-m", "tinsmith", "serve", "--base-model", str(model), "--port", "0"]
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--data-dir", str(directory / "data")], stderr=log, env=environment(), start_new_session=True
-        )
-        try:
-            yield wait_for_url(process, directory / "data"), str(model)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(300)
-
-
-def wait_for_url(process: "subprocess.Popen[bytes]", data_dir: Path) -> str:
-    """Look until the server has written where it answers."""
-    while not ended(process):
-        try:
-            url = json.loads((data_dir / "server.lock").read_text())["url"]
-        except (OSError, ValueError):
-            continue
-        if url is not None:
-            return str(url)
-    raise AssertionError(f"the server ended with {process.returncode}")
-
-
-def ended(process: "subprocess.Popen[Any]") -> bool:
-    """Wait a moment for the end of a process; say whether it has come."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.1)
-    return process.poll() is not None
+    with served_process(directory, {"models": [{"name": str(model), "path": str(model)}]}) as server:
+        yield server.url, str(model)
 
 
 @pytest.mark.thorough
@@ -89,16 +57,22 @@ def test_example(server: tuple[str, str], script: str) -> None:
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env=environment(),
+        env=without_settings(),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def started(command: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=without_settings()
+    )
+
+
 @pytest.mark.thorough  # the interrupted ones below start all that this one starts
 def test_the_demo_learns_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tinsmith", "demo", "--directory", str(tmp_path / "demo")]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    demo = started(command)
     assert demo.stdout is not None
     family: set[psutil.Process] = set()
     lines = []
@@ -115,11 +89,13 @@ def test_the_demo_learns_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tinsmith", "demo", "--directory", str(tmp_path / "demo")]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    demo = started(command)
     assert demo.stdout is not None
     assert "wrote a random Qwen3" in demo.stdout.readline()
     while not (tmp_path / "demo" / "server.log").is_file() or not psutil.Process(demo.pid).children():
-        assert not ended(demo)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            demo.wait(0.1)
+        assert demo.poll() is None
     family = psutil.Process(demo.pid).children(recursive=True)
     demo.send_signal(signal.SIGINT)
     rest = demo.stdout.read()

@@ -4,13 +4,12 @@ What test_machines.py hands to a toy backend, FSDP ranks and vLLM replicas get h
 small machine.
 """
 
-import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import pytest
 import tinker
 import yaml
 
-from tinsmith.processes.data_dir_lock import read_server_url
-from tinsmith.settings import DataDir
 from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.sdk_data import TOKENS, datum, logprobs, step
+from tinsmith.testing.served_process import wait_for_url, without_settings
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_workers.launching import KEY
 
@@ -61,7 +59,7 @@ def test_a_documented_machine_trains_and_samples(file: str, ranks: int, replicas
         log = tmp_path / "serve.log"
         server = stack.enter_context(running(["serve", "--config", str(tmp_path / "tinsmith.yaml")], log))
         try:
-            use(url_of(server, tmp_path / "data"), name)
+            use(wait_for_url(server, tmp_path / "data"), name)
         except BaseException:
             print(log.read_text(encoding="utf-8"))
             raise
@@ -94,13 +92,12 @@ def use(url: str, name: str) -> None:
 
 @contextmanager
 def running(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "tinsmith", *arguments],
             stdout=file,
             stderr=file,
-            env={**environment, KEY: "a secret of the test, long enough"},
+            env={**without_settings(), KEY: "a secret of the test, long enough"},
             start_new_session=True,
         )
         try:
@@ -108,14 +105,3 @@ def running(arguments: list[str], log: Path) -> Iterator["subprocess.Popen[bytes
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(300)
-
-
-def url_of(server: "subprocess.Popen[bytes]", data_dir: Path) -> str:
-    """Look until the server has written where it answers; it waits for its engine by itself."""
-    while server.poll() is None:
-        url = read_server_url(DataDir(data_dir), pid=server.pid)
-        if url is not None:
-            return url
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(0.1)
-    raise AssertionError(f"the server ended with {server.returncode}")

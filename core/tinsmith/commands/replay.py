@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tinsmith.backend import ModelState, TrainingBackend
-from tinsmith.backend import Progress as ReportProgress
 from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.commands.open_store import find_run, opened_store
@@ -146,15 +145,14 @@ class Replay:
             progress.update(task, description=stage or f"loading {model.name}", total=total, completed=done)
 
         loop = asyncio.get_running_loop()
-        backend = await loop.run_in_executor(thread, partial(self._make_backend, model, loaded))
+        backend = await loop.run_in_executor(
+            thread, partial(make_trainer, model, self._plugins, self._data_dir, loaded, samples=False)
+        )
         try:
             yield backend
         finally:
             await asyncio.wait([loop.run_in_executor(thread, backend.close)], timeout=_CLOSING_S)
             thread.shutdown(wait=False)
-
-    def _make_backend(self, model: ModelSettings, progress: ReportProgress) -> TrainingBackend:
-        return make_trainer(model, self._plugins, self._settings.data_dir, progress, samples=False)
 
     def _show_differences(self, rebuilt: Rebuilt, *, accept: bool) -> None:
         if not rebuilt.differences:

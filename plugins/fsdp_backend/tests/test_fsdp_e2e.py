@@ -1,23 +1,19 @@
 """Scripts through the unmodified SDK: `tinsmith serve` with FSDP ranks as trainer, JAX as sampler."""
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import fine_tune_fully
 import pytest
-import yaml
 from fsdp_harness import forking
 
 from tinsmith.settings import ModelSettings
 from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.int8_model import write_int8_model
+from tinsmith.testing.served_process import served_process, without_settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,10 +24,6 @@ pytestmark = [
 SCRIPT = Path(__file__).parents[3] / "examples" / "pig_latin.py"
 FULL_SCRIPT = Path(fine_tune_fully.__file__)
 LIMIT_S = 540
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
 
 
 @pytest.fixture
@@ -64,30 +56,19 @@ def test_scripts_on_two_ranks_and_the_jax_sampler(int8: bool, tmp_path: Path, mo
     if int8:
         write_int8_model(tmp_path / "model", tmp_path / "int8", group_size=32)
         model = {**model, "path": str(tmp_path / "int8")}
-    settings = {
-        "server": {"port": 0, "data_dir": str(tmp_path / "data")},
-        "models": [model, *([] if int8 else [without_sampler(model)])],
-    }
-    (tmp_path / "tinsmith.yaml").write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(tmp_path / "tinsmith.yaml")]
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, stderr=log, env=environment(), start_new_session=True)
-        try:
-            url = wait_for_url(server, tmp_path / "data")
-            for script in (SCRIPT,) if int8 else (SCRIPT, FULL_SCRIPT):
-                arguments = [url] if script == FULL_SCRIPT else ["--base-url", url, "--base-model", "tiny"]
-                done = subprocess.run(
-                    [sys.executable, str(script), *arguments],
-                    capture_output=True,
-                    text=True,
-                    timeout=LIMIT_S,
-                    env=environment(),
-                    check=False,
-                )
-                assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log").read_text()
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(300)
+    settings = {"models": [model, *([] if int8 else [without_sampler(model)])]}
+    with served_process(tmp_path, settings) as server:
+        for script in (SCRIPT,) if int8 else (SCRIPT, FULL_SCRIPT):
+            arguments = [server.url] if script == FULL_SCRIPT else ["--base-url", server.url, "--base-model", "tiny"]
+            done = subprocess.run(
+                [sys.executable, str(script), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                env=without_settings(),
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr + server.log.read_text()
 
 
 OTHERS = ("limits", "peft_training", "drawing", "sampling", "plain_vllm", "served")
@@ -107,25 +88,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(parts: tuple[str, ...], tmp_path: Path)
     out = tmp_path / "report.json"
     command = [sys.executable, str(script), "--toy", "--repeats", "1", "--out", str(out), "--parts", *parts]
     command += ["--part-timeout-s", str(LIMIT_S), "--within-s", str(LIMIT_S)]
-    subprocess.run(command, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=environment())
+    subprocess.run(command, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=without_settings())
     report = json.loads(out.read_text())
     assert list(report) == ["run", *parts]
     assert not [part for part in parts if "not_measured" in report[part]]
-
-
-def wait_for_url(process: "subprocess.Popen[bytes]", data_dir: Path) -> str:
-    """Look until the server has written where it answers; it waits for its engine by itself."""
-    while not ended(process):
-        try:
-            url = json.loads((data_dir / "server.lock").read_text())["url"]
-        except (OSError, ValueError):
-            continue
-        if url is not None:
-            return str(url)
-    raise AssertionError(f"the server ended with {process.returncode}")
-
-
-def ended(process: "subprocess.Popen[Any]") -> bool:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.1)
-    return process.poll() is not None

@@ -1,9 +1,6 @@
 """Scripts through the unmodified SDK: `tinsmith serve` with Megatron ranks as trainer, JAX or vLLM as sampler."""
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-import yaml
 from typer.testing import CliRunner
 
 from tinsmith.commands.cli import build_group
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing import TinyShape, write_tiny_model
 from tinsmith.testing.sdk_data import datum, logprobs, step
+from tinsmith.testing.served_process import ServedProcess, served_process, without_settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,8 +59,7 @@ CASES = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    url: str
-    data_dir: Path
+    server: ServedProcess
     case: Case
 
 
@@ -73,15 +69,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if find_spec(case.sampler) is None:
         pytest.skip(f"{case.sampler} is not installed")
     root = tmp_path_factory.mktemp("served")
-    (root / "tinsmith.yaml").write_text(yaml.safe_dump(settings(root, case)))
-    command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(root / "tinsmith.yaml")]
-    with (root / "log").open("wb") as log:
-        server = subprocess.Popen(command, stderr=log, env=environment(), start_new_session=True)
-        try:
-            yield Served(wait_for_url(server, root / "data"), root / "data", case)
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(300)
+    with served_process(root, settings(root, case)) as server:
+        yield Served(server, case)
 
 
 def settings(root: Path, case: Case) -> dict[str, Any]:
@@ -93,32 +82,12 @@ def settings(root: Path, case: Case) -> dict[str, Any]:
         "backend": {**backend, **case.layout},
         "sampler": {"plugin": case.sampler, **SAMPLERS[case.sampler]},
     }
-    return {"server": {"port": 0, "data_dir": str(root / "data")}, "models": [model]}
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
-
-
-def wait_for_url(process: "subprocess.Popen[bytes]", data_dir: Path) -> str:
-    """Look until the server has written where it answers; it waits for its engine by itself."""
-    while not ended(process):
-        with contextlib.suppress(OSError, ValueError):
-            url = json.loads((data_dir / "server.lock").read_text())["url"]
-            if url is not None:
-                return str(url)
-    raise AssertionError(f"the server ended with {process.returncode}")
-
-
-def ended(process: "subprocess.Popen[Any]") -> bool:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.1)
-    return process.poll() is not None
+    return {"models": [model]}
 
 
 @pytest.fixture
 def client(served: Served) -> Iterator[tinker.ServiceClient]:
-    made = tinker.ServiceClient(base_url=served.url, api_key="tml-megatron")
+    made = tinker.ServiceClient(base_url=served.server.url, api_key="tml-megatron")
     yield made
     made.close("success").result(timeout=WAIT_S)
 
@@ -184,7 +153,7 @@ def test_a_student_learns_what_its_teacher_thinks(served: Served, client: tinker
 def report_of(served: Served, model: tinker.TrainingClient) -> list[dict[str, Any]]:
     """Return the operations that `tinsmith runs show` prints, with the findings of the consistency gate."""
     plugins = Plugins.load()
-    command = ["runs", "show", model.get_info().model_id, "--json", "--data-dir", str(served.data_dir)]
+    command = ["runs", "show", model.get_info().model_id, "--json", "--data-dir", str(served.server.data_dir)]
     done = CliRunner().invoke(build_group(plugins), command, obj=plugins, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     operations: list[dict[str, Any]] = json.loads(done.stdout)["operations"]
@@ -194,11 +163,11 @@ def report_of(served: Served, model: tinker.TrainingClient) -> list[dict[str, An
 @pytest.mark.parametrize("script", ["pig_latin.py", "rl_group.py"])
 def test_a_script_learns(served: Served, script: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), "--base-url", served.url, "--base-model", "tiny"],
+        [sys.executable, str(EXAMPLES / script), "--base-url", served.server.url, "--base-model", "tiny"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env=environment(),
+        env=without_settings(),
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr + (served.data_dir.parent / "log").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + served.server.log.read_text()

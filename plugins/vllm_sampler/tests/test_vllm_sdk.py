@@ -3,10 +3,8 @@
 import asyncio
 import json
 import os
-import signal
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +21,6 @@ import numpy as np
 import psutil
 import pytest
 import tinker
-import yaml
 from typer.testing import CliRunner
 from vllm_harness import CONTEXT, TRAINERS, VOCAB, plain_vllm, prompt, settings
 
@@ -40,10 +37,10 @@ from tinsmith import (
 )
 from tinsmith.commands.cli import build_group
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.data_dir_lock import read_server_url
-from tinsmith.settings import DataDir, ModelSettings
+from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import datum, logprobs
+from tinsmith.testing.served_process import served_process
 from tinsmith_vllm.sampler import VllmSampler
 
 pytestmark = [
@@ -156,31 +153,10 @@ def served_by_processes(tiny_models: dict[str, Path], tmp_path_factory: pytest.T
             }
             for trainer in TRAINERS
         ]
-        config = {"server": {"port": 0, "data_dir": str(root / "data")}, "models": models}
-        (root / "tinsmith.yaml").write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(root / "tinsmith.yaml")]
-        with (root / "log").open("wb") as log:
-            server = subprocess.Popen(command, stderr=log, env=environment(), start_new_session=True)
-            try:
-                url = wait_for_url(server, root)
-                wait_until_ready(server, url, root)
-                yield Served(url, root / "data", tiny_models["qwen3"], server.pid)
-            finally:
-                server.send_signal(signal.SIGTERM)
-                server.wait(300)
+        with served_process(root, {"models": models}) as server:
+            wait_until_ready(server.process, server.url, root)
+            yield Served(server.url, server.data_dir, tiny_models["qwen3"], server.process.pid)
         assert list(Path(shared).iterdir()) == [], "adapters stay in shared memory after the server"
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
-
-
-def wait_for_url(server: "subprocess.Popen[bytes]", root: Path) -> str:
-    while server.poll() is None:
-        if (url := read_server_url(DataDir.at(root / "data"), pid=server.pid)) is not None:
-            return url
-        time.sleep(0.1)
-    raise AssertionError((root / "log").read_text())
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, root: Path) -> None:
