@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,11 +23,10 @@ async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) 
 
 @asynccontextmanager
 async def alongside(work: Coroutine[Any, Any, object], *, name: str) -> AsyncIterator[None]:
-    """Do the work while the block runs, then cancel it and wait for its end."""
+    """Do the work while the block runs, then cancel it and wait for its end. The event loop logs what it raises."""
     task = asyncio.create_task(work, name=name)
     try:
         yield
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])
