@@ -28,10 +28,10 @@ from gpu_parts.kernels import by_kind
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import AdamParams, LoraConfig
 from tinsmith_checkpoints.huggingface import DecoderShape, adapter_weights
-from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.admission import Budget, budget_of
 from tinsmith_fsdp.architecture import read_architecture
+from tinsmith_fsdp.backend import most_tokens, owners
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import ADAPTER_BYTES, PASS_BYTES
@@ -143,7 +143,7 @@ class Measured:
         work = self._work(models, seed=0)
         tokens = sum(segment.num_tokens for segment in work)
         micros, keeps = self._dealt(work, len(models), recomputed=recomputed)
-        largest = batching.most_tokens(micros)
+        largest = most_tokens(micros)
         adam = [ModelStep(model_id=model_id, adam=AdamParams()) for model_id in models]
         self._run(work, recomputed=recomputed)
         self.trainer.optim_step(adam)  # from now on, all that training adds is there
@@ -199,5 +199,5 @@ class Measured:
     def _run(self, work: Sequence[Segment], *, recomputed: bool = False) -> None:
         models = len({segment.model_id for segment in work})
         micros, keeps = self._dealt(work, models, recomputed=recomputed)
-        shares, owners = [micro[0] for micro in micros], [batching.owners(micro) for micro in micros]
-        self.trainer.run(shares, owners, True, keeps)
+        shares, owned = [micro[0] for micro in micros], [owners(micro) for micro in micros]
+        self.trainer.run(shares, owned, True, keeps)

@@ -30,7 +30,7 @@ from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.store import StoreContext
-from tinsmith_workers import host, launching
+from tinsmith_workers import command, launching
 from tinsmith_workers.config import WorkersConfig
 
 KEY, TOKEN, PASSWORD, WORKER_KEY = "tml-hunter2", "hf_swordfish", "op%2Fensesame", "abracadabra"
@@ -317,7 +317,7 @@ def test_workers_get_their_key_alone(launch_with: str, tmp_path: Path, monkeypat
             super().__init__([sys.executable, "-c", tell], stdout=subprocess.PIPE, env=env)
             started.append(json.loads(self.communicate()[0]))
 
-    for module in (launching, host):
+    for module in (launching, command):
         monkeypatch.setattr(module, "Tethered", Started)
     launch = launching.Launch(
         config=WorkersConfig(nproc_per_node=2),
@@ -329,7 +329,7 @@ def test_workers_get_their_key_alone(launch_with: str, tmp_path: Path, monkeypat
     if launch_with == "local":
         launching.LocalProcesses(launch).close()
     else:
-        host.run_host("h:1", processes=1, index=None, wait_s=0, again=False)
+        command.run_host("h:1", processes=1, index=None, wait_s=0, again=False)
     key = WORKER_KEY if launch_with == "host" else "of the group"
     for environment in started:
         assert environment.pop(WORKER_KEY_VARIABLE) == key

@@ -23,9 +23,9 @@ from tinsmith import AdamParams, Array, ForwardBackward, LoraConfig
 from tinsmith.testing import assert_close_arrays, ragged_data, write_tiny_model
 from tinsmith_checkpoints.huggingface import Kind
 from tinsmith_checkpoints.huggingface.state_files import lay_out
-from tinsmith_fsdp import batching
 from tinsmith_fsdp.adapter_pack import AdapterPack
 from tinsmith_fsdp.architecture import read_architecture
+from tinsmith_fsdp.backend import owners
 from tinsmith_fsdp.base_model import BaseModel
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.lora import MultiLoraLinear, factors_of
@@ -99,7 +99,7 @@ def run(trainer: Trainer, *, backward: bool, num_models: int = len(TENANTS), kee
         for index in range(num_models)
     ]
     (micro,) = deal(list(segments(ops, LOSSES)), 1, 4096)
-    scored = trainer.run([micro[0]], [batching.owners(micro)], backward, keeps)
+    scored = trainer.run([micro[0]], [owners(micro)], backward, keeps)
     return [each.logp_TK for each in sorted(scored, key=lambda each: each.index)]
 
 
@@ -233,7 +233,7 @@ def test_layers_are_compiled_once_for_all_packings(
         ops = [ForwardBackward(model_id=f"m{index}", data=tuple(ragged_data(index, VOCAB, lengths))) for index in who]
         (micro,) = deal(list(segments(ops, LOSSES)), 1, 4096)
         keeps = len(lengths) % 2 == 0
-        scored = each.run([micro[0]], [batching.owners(micro)], backward=True, keeps=keeps)
+        scored = each.run([micro[0]], [owners(micro)], backward=True, keeps=keeps)
         return [one.logp_TK for one in sorted(scored, key=lambda one: one.index)]
 
     number_of = 8 if backend == "eager" else 20
@@ -314,7 +314,7 @@ def operators(trainer: Trainer, models: Sequence[str]) -> Counter[str]:
     ops = [ForwardBackward(model_id=model, data=tuple(data)) for model in models]
     (micro,) = deal(list(segments(ops, LOSSES)), 1, 4096)
     with Operators() as counted:
-        trainer.run([micro[0]], [batching.owners(micro)], True)
+        trainer.run([micro[0]], [owners(micro)], True)
         trainer.optim_step([ModelStep(model_id=model, adam=AdamParams()) for model in models])
     return counted.found
 
@@ -362,7 +362,7 @@ def test_scores_are_read_when_all_micro_batches_are_done(
         if how == "full":
             found = trainer.run_full("m", [micro[0] for micro in micros], True)
         else:
-            found = trainer.run([micro[0] for micro in micros], [batching.owners(micro) for micro in micros], True)
+            found = trainer.run([micro[0] for micro in micros], [owners(micro) for micro in micros], True)
         return [each.logp_TK for each in found]
 
     before = results()

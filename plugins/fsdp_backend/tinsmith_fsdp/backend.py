@@ -142,7 +142,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
                 self.rank_tokens = tokens  # what was too much once would be again
                 return combined_outputs(ops, found)
             if kept:
-                self.most_kept = _most_tokens(kept) // 2
+                self.most_kept = most_tokens(kept) // 2
                 _log.warning("no memory to keep activations: from now on for %d tokens at most", self.most_kept)
             else:
                 tokens = _half(micros, answers)
@@ -158,7 +158,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
         if tokens == 0:
             return []
         micros = self._dealt(work, tokens)
-        if _most_tokens(micros) > tokens:  # a sequence is longer
+        if most_tokens(micros) > tokens:  # a sequence is longer
             return []
         worth = len(micros) <= len(recomputing) or (tokens >= self._budget.worth_keeping and not self._budget.gathers)
         return micros if worth else []
@@ -179,7 +179,7 @@ def owners(micro: MicroBatch) -> list[Owner]:
     return [placed[position] for position in range(len(placed))]
 
 
-def _most_tokens(micros: Iterable[MicroBatch]) -> int:
+def most_tokens(micros: Iterable[MicroBatch]) -> int:
     """Return the tokens of the largest share of a rank in a micro-batch."""
     return max(sum(segment.num_tokens for segment in share) for micro in micros for share in micro)
 
