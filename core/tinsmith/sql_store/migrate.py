@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 VERSIONS: Final = Path(__file__).parent / "migrations" / "versions"
-"""The migrations, a file each: its name begins with its revision. The first one makes the schema of 0.1.0."""
+"""The migrations, a file each: its name begins with its revision. The first one is the schema of 0.1.0."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def check_known(revision: str, name: str) -> None:
 
 
 def _create(connection: Connection, revision: str) -> None:
-    """Make the tables of the newest schema. All migrations make the same ones, in more time; tests compare them."""
+    """Make the tables of the newest schema. A database of 0.1.0, once migrated, has the same: a test compares them."""
     Table.metadata.create_all(connection, checkfirst=False)
     connection.execute(text(_VERSION_TABLE))
     connection.execute(text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": revision})
