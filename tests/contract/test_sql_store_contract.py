@@ -8,7 +8,7 @@ import pytest
 from tinsmith.errors import UserError
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.sql_store.subjects import engine_states, gaps, sessions
+from tinsmith.sql_store.subjects import engines, gaps, sessions
 from tinsmith.store import (
     WAITS_FOR_PLACE,
     EngineRecord,
@@ -141,9 +141,9 @@ class SqlStoreContract(RequestStoreContract):
         samples = await asyncio.gather(*[store.submit(a_sample(number)) for number in range(600)])
         lease = await lease_of(store)
         given_up = EngineRecord(base_model=BASE, state=EngineState.FAILED, updated_at=NOW, detail="no GPU")
-        assert await store.connections.durable.write(engine_states.report, given_up, lease)  # and the supervisor dies
+        assert await store.connections.durable.write(engines.report, given_up, lease)  # and the supervisor dies
         assert "no GPU" in (await failure_of(store, await store.submit(a_sample(600)))).message
-        assert await store.connections.durable.write(engine_states.fail_some, BASE, 0) is not None
+        assert await store.connections.durable.write(engines.fail_some, BASE, 0) is not None
         assert (await store.pending("ann")).by_kind == {"optim_step": 1, "sample": 101}
         await store.report_engine(given_up, lease=lease)
         assert (await store.pending("ann")).by_kind == {"optim_step": 1}

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -128,7 +129,7 @@ def test_a_store_that_fails_is_a_503_without_sql(
     def fail(*_: object, **__: object) -> None:
         raise OperationalError("INSERT INTO sessions", {"tenant": SECRET}, OSError("database or disk is full"))
 
-    monkeypatch.setattr(sessions, "create", fail)
+    monkeypatch.setattr(sessions, "_INSERT", SimpleNamespace(run=fail))
     answer = Tenant(server, "sender").post("create_session")
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1

@@ -15,9 +15,9 @@ from sqlalchemy import Connection, Engine, create_engine, event, text
 
 from tinsmith.operations import OptimStepOutput
 from tinsmith.sql_store.statements import Change, insert_into
-from tinsmith.sql_store.subjects import claiming, completing, gaps, models, requests, submitting, transaction
-from tinsmith.sql_store.subjects.transaction import PendingChanges, Transaction
+from tinsmith.sql_store.subjects import claiming, completing, gaps, log, models, requests, submitting
 from tinsmith.sql_store.tables import Table
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import MANY_AHEAD, ClaimRoom, Completion, Lease, Measured, PendingCounts
 from tinsmith.testing.store_records import LORA, a_sample, an_operation
 
@@ -26,7 +26,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 LEASE = Lease(base_model=BASE, engine_id="engine-1", epoch=1, duration_s=3600.0)
 OTHER_LEASE = Lease(base_model="org/other", engine_id="engine-2", epoch=1, duration_s=3600.0)
 ROOM = ClaimRoom(operations=32, num_bytes=1 << 30)
-ROOMS = claiming.Rooms(ROOM, ROOM)
+ROOMS = {"training": ROOM, "samples": ROOM}
 
 
 def fill(connection: Connection, *, waiting: int, missing: int) -> None:
@@ -110,7 +110,7 @@ def claim(connection: Connection) -> None:
     """Do what a store does for `claim`."""
     everyone = {(ordered, tenant) for ordered in (True, False) for tenant in ("hog", "mouse")}
     assert set(claiming.queues(connection, BASE)) == everyone
-    claimed = claiming.claim(Transaction(connection, NOW), LEASE, ROOMS)
+    claimed = claiming.claim(Transaction(connection, NOW), LEASE, **ROOMS)
     assert len(claimed.records) == 2 * ROOM.operations  # the mouse has 5 of each sort, the hog uses what is left
 
 
@@ -147,10 +147,10 @@ def submit(connection: Connection) -> None:
 
 def count_pending(connection: Connection) -> None:
     """Before each submit, a server may ask how much its tenant has waiting."""
-    changes = PendingChanges()
-    changes.arrived("hog", "sample", 7)
-    changes.write(connection)
-    assert transaction.pending(connection, "hog") == PendingCounts(by_kind={"sample": 1}, num_bytes=7)
+    arrived = tx(connection)
+    arrived.count(log.PENDING, ("hog", "sample", False), 1, 7, 7)
+    arrived.finish()
+    assert requests.pending(connection, "hog") == PendingCounts(by_kind={"sample": 1}, num_bytes=7)
 
 
 def ask_why_it_waits(connection: Connection) -> None:
@@ -223,8 +223,8 @@ def in_sqlite(
 STATEMENTS: list[tuple[Callable[[Connection], object], int]] = [
     (lambda connection: submitting.submit(tx(connection), an_operation("mouse:ready", 6, tenant="mouse")), 6),
     (lambda connection: submitting.submit(tx(connection), a_sample(6, "mouse:sampling", tenant="mouse")), 4),
-    (lambda connection: claiming.claim(tx(connection), LEASE, ROOMS), 6),
-    (lambda connection: claiming.claim(tx(connection), OTHER_LEASE, ROOMS), 2),
+    (lambda connection: claiming.claim(tx(connection), LEASE, **ROOMS), 6),
+    (lambda connection: claiming.claim(tx(connection), OTHER_LEASE, **ROOMS), 2),
 ]
 
 
@@ -241,7 +241,7 @@ def test_metrics_take_one_statement_of_a_transaction(number: int) -> None:
         create_tables(engine, last_index_first=False)
         with engine.connect() as connection:
             fill(connection, waiting=5, missing=0)
-            claimed = [each for each in claiming.claim(tx(connection), LEASE, ROOMS).records if each.ordered][:number]
+            claimed = [each for each in claiming.claim(tx(connection), LEASE, **ROOMS).records if each.ordered][:number]
             ended = [
                 Completion(request_id=each.request_id, result=OptimStepOutput(), measured=measured) for each in claimed
             ]

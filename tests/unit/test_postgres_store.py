@@ -27,8 +27,8 @@ from tinsmith.sql_store.databases.postgres import PostgresDatabase
 from tinsmith.sql_store.migrate import known_revisions
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.subjects import sessions
-from tinsmith.sql_store.subjects.transaction import Transaction
 from tinsmith.sql_store.tables import Table
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import OperationState, RunState, RunStateChanged, StoreContext
 from tinsmith.testing.postgres import Postgres
 from tinsmith.testing.store_records import NOW, a_model, a_sample, a_session, an_operation, claim, complete, done
@@ -116,7 +116,7 @@ async def test_a_commit_whose_answer_is_lost_happens_once(postgres_url: str, com
 
     def insert(connection: Connection) -> str:
         runs.append(f"s{len(runs)}")
-        sessions.create(Transaction(connection, NOW), a_session(runs[-1]), None)
+        sessions.create(Transaction(connection, NOW), a_session(runs[-1]), idempotency_key=None)
         return runs[-1]
 
     def commit(connection: Connection) -> None:

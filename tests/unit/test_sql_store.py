@@ -28,7 +28,7 @@ from tinsmith.sql_store.databases.sqlite import SqliteDialect
 from tinsmith.sql_store.group_commit import Call, Grouping
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.subjects import sessions
-from tinsmith.sql_store.subjects.transaction import Transaction
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import StoreContext
 from tinsmith.store.request_ids import created_at, new_request_id
 from tinsmith.testing.engine_driver import take_over
@@ -134,7 +134,7 @@ async def test_a_write_that_fails_is_undone_alone_and_the_others_happen_once(tmp
     await store.open()
 
     def insert(tx: Transaction) -> None:
-        sessions.create(tx, a_session(f"s{next(numbers)}"), None)
+        sessions.create(tx, a_session(f"s{next(numbers)}"), idempotency_key=None)
 
     def insert_and_fail(tx: Transaction) -> None:
         insert(tx)

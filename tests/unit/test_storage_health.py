@@ -7,6 +7,7 @@ import logging
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import httpx
@@ -122,15 +123,16 @@ async def test_a_store_without_room(
     caplog: pytest.LogCaptureFixture,
     fault: Callable[[], Exception],
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise fault()
 
     session, ended = [(await post(http, "create_session")).json()["session_id"] for _ in range(2)]
     await post(http, f"sessions/{ended}/finish", reason={"type": "success"}, detail=None)
     assert await ready(http, "ann") == (200, "")
     with monkeypatch.context() as patched:
-        for module, name in ((sessions, "touch_all"), (sessions, "create"), (upkeep, "check_writing")):
-            patched.setattr(module, name, fail)
+        patched.setattr(sessions, "touch_all", fail)
+        patched.setattr(sessions, "_INSERT", SimpleNamespace(run=fail))
+        patched.setattr(upkeep, "check_writing", fail)
         beats = [(await post(http, "session_heartbeat", session_id=each)).status_code for each in (session, ended, "x")]
         assert beats == [200, 410, 404]
         for _ in range(2):

@@ -39,8 +39,8 @@ class Holdings:
         """By `ordered` and request_id: the tenant, and bytes."""
 
     @property
-    def request_ids(self) -> set[str]:
-        return {*self._held[True], *self._held[False]}
+    def request_ids(self) -> frozenset[str]:
+        return frozenset((*self._held[True], *self._held[False]))
 
     @property
     def has_samples(self) -> bool:

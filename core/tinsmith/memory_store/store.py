@@ -749,7 +749,7 @@ class MemoryStore(RequestStore):
         max_attempts: int,
         reason: str | None,
         max_interruptions: int | None = None,
-        held: Collection[str] = (),
+        held: frozenset[str] = frozenset(),
     ) -> list[str]:
         memory, failed = self._memory, []
         memory.fence(lease)

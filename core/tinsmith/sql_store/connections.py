@@ -1,9 +1,8 @@
 """The connections of one store."""
 
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
@@ -12,31 +11,29 @@ from tinsmith.errors import StoreError
 from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Database
-from tinsmith.sql_store.group_commit import Reader, W, Writer
+from tinsmith.sql_store.group_commit import Reader, Writer
 from tinsmith.sql_store.migrate import migrate
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import StoreContext
 
 T = TypeVar("T")
 
 
-class Connections(Generic[W]):
+class Connections:
     """What every subject of the store works with.
 
     `durable` is for what a client or another operation relies on. `relaxed` is for what a power cut may undo, because
     it undoes what depends on it as well: claims of an engine, its state, heartbeats.
     """
 
-    durable: Writer[W]
-    relaxed: Writer[W]
+    durable: Writer[Transaction]
+    relaxed: Writer[Transaction]
     reader: Reader
 
-    def __init__(
-        self, config: SqlStoreConfig, context: StoreContext, begin: Callable[[Connection, datetime], W]
-    ) -> None:
-        """`begin` makes what the writes of a transaction work on. Does no I/O."""
+    def __init__(self, config: SqlStoreConfig, context: StoreContext) -> None:
+        """Does no I/O."""
         self._dialect = dialect_of(config, context)
         self._max_readers = config.max_readers
-        self._begin = begin
         self._figures = context.figures
         self.wakeups = self._dialect.wakeups()
         self._databases: list[Database] = []
@@ -46,8 +43,8 @@ class Connections(Generic[W]):
         durable, relaxed = await self._migrated(), self._dialect.writer(durable=False)
         readers = [self._dialect.reader() for _ in range(self._max_readers)]
         self._databases = [durable, relaxed, *readers]
-        self.durable = Writer(durable, self.wakeups, self._begin, self._figures)
-        self.relaxed = Writer(relaxed, self.wakeups, self._begin, self._figures)
+        self.durable = Writer(durable, self.wakeups, Transaction, self._figures)
+        self.relaxed = Writer(relaxed, self.wakeups, Transaction, self._figures)
         self.reader = Reader(readers)
         self._glances = self._dialect.glances()
         await self.wakeups.open()

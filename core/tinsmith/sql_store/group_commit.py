@@ -35,8 +35,19 @@ C = TypeVar("C")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Locks = Callable[..., Iterable[str]]
-"""Names what a write locks, given the connection and the write's arguments."""
+
+def locks(names: Callable[..., Iterable[str]]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have a write lock what `names` returns, given the connection and the write's other arguments.
+
+    If several processes can write at once, everything that a commit locks is locked first and in one order, so that no
+    two commits wait for each other.
+    """
+
+    def mark(write: Callable[P, T]) -> Callable[P, T]:
+        vars(write)["locks"] = names
+        return write
+
+    return mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,6 @@ class Call:
     function: Callable[..., Any]  # Any, here and below: calls with results of every type share the queue
     args: tuple[Any, ...]
     options: dict[str, Any]
-    locks: Locks | None = None
     result: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -189,21 +199,6 @@ class Writer(Grouping[Database], Generic[W]):
         result: T = await self.ask(Call(function, args, options))
         return result
 
-    async def write_locking(
-        self,
-        locks: Callable[Concatenate[Connection, P], Iterable[str]],
-        function: Callable[Concatenate[W, P], T],
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> T:
-        """Run a function as `write` does, after locking what `locks` names, given the same arguments.
-
-        If several processes can write at once, everything that a commit locks is locked first and in one order, so
-        that no two commits wait for each other.
-        """
-        result: T = await self.ask(Call(function, args, options, locks))
-        return result
-
     async def scrub(self, *, deleted: bool) -> None:
         """Remove deleted content from the database's files. `deleted`: this process has just deleted something."""
         await self._database.scrub(deleted=deleted)
@@ -272,8 +267,8 @@ class Writer(Grouping[Database], Generic[W]):
 
     def _lock(self, calls: list[Call], work: W, connection: Connection) -> None:
         if self._database.locks_rows:
-            each = (call.locks(connection, *call.args, **call.options) for call in calls if call.locks is not None)
-            if names := {name for names in each for name in names}:
+            asked = [(locked, call) for call in calls if (locked := getattr(call.function, "locks", None)) is not None]
+            if names := {name for locked, call in asked for name in locked(connection, *call.args, **call.options)}:
                 work.lock(names)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import NoneType, UnionType
 from typing import Any, Final, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -139,9 +139,6 @@ class Query(_Statement, Generic[R]):
         return self._columns
 
 
-_QUERIES: Final[dict[tuple[str, type], Query[Any]]] = {}
-
-
 class Change(_Statement):
     """A text that changes rows."""
 
@@ -167,10 +164,11 @@ class Change(_Statement):
 
 def query(text: str, row: type[R]) -> Query[R]:
     """Return the query of a text that depends on its arguments; equal texts share one query."""
-    key = text, row
-    if key not in _QUERIES:
-        _QUERIES[key] = Query(text, row)
-    return _QUERIES[key]
+    found: Query[R] = _query(text, row)
+    return found
+
+
+_query: Final[Callable[..., Any]] = cache(Query)
 
 
 def wanted(**columns: str | None) -> tuple[str, dict[str, str]]:
@@ -200,6 +198,12 @@ def put_into(table: str, *columns: str, key: str) -> str:
     """Insert a row, or replace what the one with its key has in these columns."""
     changes = ", ".join(f"{each} = excluded.{each}" for each in columns)
     return f"{insert_into(table, *columns)} ON CONFLICT ({key}) DO UPDATE SET {changes}"
+
+
+def add_to(table: str, *columns: str, key: Sequence[str]) -> str:
+    """Insert a row, or add to these columns of the one with its key."""
+    changes = ", ".join(f"{each} = {table}.{each} + excluded.{each}" for each in columns)
+    return f"{insert_into(table, *key, *columns)} ON CONFLICT ({', '.join(key)}) DO UPDATE SET {changes}"
 
 
 def total(number: str) -> str:

@@ -4,51 +4,49 @@
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import Call
 from tinsmith.sql_store.subjects import (
     checkpoints,
     claiming,
     completing,
-    engine_states,
+    engines,
     gaps,
-    leases,
     log,
-    log_inspection,
     metrics,
     models,
+    places,
     recovery,
     requests,
-    retention,
-    routed_experts,
     runs,
-    sampling_sessions,
+    sampling,
     sessions,
     submitting,
-    token_streams,
-    transaction,
     upkeep,
     usage,
 )
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import DrawnTokens, RequestStore, SessionRecord, StoreContext
+from tinsmith.store.wakeups import drawn_topic, lease_topic, places_topic, work_topic
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Async = Coroutine[Any, Any, T]
-Locks = Callable[Concatenate[Connection, P], Iterable[str]]
+Method = Callable[Concatenate["SqlStore", P], Async[T]]
 
 
-def _read(function: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate["SqlStore", P], Async[T]]:
+def _read(function: Callable[Concatenate[Connection, P], T]) -> Method[P, T]:
     """Make the method that runs a function in a transaction that only reads."""
 
     async def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> T:
@@ -58,33 +56,36 @@ def _read(function: Callable[Concatenate[Connection, P], T]) -> Callable[Concate
     return method
 
 
-def _durable(
-    function: Callable[Concatenate[Transaction, P], T], *, locks: Locks[P] | None = None, point: str | None = None
-) -> Callable[Concatenate["SqlStore", P], Async[T]]:
-    """Make the method that runs a function in a durable transaction, after locking the models that `locks` returns."""
+def _select(ask: Callable[..., T], *names: str) -> Callable[..., Async[T]]:
+    """Make the method that is one query: its parameters, by these names, are those of the text."""
+
+    def function(connection: Connection, *args: Any, **options: Any) -> T:  # Any: as in the text
+        return ask(connection, **dict(zip(names, args, strict=False)), **options)
+
+    return _read(function)
+
+
+def _durable(function: Callable[Concatenate[Transaction, P], T], point: str | None = None) -> Method[P, T]:
+    """Make the method that runs a function in a durable transaction."""
 
     async def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> T:
-        result: T = await store.connections.durable.ask(Call(function, args, options, locks))
+        result: T = await store.connections.durable.ask(Call(function, args, options))
         return result
 
     return method if point is None else durable_boundary(point)(method)
 
 
-def _relaxed(
-    function: Callable[Concatenate[Transaction, P], T],
-) -> Callable[Concatenate["SqlStore", P], Async[T]]:
+def _relaxed(function: Callable[Concatenate[Transaction, P], T], point: str | None = None) -> Method[P, T]:
     """Make the method that runs a function in a transaction that a power cut may undo."""
 
     async def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> T:
         result: T = await store.connections.relaxed.ask(Call(function, args, options))
         return result
 
-    return method
+    return method if point is None else durable_boundary(point)(method)
 
 
-def _over(
-    function: Callable[Concatenate[Connections, P], Async[T]],
-) -> Callable[Concatenate["SqlStore", P], Async[T]]:
+def _over(function: Callable[Concatenate[Connections, P], Async[T]]) -> Method[P, T]:
     """Make the method that does what takes more than one transaction."""
 
     def method(store: "SqlStore", /, *args: P.args, **options: P.kwargs) -> Async[T]:
@@ -98,7 +99,7 @@ class SqlStore(RequestStore):
 
     def __init__(self, config: SqlStoreConfig, context: StoreContext) -> None:
         self._config = config
-        self.connections = Connections(config, context, Transaction)
+        self.connections = Connections(config, context)
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
@@ -123,93 +124,99 @@ class SqlStore(RequestStore):
         await self.connections.close()
 
     # sessions
-    create_session = _over(sessions.create_session)
+    create_session = _durable(sessions.create, "store.create_session")
     get_session = _read(sessions.get)
     find_sessions = _read(sessions.find)
     list_sessions = _read(sessions.list_all)
-    count_live_sessions = _read(sessions.count_live)
+    count_live_sessions = _select(sessions.NUM_LIVE.one, "tenant")
     update_session = _durable(sessions.update)
     end_session = _over(sessions.end_session)
     unload_run = _over(sessions.unload_run)
     expire_sessions = _over(sessions.expire_sessions)
-    forget_sessions = _over(retention.forget_sessions)
+    forget_sessions = _over(upkeep.forget_sessions)
 
     async def hear_session(self, session_id: str, at: datetime, *, server_id: str | None = None) -> SessionRecord:
         return await self._heartbeats.record(sessions.Heartbeat(session_id, at, server_id))
 
     # models
-    create_run = _over(runs.create_run)
-    count_live_models = _read(runs.count_live)
+    create_run = _durable(runs.create, "store.create_run")
+    count_live_models = _select(runs.NUM_LIVE.one, "tenant")
     get_run = _read(runs.get)
     list_runs = _read(runs.list_all)
-    admit_models = _over(runs.admit_models)
-    park_model = _durable(runs.park, locks=runs.model_to_park, point="store.park_model")
-    return_model = _durable(runs.bring_back, locks=runs.model_to_bring_back, point="store.return_model")
-    wait_for_places = _over(runs.wait_for_places)
-    run_log = _read(log_inspection.run_log)
-    list_log = _read(log_inspection.list_log)
-    log_totals = _read(log_inspection.totals)
+    admit_models = _over(places.admit_models)
+    park_model = _durable(places.park, "store.park_model")
+    return_model = _durable(places.bring_back, "store.return_model")
+    run_log = _read(runs.run_log)
+    list_log = _read(runs.list_log)
+    log_totals = _select(runs.TOTALS.all, "model_id")
+
+    async def wait_for_places(self, base_model: str, timeout_s: float) -> None:
+        await self.connections.wakeups.wait_for(places_topic(base_model), timeout_s)
 
     # sampling sessions
-    create_sampling_session = _durable(sampling_sessions.create, point="store.create_sampling_session")
-    get_sampling_session = _over(sampling_sessions.get_sampling_session)
-    count_open_sampling_sessions = _read(sampling_sessions.count_open)
-    list_sampling_session_ids = _read(sampling_sessions.ids_of)
+    create_sampling_session = _durable(sampling.create, "store.create_sampling_session")
+    get_sampling_session = _over(sampling.get_sampling_session)
+    count_open_sampling_sessions = _select(sampling.NUM_OPEN.one, "tenant")
+    list_sampling_session_ids = _select(sampling.IDS.all, "session_id")
 
     # checkpoints
     get_checkpoint = _read(checkpoints.get)
     list_checkpoints = _read(checkpoints.list_all)
     newest_checkpoints = _read(checkpoints.newest)
     recorded_directories = _read(checkpoints.directories)
-    kept_checkpoints = _read(checkpoints.kept)
-    add_checkpoint = _over(checkpoints.add_checkpoint)
+    kept_checkpoints = _select(checkpoints.KEPT.one, "tenant")
+    add_checkpoint = _durable(checkpoints.add)
     update_checkpoint = _durable(checkpoints.update)
-    delete_checkpoint = _over(checkpoints.delete_checkpoint)
-    delete_version = _over(checkpoints.delete_checkpoint_version)
+    delete_checkpoint = _durable(checkpoints.delete, "store.delete_checkpoint")
+    delete_version = _durable(checkpoints.delete_version, "store.delete_checkpoint")
     deleted_checkpoint = _read(checkpoints.deleted)
-    expired_checkpoints = _read(checkpoints.expired)
+    expired_checkpoints = _select(checkpoints.EXPIRED.all, "now")
 
     # the log, for servers
-    submit = _durable(submitting.submit, locks=submitting.models_of, point="store.submit")
+    submit = _durable(submitting.submit, "store.submit")
     get_operation = _over(requests.get_operation)
     wait_for = _over(requests.wait_for)
     finished_samples = _over(requests.finished_samples)
     is_awaited = _read(requests.is_awaited)
     waiting = _read(requests.waiting)
-    pending = _read(transaction.pending)
+    pending = _read(requests.pending)
     list_pending = _read(requests.list_pending)
     cancel = _durable(requests.cancel)
 
     # the log, for engines
-    claim = _over(claiming.claim_operations)
+    claim = _relaxed(claiming.claim, "store.claim")
     claim_suspect = _over(claiming.claim_suspect)
-    complete = _over(completing.complete_operations)
+    complete = _durable(completing.complete, "store.complete")
     failed_pass = _read(log.failed_pass)
     cancelled = _over(requests.cancelled)
     fail_gaps = _over(gaps.fail_gaps)
-    wait_for_work = _over(claiming.wait_for_work)
+
+    async def wait_for_work(self, base_model: str, timeout_s: float) -> None:
+        await self.connections.wakeups.wait_for(work_topic(base_model), timeout_s)
 
     # engines and their leases
-    acquire_lease = _durable(leases.acquire, point="store.acquire_lease")
-    renew_lease = _relaxed(leases.renew)
-    release_lease = _durable(leases.release)
-    wait_for_lease = _over(leases.wait_for_lease)
-    report_engine = _over(engine_states.report_engine)
-    list_engines = _read(engine_states.list_all)
-    overdue_engines = _read(leases.overdue)
-    running_since = _read(engine_states.running_since)
-    report_figures = _relaxed(engine_states.report_figures)
-    list_figures = _read(engine_states.list_figures)
+    acquire_lease = _durable(engines.acquire, "store.acquire_lease")
+    renew_lease = _relaxed(engines.renew)
+    release_lease = _durable(engines.release)
+    report_engine = _over(engines.report_engine)
+    list_engines = _select(engines.LIST.all)
+    overdue_engines = _read(engines.overdue)
+    running_since = _read(engines.running_since)
+    report_figures = _relaxed(engines.report_figures)
+    list_figures = _select(engines.FIGURES.all)
+
+    async def wait_for_lease(self, base_model: str, timeout_s: float) -> None:
+        await self.connections.wakeups.next(lease_topic(base_model), timeout_s)
 
     # recovery
-    requeue = _over(recovery.requeue_operations)
+    requeue = _durable(recovery.requeue, "store.requeue")
     live_models = _read(recovery.live_models)
     begin_rebuild = _relaxed(recovery.begin_rebuild)
     end_rebuild = _relaxed(recovery.end_rebuild)
-    replayable = _read(recovery.replayable)
-    add_recovery_point = _durable(models.add_recovery_point, point="store.add_recovery_point")
-    list_recovery_points = _read(models.recovery_points_of)
-    drop_recovery_point = _durable(models.drop_recovery_point)
+    replayable = _select(recovery.REPLAYABLE.all, "model_id")
+    add_recovery_point = _durable(recovery.add_recovery_point, "store.add_recovery_point")
+    list_recovery_points = _select(models.POINTS.all, "model_id")
+    drop_recovery_point = _durable(recovery.drop_recovery_point)
     lose_run = _durable(runs.lose)
     note_run = _durable(runs.note)
 
@@ -218,22 +225,24 @@ class SqlStore(RequestStore):
     total_usage = _read(usage.in_all)
     stored_checkpoints = _read(usage.stored)
     kept_bytes = _read(usage.kept)
-    find_routed_experts = _read(routed_experts.find)
+    find_routed_experts = _read(sampling.find_experts)
 
     # curves
-    log_metrics = _durable(metrics.log, locks=metrics.model_of)
+    log_metrics = _durable(metrics.log)
     read_metrics = _read(metrics.read)
     wait_for_metrics = _over(metrics.wait_for_metrics)
 
     # tokens that are being drawn
-    tell_drawn = _relaxed(token_streams.tell)
+    tell_drawn = _relaxed(sampling.tell)
 
     def drawn(
         self, sampling_session_id: str, seq_id: int, hear: Callable[[DrawnTokens], None]
     ) -> AbstractContextManager[None]:
-        return token_streams.listen(self.connections, sampling_session_id, seq_id, hear)
+        decoded = partial(DrawnTokens.decoded, sampling_session_id, seq_id)
+        topic = drawn_topic(sampling_session_id, seq_id)
+        return self.connections.wakeups.listen(topic, lambda text: hear(decoded(text)))
 
     # upkeep
     secret = _over(upkeep.secret)
     expect_writes = _over(upkeep.expect_writes)
-    prune = _over(retention.prune)
+    prune = _over(upkeep.prune)

@@ -434,7 +434,7 @@ class RequestStore(ABC):
         max_attempts: int,
         reason: str | None,
         max_interruptions: int | None = None,
-        held: Collection[str] = (),
+        held: frozenset[str] = frozenset(),
     ) -> list[str]:
         """Put running operations back into the queue. Return the request_ids of those that failed instead.
 

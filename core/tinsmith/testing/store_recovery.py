@@ -149,7 +149,7 @@ class RecoveryContract(StoreSuite):
         assert sorted(await claim(store)) == sorted(held)
         unheard = [await store.submit(an_operation(seq_id=2)), await store.submit(a_sample(1))]
         assert sorted(await claim(store)) == sorted(unheard)
-        assert await store.requeue(await lease_of(store), max_attempts=1, reason=None, held=held) == []
+        assert await store.requeue(await lease_of(store), max_attempts=1, reason=None, held=frozenset(held)) == []
         assert sorted(await claim(store)) == sorted(unheard)
         await complete(store, [done(held[0]), done(unheard[0])])
         assert (await store.get_run("s1:train:0")).applied_seq_id == 2

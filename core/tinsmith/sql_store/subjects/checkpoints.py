@@ -7,9 +7,8 @@ from typing import Final, NamedTuple, TypeVar, get_args
 
 from sqlalchemy import Connection
 
-from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.statements import Change, Query, chunks, fields_of, put_into, query, total, values_of, wanted
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints
 from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_large_metadata, version_gone
 
@@ -31,7 +30,7 @@ _GET = Query(f"SELECT FIELDS FROM checkpoints WHERE path = :wanted AND {_THERE}"
 _LOCK = Query(f"{_GET.text} FOR UPDATE", CheckpointRecord)
 _DELETED = Query("SELECT FIELDS FROM checkpoints WHERE path = :wanted AND deleted_at IS NOT NULL", CheckpointRecord)
 _DIRECTORIES = Query(f"SELECT directory FROM checkpoints WHERE path IN :paths AND {_THERE}", str)
-_KEPT = Query(
+KEPT = Query(
     f"SELECT count(*) AS number, {total('size_bytes')} AS num_bytes FROM checkpoints "
     f"WHERE tenant = :tenant AND {_THERE}",
     KeptCheckpoints,
@@ -43,7 +42,7 @@ _NEWEST_OF = Query(
     "FROM runs WHERE runs.model_id IN :model_ids)",
     CheckpointRecord,
 )
-_EXPIRED = Query(
+EXPIRED = Query(
     f"SELECT FIELDS FROM checkpoints WHERE {_THERE} AND expires_at <= :now ORDER BY expires_at", CheckpointRecord
 )
 _PUT = Change(put_into("checkpoints", *fields_of(CheckpointRecord), "deleted_at", key="path"))
@@ -87,16 +86,8 @@ def list_all(
     return found, query(f"SELECT count(*) {where}", int).one(connection, **values)
 
 
-def kept(connection: Connection, tenant: str) -> KeptCheckpoints:
-    return _KEPT.one(connection, tenant=tenant)
-
-
-async def add_checkpoint(connections: Connections, record: CheckpointRecord) -> None:
-    refuse_large_metadata(record.user_metadata)
-    await connections.durable.write(add, record)
-
-
 def add(tx: Transaction, record: CheckpointRecord) -> None:
+    refuse_large_metadata(record.user_metadata)
     row = _BEFORE.first(tx.connection, wanted=record.path)
     if row is not None and row.deleted_at is None:
         raise checkpoint_exists(record.path)
@@ -126,21 +117,6 @@ def update(tx: Transaction, path: str, change: Callable[[CheckpointRecord], Chec
     return replace(found, public=changed.public, expires_at=changed.expires_at)
 
 
-async def delete_checkpoint(connections: Connections, path: str) -> CheckpointRecord:
-    return await _deleted(connections, delete, path)
-
-
-async def delete_checkpoint_version(connections: Connections, read: CheckpointRecord) -> CheckpointRecord:
-    return await _deleted(connections, delete_version, read)
-
-
-@durable_boundary("store.delete_checkpoint")
-async def _deleted(
-    connections: Connections, delete: Callable[[Transaction, T], CheckpointRecord], what: T
-) -> CheckpointRecord:
-    return await connections.durable.write(delete, what)
-
-
 def delete(tx: Transaction, path: str) -> CheckpointRecord:
     found = get(tx.connection, path, lock=True)
     _DELETE.run(tx.connection, wanted=path, now=tx.now)
@@ -158,7 +134,3 @@ def deleted(connection: Connection, path: str) -> CheckpointRecord:
     if found is None:
         raise no_checkpoint(path)
     return found
-
-
-def expired(connection: Connection, now: datetime) -> list[CheckpointRecord]:
-    return _EXPIRED.all(connection, now=now)

@@ -5,22 +5,20 @@ operations of each as may be claimed. Its cost depends neither on other queued o
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+from typing import Final, NamedTuple
 
 from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
+from tinsmith.sql_store.connections import Connections
+from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import Change, Query, chunks
-from tinsmith.sql_store.subjects import leases, log
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.subjects import engines, log
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import Claim, Claimable, ClaimRoom, Lease, OperationRecord
-from tinsmith.store.wakeups import work_topic
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _QUEUES_AT_ONCE: Final = 50  # queues read by one statement
 
@@ -122,31 +120,14 @@ class Rooms:
         return (True, self.training), (False, self.samples)
 
 
-async def claim_operations(connections: Connections, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
-    connections.wakeups.subscribed(work_topic(lease.base_model))
-    return await _take(connections, models_to_claim, claim, lease, Rooms(training, samples))
-
-
 async def claim_suspect(connections: Connections, lease: Lease) -> OperationRecord | None:
-    connections.wakeups.subscribed(work_topic(lease.base_model))
-    if not await connections.reader.read(any_suspect, lease.base_model):
-        return None
-    return await _take(connections, models_of_suspects, take_suspect, lease)
+    is_there = await connections.reader.read(any_suspect, lease.base_model)
+    return await _take_suspect(connections, lease) if is_there else None
 
 
 @durable_boundary("store.claim")
-async def _take(
-    connections: Connections,
-    models: Callable[Concatenate[Connection, P], set[str]],
-    take: Callable[Concatenate[Transaction, P], T],
-    *args: P.args,
-    **options: P.kwargs,
-) -> T:
-    return await connections.relaxed.write_locking(models, take, *args, **options)
-
-
-async def wait_for_work(connections: Connections, base_model: str, timeout_s: float) -> None:
-    await connections.wakeups.wait_for(work_topic(base_model), timeout_s)
+async def _take_suspect(connections: Connections, lease: Lease) -> OperationRecord | None:
+    return await connections.relaxed.write(take_suspect, lease)
 
 
 def queues(connection: Connection, base_model: str) -> list[Queue]:
@@ -154,14 +135,16 @@ def queues(connection: Connection, base_model: str) -> list[Queue]:
     return _QUEUES.all(connection, base_model=base_model)
 
 
-def models_to_claim(connection: Connection, lease: Lease, rooms: Rooms) -> set[str]:
-    limits = rooms.limits(queues(connection, lease.base_model))
+def _models_to_claim(connection: Connection, lease: Lease, **rooms: ClaimRoom) -> set[str]:
+    limits = Rooms(**rooms).limits(queues(connection, lease.base_model))
     return {head.subject_id for head in _heads(connection, lease.base_model, limits) if head.ordered}
 
 
-def claim(tx: Transaction, lease: Lease, rooms: Rooms) -> Claim:
+@locks(_models_to_claim)
+def claim(tx: Transaction, lease: Lease, *, training: ClaimRoom, samples: ClaimRoom) -> Claim:
     """Read and claim in one transaction: engines are woken when there is work, so few claims find none."""
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
+    rooms = Rooms(training, samples)
     waiting = queues(tx.connection, lease.base_model)
     limits = rooms.limits(waiting)
     heads = _heads(tx.connection, lease.base_model, limits)
@@ -179,13 +162,14 @@ def any_suspect(connection: Connection, base_model: str) -> bool:
     return _ANY_SUSPECT.first(connection, base_model=base_model) is not None
 
 
-def models_of_suspects(connection: Connection, lease: Lease) -> set[str]:
+def _models_of_suspects(connection: Connection, lease: Lease) -> set[str]:
     return {head.subject_id for head in _SUSPECTS.all(connection, base_model=lease.base_model) if head.ordered}
 
 
+@locks(_models_of_suspects)
 def take_suspect(tx: Transaction, lease: Lease) -> OperationRecord | None:
     """Claim the first operation that must run alone, and that nothing of its model is ahead of."""
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
     started = _start(tx, lease, _SUSPECTS.all(tx.connection, base_model=lease.base_model))
     return started[0] if started else None
 

@@ -6,20 +6,19 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection
 
-from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
-from tinsmith.sql_store.statements import Change, Query, chunks
+from tinsmith.sql_store.group_commit import locks
+from tinsmith.sql_store.statements import Change, Query, chunks, values_of
 from tinsmith.sql_store.subjects import (
     checkpoints,
-    leases,
+    engines,
     log,
     metrics,
     models,
-    routed_experts,
-    sampling_sessions,
+    sampling,
+    usage,
 )
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.sql_store.subjects.usage import Counting
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import (
     CheckpointWritten,
     Completion,
@@ -33,6 +32,7 @@ from tinsmith.store import (
     SamplingSessionCreated,
 )
 from tinsmith.store.codec import encode_result
+from tinsmith.store.metrics import row_bytes
 from tinsmith.store.refusals import taken
 from tinsmith.store.wakeups import places_topic
 
@@ -67,19 +67,14 @@ _RESOLVE_LORA = Change("UPDATE runs SET lora = :lora WHERE model_id = :model")
 _SAMPLING_SESSION = Query("SELECT FIELDS FROM sampling_sessions WHERE sampling_session_id = :wanted", _First)
 
 
-@durable_boundary("store.complete")
-async def complete_operations(connections: Connections, lease: Lease, completions: Sequence[Completion]) -> None:
-    if completions:
-        await connections.durable.write_locking(models_of, complete, lease, completions)
-
-
-def models_of(connection: Connection, _: Lease, completions: Sequence[Completion]) -> set[str]:
+def _models_of(connection: Connection, _: Lease, completions: Sequence[Completion]) -> set[str]:
     request_ids = [each.request_id for each in completions]
     return {model for chunk in chunks(request_ids) for model in _MODELS.all(connection, request_ids=chunk)}
 
 
+@locks(_models_of)
 def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -> None:
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
     for chunk in chunks(completions):
         _complete(tx, lease.engine_id, {each.request_id: each for each in chunk})
 
@@ -87,7 +82,7 @@ def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -
 def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion]) -> None:
     ended = []
     applied: dict[str, _Applied] = {}
-    used, measured = Counting(), metrics.Rows()
+    measured: list[metrics.Row] = []
     for row in _RUNNING.all(tx.connection, request_ids=list(completions), engine=engine_id):
         completion = _unless_taken(tx.connection, completions[row.request_id])
         has_failed = isinstance(completion.result, Failed) and not completion.applied
@@ -97,12 +92,12 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
             reached = applied.setdefault(row.subject_id, _Applied())
             reached.seq_id, reached.steps = max(reached.seq_id, row.seq_id), max(reached.steps, completion.steps)
             if completion.measured is not None:
-                reached.metric_bytes += measured.add(tx, row.subject_id, row.seq_id, completion.measured)
+                measured.append(metrics.row_of(tx, row.subject_id, row.seq_id, completion.measured))
+                reached.metric_bytes += row_bytes(row.subject_id, measured[-1]["numbers"])
         for effect in completion.effects:
             _apply(tx, effect)
-        used.add(row.tenant, row.base_model, completion)
-    used.write(tx)
-    measured.write(tx)
+        usage.count(tx, row.tenant, row.base_model, completion)
+    metrics.INSERT.run_each(tx.connection, measured)
     log.finish_many(tx, ended)
     rows = [
         {"model": model_id, "applied": each.seq_id, "steps": each.steps, "more": each.metric_bytes}
@@ -136,11 +131,11 @@ def _apply(tx: Transaction, effect: Effect) -> None:
         case CheckpointWritten():
             checkpoints.write(tx, effect.record)
         case SamplingSessionCreated():
-            sampling_sessions.insert(connection, effect.record)
+            sampling.INSERT.run(connection, **values_of(effect.record))
         case RecoveryPointTaken():
             models.keep_newest_points(connection, effect.record, effect.keep)
         case ExpertsSampled():
-            routed_experts.keep(tx, effect)
+            sampling.keep_experts(tx, effect)
 
 
 def _change_state(tx: Transaction, effect: RunStateChanged) -> None:
@@ -149,5 +144,5 @@ def _change_state(tx: Transaction, effect: RunStateChanged) -> None:
         return
     _CHANGE_STATE.run(tx.connection, model=effect.model_id, state=effect.state, reason=effect.reason)
     if effect.state not in models.LIVE:
-        models.drop_recovery_points(tx.connection, effect.model_id)
+        models.DELETE_POINTS.run(tx.connection, model_id=effect.model_id)
         tx.wake.append(places_topic(run.base_model))

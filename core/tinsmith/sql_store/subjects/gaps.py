@@ -15,10 +15,12 @@ from typing import Final, NamedTuple
 from sqlalchemy import Connection
 
 from tinsmith.operations import Failed
+from tinsmith.sql_store.connections import Connections
+from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import CHUNK, Query
 from tinsmith.sql_store.subjects import log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.transaction import Transaction, the_model
 from tinsmith.store import RunState
 from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import behind_a_gap, lost
@@ -81,14 +83,9 @@ async def fail_in_chunks(connections: Connections, model_id: str, older_than: da
     """
     failed, more = 0, True
     while more:
-        number, more = await connections.durable.write_locking(_model_to_fail, fail_some, model_id, older_than)
+        number, more = await connections.durable.write(fail_some, model_id, older_than)
         failed += number
     return failed
-
-
-def _model_to_fail(connection: Connection, model_id: str, *_: object) -> list[str]:
-    del connection
-    return [model_id]
 
 
 def waiting_since(connection: Connection, base_model: str, older_than: datetime) -> list[str]:
@@ -101,6 +98,7 @@ def left_by(connection: Connection, session_id: str) -> list[str]:
     return _ENDED_OF.all(connection, session=session_id)
 
 
+@locks(the_model)
 def fail_some(tx: Transaction, model_id: str, older_than: datetime | None) -> tuple[int, bool]:
     """Fail some operations behind a gap that wait for ever, or have waited since before `older_than`.
 

@@ -14,9 +14,10 @@ from sqlalchemy import Connection
 
 from tinsmith.errors import NotFoundError, ResultExpiredError, StoreError
 from tinsmith.operations import Failed, Result
+from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.statements import Change, Query, chunks, insert_into
-from tinsmith.sql_store.subjects.transaction import Connections, Finished, Transaction
-from tinsmith.store import FailedPass, OperationRecord, OperationState
+from tinsmith.sql_store.transaction import Sums, Transaction
+from tinsmith.store import SEQ_IDS_PER_CLONE, FailedPass, FinishedSample, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result, encode_result
 from tinsmith.store.records import CLEARING, PASS
 from tinsmith.store.refusals import no_request
@@ -30,6 +31,13 @@ RECORD: Final = ", ".join(
     if each.name not in {"payload", "result_kind", "result"}
 )
 """The columns of a record, but for its contents."""
+
+PENDING: Final = Sums("pending_work", "number", "num_bytes", "stored_bytes", key=("tenant", "kind", "finished"))
+"""How much each tenant has queued or running: the difference of what has arrived and what has finished.
+
+They are counted in rows of their own, because servers do the one and engines the other: they need not wait for each
+other. The last column is how much the log grows by payloads and results, or shrinks.
+"""
 
 
 class Operation(NamedTuple):
@@ -179,11 +187,12 @@ def finish_many(tx: Transaction, ended: Sequence[Ended]) -> None:
     for each in ended:
         operation, size = each.operation, len(each.result)
         ids.setdefault(each.state, []).append(operation.id)
-        tx.pending.finished(operation.tenant, operation.kind, operation.payload_bytes, size)
+        tx.count(PENDING, (operation.tenant, operation.kind, True), 1, operation.payload_bytes, size)
         tx.wake.append(done_topic(operation.request_id))
         if not operation.ordered:
             succeeded = each.state == OperationState.SUCCEEDED
-            tx.finished.append(Finished(operation.subject_id, operation.seq_id, operation.request_id, succeeded, size))
+            notice = FinishedSample(request_id=operation.request_id, succeeded=succeeded, size_bytes=size)
+            tx.finished[operation.subject_id, operation.seq_id // SEQ_IDS_PER_CLONE].append(notice)
     for state, of_state in ids.items():
         if len(of_state) == 1:  # psycopg takes longer to pass a list of one than for all the rest
             _FINISH.run(tx.connection, key=of_state[0], state=state, now=tx.now)

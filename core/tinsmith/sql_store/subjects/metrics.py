@@ -7,8 +7,10 @@ from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection
 
+from tinsmith.sql_store.connections import Connections
+from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import Change, Query, insert_into
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.transaction import Transaction, the_model
 from tinsmith.store import Measured, MetricsRow
 from tinsmith.store.metrics import decode_values, encode_values, merged, row_bytes
 from tinsmith.store.records import OF_CLIENT
@@ -25,42 +27,30 @@ class _Row(NamedTuple):
     numbers: bytes
 
 
-_INSERT = Change(insert_into("metrics", "model_id", *_Row._fields))
-_PUT = Change(_INSERT.text + " ON CONFLICT (model_id, step, seq_id) DO UPDATE SET time = :time, numbers = :numbers")
+INSERT = Change(insert_into("metrics", "model_id", *_Row._fields))
+_PUT = Change(INSERT.text + " ON CONFLICT (model_id, step, seq_id) DO UPDATE SET time = :time, numbers = :numbers")
 _ROWS = "SELECT FIELDS FROM metrics WHERE model_id = :model AND"
 _READ = Query(f"{_ROWS} (step, seq_id) > (:step, :after) ORDER BY step, seq_id LIMIT :at_most", _Row)
 _OF_CLIENT = Query(f"{_ROWS} step = :step AND seq_id = {OF_CLIENT}", _Row)
 _WRITTEN = Query("SELECT metric_bytes FROM runs WHERE model_id = :model", int)
 _WRITE_MORE = Change("UPDATE runs SET metric_bytes = metric_bytes + :more WHERE model_id = :model")
-_DELETE = Change(
+DELETE_OF_DELETED = Change(
     "DELETE FROM metrics WHERE model_id IN :keys "
     "AND NOT EXISTS (SELECT 1 FROM runs WHERE runs.model_id = metrics.model_id)"
 )
 
 
-class Rows:
-    """The rows of one transaction, written in one statement."""
-
-    def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []  # Any: values of the columns
-
-    def add(self, tx: Transaction, model_id: str, seq_id: int, measured: Measured) -> int:
-        """Add what an operation measured. Return how many bytes that takes."""
-        numbers = encode_values(measured.values)
-        row = {"model_id": model_id, "step": measured.step, "seq_id": seq_id, "time": tx.now, "numbers": numbers}
-        self._rows.append(row)
-        tx.wake.append(metrics_topic(model_id))
-        return row_bytes(model_id, numbers)
-
-    def write(self, tx: Transaction) -> None:
-        _INSERT.run_each(tx.connection, self._rows)
+Row = dict[str, Any]  # Any: values of the columns
 
 
-def model_of(connection: Connection, model_id: str, points: Sequence[Measured]) -> list[str]:
-    del connection, points
-    return [model_id]
+def row_of(tx: Transaction, model_id: str, seq_id: int, measured: Measured) -> Row:
+    """Return the row of what an operation measured, for `INSERT`."""
+    tx.wake.append(metrics_topic(model_id))
+    numbers = encode_values(measured.values)
+    return {"model_id": model_id, "step": measured.step, "seq_id": seq_id, "time": tx.now, "numbers": numbers}
 
 
+@locks(the_model)
 def log(tx: Transaction, model_id: str, points: Sequence[Measured]) -> int:
     """Write the steps whose values change."""
     connection, more = tx.connection, 0
@@ -105,8 +95,3 @@ async def wait_for_metrics(connections: Connections, model_id: str, *, known: in
         topic=metrics_topic(model_id),
         timeout_s=timeout_s,
     )
-
-
-def delete_of_deleted(connection: Connection, model_ids: Sequence[str]) -> None:
-    """Of these runs, delete the metrics of those that are gone."""
-    _DELETE.run(connection, keys=model_ids)

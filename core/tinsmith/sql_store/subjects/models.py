@@ -9,10 +9,7 @@ from typing import Final
 from sqlalchemy import Connection
 
 from tinsmith.sql_store.statements import Change, Query, fields_of, put_into, values_of
-from tinsmith.sql_store.subjects import leases
-from tinsmith.sql_store.subjects.transaction import Transaction
-from tinsmith.store import WAITS_FOR_PLACE, Lease, RecoveryPointRecord, RunState
-from tinsmith.store.refusals import ahead_of_results, model_not_live
+from tinsmith.store import WAITS_FOR_PLACE, RecoveryPointRecord, RunState
 
 LIVE: Final = (RunState.CREATING, RunState.READY, RunState.PARKED)
 IS_LIVE: Final = "runs.state IN ('creating', 'ready', 'parked')"
@@ -57,12 +54,12 @@ _WRITE = Change(
     "rebuilds = :rebuilds WHERE model_id = :model_id"
 )
 
-_POINTS_OF = Query(
-    "SELECT FIELDS FROM recovery_points WHERE model_id = :model ORDER BY seq_id DESC", RecoveryPointRecord
+POINTS = Query(
+    "SELECT FIELDS FROM recovery_points WHERE model_id = :model_id ORDER BY seq_id DESC", RecoveryPointRecord
 )
 _PUT_POINT = Change(put_into("recovery_points", *fields_of(RecoveryPointRecord), key="model_id, seq_id"))
-_DELETE_POINTS = Change("DELETE FROM recovery_points WHERE model_id = :model")
-_DELETE_POINT = Change(f"{_DELETE_POINTS.text} AND seq_id = :seq_id")
+DELETE_POINTS = Change("DELETE FROM recovery_points WHERE model_id = :model_id")
+DELETE_POINT = Change(f"{DELETE_POINTS.text} AND seq_id = :seq_id")
 
 
 def find(connection: Connection, model_id: str) -> Run | None:
@@ -78,30 +75,7 @@ def write(connection: Connection, run: Run) -> None:
     _WRITE.run(connection, **values_of(run))
 
 
-def add_recovery_point(tx: Transaction, lease: Lease, record: RecoveryPointRecord, *, keep: int) -> None:
-    leases.fence(tx, lease)
-    run = locked(tx.connection, record.model_id)
-    if run is None or not run.is_live:
-        raise model_not_live(record)
-    if record.seq_id > run.applied_seq_id:
-        raise ahead_of_results(record, run.applied_seq_id)
-    keep_newest_points(tx.connection, record, keep)
-
-
 def keep_newest_points(connection: Connection, record: RecoveryPointRecord, keep: int) -> None:
     _PUT_POINT.run(connection, **values_of(record))
-    for each in recovery_points_of(connection, record.model_id)[keep:]:
-        _DELETE_POINT.run(connection, model=each.model_id, seq_id=each.seq_id)
-
-
-def recovery_points_of(connection: Connection, model_id: str) -> list[RecoveryPointRecord]:
-    return _POINTS_OF.all(connection, model=model_id)
-
-
-def drop_recovery_point(tx: Transaction, lease: Lease, model_id: str, seq_id: int) -> None:
-    leases.fence(tx, lease)
-    _DELETE_POINT.run(tx.connection, model=model_id, seq_id=seq_id)
-
-
-def drop_recovery_points(connection: Connection, model_id: str) -> None:
-    _DELETE_POINTS.run(connection, model=model_id)
+    for each in POINTS.all(connection, model_id=record.model_id)[keep:]:
+        DELETE_POINT.run(connection, model_id=each.model_id, seq_id=each.seq_id)

@@ -1,16 +1,13 @@
 """What an engine does when it starts: it puts back what was running, and rebuilds its models."""
 
-from collections.abc import Collection
-
 from sqlalchemy import Connection
 
-from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import Failed
 from tinsmith.sql_store.statements import Change, Query
-from tinsmith.sql_store.subjects import leases, log, models, runs
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
-from tinsmith.store import Lease, LiveModel, OperationRecord, RunRecord
-from tinsmith.store.refusals import ended_too_often
+from tinsmith.sql_store.subjects import engines, log, models, runs
+from tinsmith.sql_store.transaction import Transaction
+from tinsmith.store import Lease, LiveModel, OperationRecord, RecoveryPointRecord, RunRecord
+from tinsmith.store.refusals import ahead_of_results, ended_too_often, model_not_live
 from tinsmith.store.wakeups import work_topic
 
 _CREATION = "create_model"
@@ -33,33 +30,13 @@ _EPHEMERAL = Query(
     "AND snapshot_id = sampling_session_id",
     str,
 )
-_REPLAYABLE = Query(
+REPLAYABLE = Query(
     f"SELECT {log.RECORD}, payloads.payload, results.result_kind, results.result FROM operations "
     "LEFT JOIN payloads ON payloads.operation_id = operations.id "
     "LEFT JOIN results ON results.operation_id = operations.id "
-    "WHERE subject_id = :model AND seq_id > :after AND state = 'succeeded' ORDER BY seq_id LIMIT :at_most",
+    "WHERE subject_id = :model_id AND seq_id > :after_seq_id AND state = 'succeeded' ORDER BY seq_id LIMIT :limit",
     OperationRecord,
 )
-
-
-@durable_boundary("store.requeue")
-async def requeue_operations(
-    connections: Connections,
-    lease: Lease,
-    *,
-    max_attempts: int,
-    reason: str | None,
-    max_interruptions: int | None = None,
-    held: Collection[str] = (),
-) -> list[str]:
-    return await connections.durable.write(
-        requeue,
-        lease,
-        max_attempts=max_attempts,
-        reason=reason,
-        max_interruptions=max_interruptions,
-        held=frozenset(held),  # now: the engine goes on
-    )
 
 
 def requeue(
@@ -68,10 +45,10 @@ def requeue(
     *,
     max_attempts: int,
     reason: str | None,
-    max_interruptions: int | None,
-    held: frozenset[str],
+    max_interruptions: int | None = None,
+    held: frozenset[str] = frozenset(),
 ) -> list[str]:
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
     failed: list[str] = []
     lost: set[str] = set()  # models, with everything that they had running
     for each in _RUNNING.all(tx.connection, base_model=lease.base_model):
@@ -120,19 +97,15 @@ def live_models(connection: Connection, base_model: str) -> list[LiveModel]:
         LiveModel(
             run=run,
             pruned_seq_id=runs.PRUNED.one(connection, model=run.model_id),
-            recovery_points=tuple(models.recovery_points_of(connection, run.model_id)),
+            recovery_points=tuple(models.POINTS.all(connection, model_id=run.model_id)),
             ephemeral=tuple(_EPHEMERAL.all(connection, session=run.session_id, model=run.model_id)),
         )
         for run in _READY.all(connection, base_model=base_model)
     ]
 
 
-def replayable(connection: Connection, model_id: str, *, after_seq_id: int, limit: int) -> list[OperationRecord]:
-    return _REPLAYABLE.all(connection, model=model_id, after=after_seq_id, at_most=limit)
-
-
 def begin_rebuild(tx: Transaction, lease: Lease, model_id: str, *, interrupted: bool) -> int:
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
     run = models.locked(tx.connection, model_id)
     assert run is not None
     if not (interrupted and run.rebuilds):
@@ -142,8 +115,23 @@ def begin_rebuild(tx: Transaction, lease: Lease, model_id: str, *, interrupted: 
 
 
 def end_rebuild(tx: Transaction, lease: Lease, model_id: str) -> None:
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
     run = models.locked(tx.connection, model_id)
     assert run is not None
     run.rebuilds = 0
     models.write(tx.connection, run)
+
+
+def add_recovery_point(tx: Transaction, lease: Lease, record: RecoveryPointRecord, *, keep: int) -> None:
+    engines.fence(tx, lease)
+    run = models.locked(tx.connection, record.model_id)
+    if run is None or not run.is_live:
+        raise model_not_live(record)
+    if record.seq_id > run.applied_seq_id:
+        raise ahead_of_results(record, run.applied_seq_id)
+    models.keep_newest_points(tx.connection, record, keep)
+
+
+def drop_recovery_point(tx: Transaction, lease: Lease, model_id: str, seq_id: int) -> None:
+    engines.fence(tx, lease)
+    models.DELETE_POINT.run(tx.connection, model_id=model_id, seq_id=seq_id)

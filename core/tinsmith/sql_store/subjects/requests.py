@@ -3,27 +3,54 @@
 The cost of saying why one is pending does not depend on the rest of the queue.
 """
 
+from collections import Counter
 from functools import partial
+from typing import NamedTuple
 
 from sqlalchemy import Connection
 
+from tinsmith.sql_store import transaction
+from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.statements import Change, Query
-from tinsmith.sql_store.subjects import leases, log, models, runs, transaction
+from tinsmith.sql_store.subjects import engines, log, models, places
 from tinsmith.sql_store.subjects.models import Run
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import (
     MANY_AHEAD,
     EngineRecord,
+    FinishedSample,
     FinishedSamples,
     Lease,
     OperationRecord,
     OperationState,
+    PendingCounts,
     PendingWork,
     Waiting,
 )
-from tinsmith.store.refusals import CANCELLED
+from tinsmith.store.refusals import CANCELLED, cursor_ahead
 from tinsmith.store.wakeups import done_topic, samples_topic, work_topic
 
+
+class _Finished(NamedTuple):
+    number: int
+    request_id: str
+    succeeded: bool
+    size_bytes: int
+
+
+class _Counted(NamedTuple):
+    kind: str
+    finished: bool
+    number: int
+    num_bytes: int
+
+
+_AFTER = Query(
+    f"SELECT FIELDS FROM finished_samples WHERE {transaction.OF_CLIENT} AND number > :cursor ORDER BY number "
+    "LIMIT :at_most",
+    _Finished,
+)
+_PENDING = Query("SELECT FIELDS FROM pending_work WHERE tenant = :tenant", _Counted)
 _OURS = "SELECT id FROM operations WHERE base_model = :base_model AND tenant = :tenant"
 _NUM_QUEUED, _NUM_RUNNING = (
     Query(f"SELECT count(*) AS number FROM ({_OURS} AND {ahead} LIMIT {MANY_AHEAD}) AS ahead", int)
@@ -67,13 +94,35 @@ async def wait_for(connections: Connections, request_id: str, timeout_s: float) 
 async def finished_samples(
     connections: Connections, sampling_session_id: str, clone: int, *, after: int, limit: int, timeout_s: float
 ) -> FinishedSamples:
-    look = transaction.finished_samples
     return await connections.wakeups.read_until(
         lambda found: len(found.samples) > 0,
-        partial(connections.reader.read, look, sampling_session_id, clone, cursor=after, limit=limit),
+        partial(connections.reader.read, finished, sampling_session_id, clone, after, limit),
         topic=samples_topic(sampling_session_id, clone),
         timeout_s=timeout_s,
     )
+
+
+def finished(connection: Connection, subject_id: str, clone: int, cursor: int, limit: int) -> FinishedSamples:
+    client = {"subject_id": subject_id, "clone": clone}
+    last = transaction.LAST.first(connection, **client) or 0
+    if cursor > last:
+        raise cursor_ahead(subject_id, cursor, last)
+    rows = _AFTER.all(connection, **client, cursor=cursor, at_most=limit)
+    samples = [
+        FinishedSample(request_id=each.request_id, succeeded=each.succeeded, size_bytes=each.size_bytes)
+        for each in rows
+    ]
+    return FinishedSamples(samples=tuple(samples), cursor=rows[-1].number if rows else cursor)
+
+
+def pending(connection: Connection, tenant: str) -> PendingCounts:
+    number: Counter[str] = Counter()
+    num_bytes = 0
+    for row in _PENDING.all(connection, tenant=tenant):
+        sign = -1 if row.finished else 1
+        number[row.kind] += sign * row.number
+        num_bytes += sign * row.num_bytes
+    return PendingCounts(by_kind=dict(+number), num_bytes=num_bytes)
 
 
 def waiting(connection: Connection, request_id: str) -> Waiting:
@@ -83,7 +132,7 @@ def waiting(connection: Connection, request_id: str) -> Waiting:
     return Waiting(
         missing_seq_id=None if run is None or placeless else _first_missing(run, operation.seq_id),
         num_ahead=_num_ahead(connection, operation),
-        place=runs.wait_of(connection, run) if run is not None and placeless else None,
+        place=places.wait_of(connection, run) if run is not None and placeless else None,
         engine=_ENGINE.first(connection, base_model=operation.base_model),
     )
 
@@ -125,7 +174,7 @@ def any_untold(connection: Connection, base_model: str) -> bool:
 
 
 def tell(tx: Transaction, lease: Lease) -> list[str]:
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
     untold = _ALL_UNTOLD.all(tx.connection, base_model=lease.base_model)
     _TELL.run_each(tx.connection, [{"key": each.id, "told": True} for each in untold])
     return [each.request_id for each in untold]

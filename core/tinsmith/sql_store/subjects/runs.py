@@ -1,102 +1,36 @@
-"""Models, which the REST API calls training runs: their creation, their places on a backend, and their loss."""
+"""Models, which the REST API calls training runs: their creation, their loss, and their log."""
 
-from collections import Counter
 from dataclasses import replace
-from datetime import datetime
-from functools import partial
-from typing import NamedTuple
 
 from sqlalchemy import Connection
 
-from tinsmith.failpoints import durable_boundary
-from tinsmith.operations import Failed, LoraConfig
-from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, values_of, wanted
-from tinsmith.sql_store.subjects import leases, log, models, submitting
+from tinsmith.operations import Failed
+from tinsmith.sql_store.group_commit import locks
+from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, total, values_of, wanted
+from tinsmith.sql_store.subjects import engines, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import (
-    WAITS_FOR_PLACE,
     Lease,
+    LoggedOperation,
+    LogTotals,
     NewOperation,
-    PlaceLimits,
-    PlaceMoves,
-    PlaceWait,
-    RecoveryPointRecord,
+    RunLog,
     RunRecord,
     RunState,
 )
-from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata
-from tinsmith.store.shares import Applicant, Decision, Idle, Taken, decide, place_wait
-from tinsmith.store.wakeups import places_topic, work_topic
-
-
-class _Placed(NamedTuple):
-    model_id: str
-    tenant: str
-    state: RunState
-    next_seq_id: int
-    created_at: datetime
-    lora: LoraConfig
-    asked_at: datetime | None  # when the oldest request of a parked model arrived
-
-
-class _Idle(NamedTuple):
-    model_id: str
-    tenant: str
-    applied_seq_id: int
-    lora: LoraConfig
-    last_request_at: datetime
-    finished_at: datetime | None  # None: its last operation is past its retention
-    last_seen_at: datetime | None  # its client
-
+from tinsmith.store.wakeups import places_topic
 
 _GET = Query("SELECT FIELDS FROM runs WHERE model_id = :model", RunRecord)
 PRUNED = Query("SELECT pruned_seq_id FROM runs WHERE model_id = :model", int)
 _INSERT = Change(insert_into("runs", *fields_of(RunRecord), "arrived_seq_id", "pruned_seq_id", "rebuilds"))
-_NUM_LIVE = Query(f"SELECT count(*) FROM runs WHERE tenant = :tenant AND {models.IS_LIVE}", int)
-_EARLY = (
-    "FROM operations WHERE operations.base_model = runs.base_model AND operations.subject_id = runs.model_id "
-    "AND operations.state = 'queued' AND operations.early"
-)
-_PLACES = Query(
-    "SELECT model_id, tenant, state, next_seq_id, created_at, lora, "
-    f"CASE WHEN runs.state = 'parked' THEN (SELECT min(operations.created_at) {_EARLY}) END AS asked_at "
-    f"FROM runs WHERE base_model = :base_model AND {models.IS_LIVE} ORDER BY created_at, model_id",
-    _Placed,
-)
-_WAITING = Query(
-    f"SELECT model_id FROM runs WHERE base_model = :base_model AND {models.IS_LIVE} "
-    f"AND (next_seq_id = {WAITS_FOR_PLACE} OR runs.state = 'parked' AND EXISTS (SELECT 1 {_EARLY}))",
-    str,
-)
-_PENDING = (
-    "SELECT 1 FROM operations WHERE operations.subject_id = runs.model_id "
-    "AND operations.seq_id > runs.applied_seq_id AND operations.state IN ('queued', 'running')"
-)
-_IDLE = Query(
-    "SELECT model_id, tenant, applied_seq_id, lora, last_request_at, "
-    "(SELECT operations.finished_at FROM operations WHERE operations.subject_id = runs.model_id "
-    "AND operations.seq_id = runs.applied_seq_id) AS finished_at, "
-    "(SELECT sessions.last_seen_at FROM sessions WHERE sessions.session_id = runs.session_id) AS last_seen_at "
-    f"FROM runs WHERE base_model = :base_model AND runs.state = 'ready' AND NOT EXISTS ({_PENDING})",
-    _Idle,
-)
-_IS_PENDING = Query(f"SELECT runs.model_id FROM runs WHERE runs.model_id = :model AND EXISTS ({_PENDING})", str)
+NUM_LIVE = Query(f"SELECT count(*) FROM runs WHERE tenant = :tenant AND {models.IS_LIVE}", int)
 
 
-@durable_boundary("store.create_run")
-async def create_run(connections: Connections, run: RunRecord, operation: NewOperation) -> str:
-    refuse_large_metadata(run.user_metadata)
-    return await connections.durable.write_locking(_model_to_create, create, run, operation)
-
-
-def _model_to_create(connection: Connection, run: RunRecord, *_: object) -> list[str]:
-    del connection
-    return [run.model_id]
-
-
+@locks(lambda _, run, _operation: [run.model_id])
 def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
+    refuse_large_metadata(run.user_metadata)
     if models.find(tx.connection, run.model_id) is None:
         submitting.refuse_ended_session(tx.connection, run.session_id, lock=True)
         more = {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0}
@@ -122,12 +56,8 @@ def list_all(
     return found, query(f"SELECT count(*) {where}", int).one(connection, **values)
 
 
-def count_live(connection: Connection, tenant: str) -> int:
-    return _NUM_LIVE.one(connection, tenant=tenant)
-
-
 def lose(tx: Transaction, lease: Lease, model_id: str, reason: str) -> None:
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
     run = models.locked(tx.connection, model_id)
     if run is not None and run.is_live:
         mark_lost(tx, run, reason)
@@ -136,143 +66,55 @@ def lose(tx: Transaction, lease: Lease, model_id: str, reason: str) -> None:
 def mark_lost(tx: Transaction, run: Run, reason: str, failure: Failed | None = None) -> None:
     """Fail its pending operations as well; the caller has locked the run."""
     models.write(tx.connection, replace(run, state=RunState.LOST, state_reason=reason))
-    models.drop_recovery_points(tx.connection, run.model_id)
+    models.DELETE_POINTS.run(tx.connection, model_id=run.model_id)
     tx.wake.append(places_topic(run.base_model))
     log.fail_pending(tx, run.model_id, failure or lost(run.model_id, reason))
 
 
 def note(tx: Transaction, lease: Lease, model_id: str, note: str) -> None:
-    leases.fence(tx, lease)
+    engines.fence(tx, lease)
     run = models.locked(tx.connection, model_id)
     if run is not None and run.is_live:
         models.write(tx.connection, replace(run, state_reason=note))
 
 
-@durable_boundary("store.admit_models")
-async def admit_models(connections: Connections, lease: Lease, limits: PlaceLimits) -> PlaceMoves:
-    if not await connections.reader.read(waiting_models, lease.base_model):
-        return PlaceMoves()
-    decided = await connections.durable.write_locking(_models_to_admit, admit, lease, limits)
-    for model_id in decided.late:  # one at a time, because each may have thousands of operations
-        await connections.durable.write_locking(_model_to_give_up, give_up, lease, model_id, limits.failure)
-    return decided.moves
+# a model's log, for people: nothing here is on a hot path
 
 
-def _models_to_admit(connection: Connection, lease: Lease, _: PlaceLimits) -> list[str]:
-    return waiting_models(connection, lease.base_model)
+_PAYLOAD_BYTES = "coalesce(length(payloads.payload), 0)"
+_RESULT_BYTES = "coalesce(length(results.result), 0)"
+_WITH_CONTENT = (
+    "FROM operations LEFT JOIN payloads ON payloads.operation_id = operations.id "
+    "LEFT JOIN results ON results.operation_id = operations.id WHERE subject_id = :model_id"
+)
+_LIST = (
+    "SELECT seq_id, request_id, kind, state, num_tokens, created_at, started_at, finished_at, attempts, interruptions, "
+    f"{_PAYLOAD_BYTES} AS payload_bytes, {_RESULT_BYTES} AS result_bytes, result_kind, result {_WITH_CONTENT}"
+)
 
 
-def _model_to_give_up(connection: Connection, lease: Lease, model_id: str, _: str) -> list[str]:
-    del connection, lease
-    return [model_id]
+def _seconds(start: str, end: str) -> str:
+    return f"CAST({total(f'{end} - {start}')} AS DOUBLE PRECISION) / 1000000"
 
 
-async def wait_for_places(connections: Connections, base_model: str, timeout_s: float) -> None:
-    await connections.wakeups.wait_for(places_topic(base_model), timeout_s)
+TOTALS = Query(
+    f"SELECT kind, state, count(*) AS number, {total('num_tokens')} AS num_tokens, "
+    f"{total(_PAYLOAD_BYTES)} AS payload_bytes, {total(_RESULT_BYTES)} AS result_bytes, "
+    f"{_seconds('created_at', 'started_at')} AS queued_s, {_seconds('started_at', 'finished_at')} AS run_s, "
+    f"{total('CASE WHEN attempts > 1 OR interruptions > 0 THEN 1 ELSE 0 END')} AS retried "
+    f"{_WITH_CONTENT} GROUP BY kind, state ORDER BY kind, state",
+    LogTotals,
+)
 
 
-def waiting_models(connection: Connection, base_model: str) -> list[str]:
-    return _WAITING.all(connection, base_model=base_model)
+def run_log(connection: Connection, model_id: str) -> RunLog:
+    run, points = get(connection, model_id), models.POINTS.all(connection, model_id=model_id)
+    pruned_seq_id = PRUNED.one(connection, model=model_id)
+    return RunLog(run=run, pruned_seq_id=pruned_seq_id, recovery_points=tuple(points))
 
 
-def admit(tx: Transaction, lease: Lease, limits: PlaceLimits) -> Decision:
-    """Give the free places to new models. Return what else is to be done, and who has waited for too long."""
-    leases.fence(tx, lease)
-    taken, waiting = _places(tx.connection, lease.base_model)
-    decided = decide(waiting, taken, limits, partial(_idle, tx, lease.base_model))
-    for model_id in decided.admitted:
-        _admit(tx, model_id)
-    if decided.admitted:
-        tx.wake.append(work_topic(lease.base_model))
-    return decided
-
-
-def give_up(tx: Transaction, lease: Lease, model_id: str, failure: str) -> None:
-    leases.fence(tx, lease)
-    run = models.locked(tx.connection, model_id)
-    if run is not None and run.waits_for_place:
-        mark_lost(tx, run, failure, Failed(message=failure, category="server"))
-
-
-def wait_of(connection: Connection, run: Run) -> PlaceWait:
-    """Return what a model that waits for a place waits for."""
-    taken, waiting = _places(connection, run.base_model)
-    return place_wait(run.model_id, run.tenant, waiting, taken)
-
-
-def _places(connection: Connection, base_model: str) -> tuple[Taken, list[Applicant]]:
-    """Return the places that are taken, and the models that wait, longest first."""
-    by_tenant: Counter[str] = Counter()
-    full = 0
-    waiting = []
-    for row in _PLACES.all(connection, base_model=base_model):
-        is_full = row.lora.rank == 0
-        if row.next_seq_id == WAITS_FOR_PLACE:
-            waiting.append(Applicant(row.model_id, row.tenant, row.created_at, full=is_full))
-        elif row.state != RunState.PARKED:
-            by_tenant[row.tenant] += 1
-            full += is_full
-        elif row.asked_at is not None:
-            waiting.append(Applicant(row.model_id, row.tenant, row.asked_at, full=is_full, parked=True))
-    waiting.sort(key=lambda each: each.since)
-    return Taken(by_tenant, full), waiting
-
-
-def _idle(tx: Transaction, base_model: str, before: datetime) -> list[Idle]:
-    """Return the models that have had nothing to do since before then."""
-    return [
-        Idle(
-            row.model_id,
-            row.tenant,
-            since,
-            row.applied_seq_id,
-            full=row.lora.rank == 0,
-            abandoned=row.last_seen_at is not None and row.last_seen_at < tx.now - SILENCE,
-        )
-        for row in _IDLE.all(tx.connection, base_model=base_model)
-        if (since := max(row.last_request_at, row.finished_at or row.last_request_at)) <= before
-    ]
-
-
-def _admit(tx: Transaction, model_id: str) -> None:
-    run = models.locked(tx.connection, model_id)
-    assert run is not None
-    run.next_seq_id, run.arrived_seq_id = 0, -1
-    submitting.let_follow(tx.connection, run)
-    models.write(tx.connection, run)
-
-
-def model_to_park(connection: Connection, lease: Lease, point: RecoveryPointRecord, *, keep: int) -> list[str]:
-    del connection, lease, keep
-    return [point.model_id]
-
-
-def park(tx: Transaction, lease: Lease, point: RecoveryPointRecord, *, keep: int) -> bool:
-    leases.fence(tx, lease)
-    run = models.locked(tx.connection, point.model_id)
-    if run is None or run.state != RunState.READY:
-        return run is not None and run.state == RunState.PARKED
-    busy = _IS_PENDING.first(tx.connection, model=run.model_id) is not None
-    if busy or run.applied_seq_id != point.seq_id:
-        return False
-    models.keep_newest_points(tx.connection, point, keep)
-    models.write(tx.connection, replace(run, state=RunState.PARKED))
-    tx.wake.append(places_topic(run.base_model))
-    return True
-
-
-def model_to_bring_back(connection: Connection, lease: Lease, model_id: str) -> list[str]:
-    del connection, lease
-    return [model_id]
-
-
-def bring_back(tx: Transaction, lease: Lease, model_id: str) -> bool:
-    leases.fence(tx, lease)
-    run = models.locked(tx.connection, model_id)
-    if run is None or run.state != RunState.PARKED:
-        return run is not None and run.state == RunState.READY
-    run.state = RunState.READY
-    submitting.let_follow(tx.connection, run)
-    models.write(tx.connection, run)
-    tx.wake.append(work_topic(run.base_model))
-    return True
+def list_log(connection: Connection, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
+    values = {} if from_seq_id is None else {"first": from_seq_id}
+    which = "ORDER BY seq_id DESC" if from_seq_id is None else "AND seq_id >= :first ORDER BY seq_id"
+    found = query(f"{_LIST} {which} LIMIT :at_most", LoggedOperation)
+    return sorted(found.all(connection, model_id=model_id, at_most=limit, **values), key=lambda each: each.seq_id)

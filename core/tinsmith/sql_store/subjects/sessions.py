@@ -10,11 +10,12 @@ from sqlalchemy import Connection
 from tinsmith.errors import UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import UnloadModel
-from tinsmith.sql_store.group_commit import Call, Failure, Grouping, Writer
+from tinsmith.sql_store.connections import Connections
+from tinsmith.sql_store.group_commit import Call, Failure, Grouping, Writer, locks
 from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, values_of, wanted
 from tinsmith.sql_store.subjects import gaps, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
-from tinsmith.sql_store.subjects.transaction import Connections, Transaction
+from tinsmith.sql_store.transaction import Transaction, the_model
 from tinsmith.store import NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.codec import encode_operation, kind_of
 from tinsmith.store.records import SILENCE
@@ -36,7 +37,7 @@ _TOUCH = Change(
     "last_seen_at = CASE WHEN last_seen_at < :at THEN :at ELSE last_seen_at END "
     "WHERE session_id = :wanted AND sessions.ended IS NULL"
 )
-_NUM_LIVE = Query(f"SELECT count(*) FROM sessions WHERE tenant = :tenant AND {_OPEN}", int)
+NUM_LIVE = Query(f"SELECT count(*) FROM sessions WHERE tenant = :tenant AND {_OPEN}", int)
 _LIVE_MODELS = Query(
     f"SELECT model_id FROM runs WHERE session_id = :session AND {models.IS_LIVE} ORDER BY model_id", str
 )
@@ -44,15 +45,8 @@ _MOVE = Change("UPDATE sessions SET project_id = :project WHERE session_id = :wa
 _END = Change("UPDATE sessions SET ended = :reason, end_detail = :detail WHERE session_id = :wanted")
 
 
-@durable_boundary("store.create_session")
-async def create_session(
-    connections: Connections, session: SessionRecord, *, idempotency_key: str | None
-) -> SessionRecord:
+def create(tx: Transaction, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
     refuse_large_metadata(session.user_metadata)
-    return await connections.durable.write(create, session, idempotency_key)
-
-
-def create(tx: Transaction, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
     if idempotency_key is not None:
         first = _SAME.first(tx.connection, tenant=session.tenant, key=idempotency_key)
         if first is not None:
@@ -78,10 +72,6 @@ def list_all(connection: Connection, tenant: str | None, *, limit: int, offset: 
     where = f"FROM sessions WHERE TRUE{conditions}"
     page = f"SELECT FIELDS {where} ORDER BY created_at DESC, session_id DESC LIMIT :at_most OFFSET :offset"
     return query(page, SessionRecord).all(connection, **values, at_most=limit, offset=offset)
-
-
-def count_live(connection: Connection, tenant: str) -> int:
-    return _NUM_LIVE.one(connection, tenant=tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +128,7 @@ _UNLOAD = Query("SELECT request_id FROM operations WHERE subject_id = :model AND
 async def end_session(
     connections: Connections, session_id: str, reason: SessionEnd, detail: str | None
 ) -> SessionRecord:
-    ended = await connections.durable.write_locking(_models_to_end, end, session_id, reason, detail)
+    ended = await connections.durable.write(end, session_id, reason, detail)
     await _fail_what_is_left(connections, session_id)
     return ended
 
@@ -153,6 +143,7 @@ async def _fail_what_is_left(connections: Connections, session_id: str) -> None:
         await gaps.fail_in_chunks(connections, model_id, None)
 
 
+@locks(_models_to_end)
 def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
     session = get(tx.connection, session_id, lock=True)
     if session.ended is not None:
@@ -167,16 +158,12 @@ def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None
 
 
 async def unload_run(connections: Connections, model_id: str) -> str:
-    request_id = await connections.durable.write_locking(_model_to_unload, unload, model_id)
+    request_id = await connections.durable.write(unload, model_id)
     await gaps.fail_in_chunks(connections, model_id, None)
     return request_id
 
 
-def _model_to_unload(connection: Connection, model_id: str) -> list[str]:
-    del connection
-    return [model_id]
-
-
+@locks(the_model)
 def unload(tx: Transaction, model_id: str) -> str:
     run = models.locked(tx.connection, model_id)
     if run is None:
@@ -227,7 +214,7 @@ async def expire_sessions(
 ) -> list[str]:
     expired = []
     for session_id in await connections.reader.read(silent, last_seen_before, heard_by):
-        if await connections.durable.write_locking(_models_to_end, expire, session_id, last_seen_before):
+        if await connections.durable.write(expire, session_id, last_seen_before):
             await _fail_what_is_left(connections, session_id)
             expired.append(session_id)
     return expired
@@ -241,6 +228,7 @@ def silent(connection: Connection, last_seen_before: datetime, server_id: str | 
     return in_order.all(connection, before=last_seen_before, **values)
 
 
+@locks(_models_to_end)
 def expire(tx: Transaction, session_id: str, last_seen_before: datetime) -> bool:
     """End a session, unless it has ended or been heard meanwhile. Return whether it was ended."""
     session = get(tx.connection, session_id, lock=True)

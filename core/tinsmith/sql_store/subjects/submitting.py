@@ -14,10 +14,11 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Connection
 
 from tinsmith.operations import Failed
+from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.subjects import log, models
 from tinsmith.sql_store.subjects.models import Run
-from tinsmith.sql_store.subjects.transaction import Transaction
+from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import EngineState, NewOperation, RunState
 from tinsmith.store.refusals import (
     lost,
@@ -59,7 +60,7 @@ _NEAR = Query(
     "SELECT FIELDS FROM operations WHERE subject_id = :subject_id AND seq_id >= :first AND seq_id <= :last",
     Neighbour,
 )
-# The lock only waits for `engine_states.report` giving the engine up, which fails everything submitted before it.
+# The lock only waits for `engines.report` giving the engine up, which fails everything submitted before it.
 _ENGINE = Query("SELECT FIELDS FROM engines WHERE base_model = :base_model FOR KEY SHARE", Engine)
 _FIND_END = "SELECT FIELDS FROM sessions WHERE session_id = :session_id"
 _END, _END_LOCKED = Query(_FIND_END, _End), Query(f"{_FIND_END} FOR SHARE", _End)
@@ -92,12 +93,11 @@ _NO_LONGER_EARLY = Change(
 )
 
 
-def models_of(connection: Connection, operation: NewOperation) -> list[str]:
-    """Return the models that `submit` changes."""
-    del connection
+def _models_of(_: Connection, operation: NewOperation) -> list[str]:
     return [operation.subject_id] if operation.ordered else []
 
 
+@locks(_models_of)
 def submit(tx: Transaction, operation: NewOperation) -> str:
     run = _locked_run(tx.connection, operation.subject_id) if operation.ordered else None
     near = neighbours(tx.connection, operation)
@@ -201,7 +201,7 @@ def insert(
         "now": tx.now,
     }
     key = _INSERT.insert(tx.connection, values)
-    tx.pending.arrived(operation.tenant, operation.kind, payload_bytes)
+    tx.count(log.PENDING, (operation.tenant, operation.kind, False), 1, payload_bytes, payload_bytes)
     if with_payload:
         _INSERT_PAYLOAD.run(tx.connection, operation_id=key, payload=operation.payload)
     if run is not None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection
 
-from tinsmith.sql_store.statements import Change, insert_into, query, total, wanted
-from tinsmith.sql_store.subjects.transaction import Transaction
+from tinsmith.sql_store.statements import query, total, wanted
+from tinsmith.sql_store.transaction import Sums, Transaction
 from tinsmith.store import CheckpointWritten, Completion, KeptBytes, StoredCheckpoints, UsageRecord
 
 
@@ -36,11 +36,7 @@ class _Size(NamedTuple):
 
 _COUNTS = _Used._fields[3:]
 _HOUR = "%Y-%m-%dT%H"
-_ADD = Change(
-    insert_into("usage", *_Used._fields)
-    + " ON CONFLICT (hour, tenant, base_model) DO UPDATE SET "
-    + ", ".join(f"{name} = usage.{name} + excluded.{name}" for name in _COUNTS)
-)
+_USAGE = Sums("usage", *_COUNTS, key=_Used._fields[:3])
 _SIZES = {  # by kind: the tenant, the bytes of a row, and the rows
     "log": ("tenant", "stored_bytes", "pending_work WHERE TRUE"),
     "checkpoints": ("tenant", "size_bytes", "checkpoints WHERE checkpoints.deleted_at IS NULL"),
@@ -60,32 +56,12 @@ _SIZES = {  # by kind: the tenant, the bytes of a row, and the rows
 }
 
 
-class Counting:
-    """Adds up what the completions of one transaction used, and writes it in one statement."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: dict.fromkeys(_COUNTS, 0))
-
-    def add(self, tenant: str, base_model: str, completion: Completion) -> None:
-        counts, usage = self._counts[tenant, base_model], completion.usage
-        counts["trained_tokens"] += usage.trained_tokens
-        counts["prefilled_tokens"] += usage.prefilled_tokens
-        counts["sampled_tokens"] += usage.sampled_tokens
-        counts["engine_us"] += round(usage.engine_s * 1e6)
-        for effect in completion.effects:
-            if isinstance(effect, CheckpointWritten):
-                counts["checkpoints"] += 1
-                counts["stored_bytes"] += effect.record.size_bytes
-
-    def write(self, tx: Transaction) -> None:
-        """Rows are written in one order, so that no two transactions wait for each other."""
-        hour = tx.now.strftime(_HOUR)
-        rows = [
-            {"hour": hour, "tenant": tenant, "base_model": base_model, **counts}
-            for (tenant, base_model), counts in sorted(self._counts.items())
-            if any(counts.values())
-        ]
-        _ADD.run_each(tx.connection, rows)
+def count(tx: Transaction, tenant: str, base_model: str, completion: Completion) -> None:
+    used = completion.usage
+    sizes = [each.record.size_bytes for each in completion.effects if isinstance(each, CheckpointWritten)]
+    tokens = used.trained_tokens, used.prefilled_tokens, used.sampled_tokens
+    key = tx.now.strftime(_HOUR), tenant, base_model
+    tx.count(_USAGE, key, *tokens, len(sizes), sum(sizes), round(used.engine_s * 1e6))
 
 
 def hourly(connection: Connection, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
