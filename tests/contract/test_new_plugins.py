@@ -83,8 +83,10 @@ def outcomes(offer: dict[str, Any], outcome: str) -> set[str]:
 
 def test_a_fault_is_found_in_its_part_of_the_contract(check: Check) -> None:
     without_decay = ("adam.learning_rate * adam.weight_decay", "0.0")
-    code, (offer,) = check(("faulty", PluginKind.BACKEND, [without_decay]), options=("--json",))
+    options = ("--option", "hidden_size=8", "--json")
+    code, (offer,) = check(("faulty", PluginKind.BACKEND, [without_decay]), options=options)
     assert code == 1
+    assert offer["capabilities"]["trainer"]["max_lora_rank"] == 8, "the option has reached the plugin"
     assert outcomes(offer, "failed") == {"optimizer"}
     assert {"numerics", "adapter", "state", "isolation", "checkpoint"} <= outcomes(offer, "passed")
     reasons = {each["reason"] for each in offer["tests"] if each["outcome"] == "skipped"}
@@ -129,13 +131,6 @@ def test_a_sampler_is_held_together_with_the_trainer_of_its_plugin(check: Check)
     assert code == 0
     assert [(offer["kind"], offer["name"]) for offer in offers] == [("backend", "its-trainer"), ("sampler", "both")]
     assert {"consistency", "snapshots"} <= outcomes(offers[1], "passed")
-
-
-def test_options_reach_the_plugin(check: Check) -> None:
-    source = ("wide", PluginKind.BACKEND, list[tuple[str, str]]())
-    code, (offer,) = check(source, options=("--option", "hidden_size=8", "--json"))
-    assert code == 0
-    assert offer["capabilities"]["trainer"]["max_lora_rank"] == 8
 
 
 def test_a_plugin_that_cannot_be_made_fails_every_test_and_says_why(check: Check) -> None:

@@ -42,7 +42,7 @@ Report = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterShard:
     """A parameter's shard on this rank: the rows and columns of the whole tensor that it holds."""
 
     name: str  # canonical
@@ -184,7 +184,7 @@ class BaseModel:
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
-    def _parts(self, shapes: dict[str, tuple[int, ...]]) -> Iterator[Part]:
+    def _parts(self, shapes: dict[str, tuple[int, ...]]) -> Iterator[ParameterShard]:
         """List this rank's shards: its chunk, along dimension 0 as in fully_shard, of its tp part of each tensor."""
         shards, shard = self._mesh.shard_size, self._mesh.shard_rank
         cuts = {
@@ -204,7 +204,7 @@ class BaseModel:
             start = min(first + shard * chunk, last)
             rows = slice(start, min(start + chunk, last))
             columns = slice(*self._range(shape[1])) if cut == 1 else None
-            part = Part(full, parameter, shape, rows, columns, self._across_tp(cut))
+            part = ParameterShard(full, parameter, shape, rows, columns, self._across_tp(cut))
             width = part.local.numel() // max(1, part.local.shape[0])
             assert part.local.shape[0] == rows.stop - rows.start, (full, part.local.shape, rows)
             assert len(shape) == 1 or columns is None or width == columns.stop - columns.start, full
@@ -266,7 +266,7 @@ class BaseModel:
                 self._read(part, files)
                 report((number + 1) / len(self.parts))
 
-    def _read(self, part: Part, files: WeightFiles) -> None:
+    def _read(self, part: ParameterShard, files: WeightFiles) -> None:
         if part.rows.start == part.rows.stop:
             return
         cut = (part.rows,) if part.columns is None else (part.rows, part.columns)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tinsmith_fsdp.base_model import BaseModel, Part
+from tinsmith_fsdp.base_model import BaseModel, ParameterShard
 from tinsmith_fsdp.lora import local
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.streams import empty_stream, make_stream
@@ -19,7 +19,7 @@ from tinsmith_workers.torch import FullModelOfWorker, LossTable, Piece, Scores, 
 class _Shard:
     """A rank's part of a parameter. Its gradient is the parameter's, laid out like it."""
 
-    def __init__(self, part: Part, *, counts: bool) -> None:
+    def __init__(self, part: ParameterShard, *, counts: bool) -> None:
         self._part, self.counts = part, counts
         self.m, self.v = torch.zeros_like(part.local), torch.zeros_like(part.local)
         rows = part.rows
@@ -61,7 +61,7 @@ class FullModel(FullModelOfWorker):
         gradients = [torch.empty_like(part.local) for part in base.parts]
         del gradients
 
-    def _counts(self, part: Part) -> bool:
+    def _counts(self, part: ParameterShard) -> bool:
         return self._mesh.replica == 0 and (self._mesh.tp_rank == 0 or part.across_tp == "divided")
 
     # training

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tinsmith_jax.pages import Pages, PrefixKey, Rows
+from tinsmith_jax.pages import AdapterRows, Pages, PrefixKey
 
 
 def key(*tokens: int, serial: int = 0, session: str = "s") -> PrefixKey:
@@ -118,7 +118,7 @@ def test_many_random_steps_lose_no_page_and_share_only_equal_prefixes() -> None:
 
 
 def test_a_row_keeps_its_adapter_until_its_place_is_needed() -> None:
-    rows = Rows(2)
+    rows = AdapterRows(2)
     assert rows.find(7) is None
     rows.name(first := rows.take(), 7)
     rows.name(second := rows.take(), 8)
@@ -133,7 +133,7 @@ def test_a_row_keeps_its_adapter_until_its_place_is_needed() -> None:
 
 
 def test_a_row_is_free_for_an_adapter_that_is_there_or_may_take_the_place_of_an_unused_one() -> None:
-    rows = Rows(2)
+    rows = AdapterRows(2)
     assert rows.has_room(7)
     rows.name(rows.take(), 7)
     rows.name(rows.take(), 8)
@@ -170,7 +170,7 @@ def test_only_so_many_pages_stay_for_prefixes_that_nobody_uses() -> None:
 
 
 def test_no_row_takes_memory_as_long_as_another_one_holds_what_nobody_uses() -> None:
-    rows = Rows(3, grows=True)
+    rows = AdapterRows(3, grows=True)
     rows.name(first := rows.take(), 7)
     rows.name(second := rows.take(), 8)
     assert first != second, "7 is in use"
@@ -188,7 +188,7 @@ def test_no_row_takes_memory_as_long_as_another_one_holds_what_nobody_uses() -> 
 
 
 def test_an_adapter_that_is_gone_frees_its_row_once_nobody_uses_it() -> None:
-    rows = Rows(2)
+    rows = AdapterRows(2)
     rows.name(row := rows.take(), 7)
     rows.forget(7)
     assert rows.find(7) == row

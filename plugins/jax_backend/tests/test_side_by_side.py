@@ -18,7 +18,7 @@ from tinsmith_jax.packing import TrainingPass
 
 MODELS = ("m", "n", "o")
 
-Layout = Sequence[tuple[str, Sequence[int]]]
+MeshLayout = Sequence[tuple[str, Sequence[int]]]
 """The models of a call's operations, and the lengths of their sequences."""
 
 Found = tuple[list[ForwardBackwardOutput], dict[str, ModelState]]
@@ -56,14 +56,14 @@ def together(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[list[
     return seen
 
 
-def run(backend: JaxBackend, layout: Layout) -> Found:
+def run(backend: JaxBackend, layout: MeshLayout) -> Found:
     ops = [make_op(name, seed, lengths) for seed, (name, lengths) in enumerate(layout)]
     outputs = [each for each in backend.forward_backward(ops) if isinstance(each, ForwardBackwardOutput)]
     assert len(outputs) == len(ops)
     return outputs, {name: backend.capture_state(name) for name in MODELS}
 
 
-def run_one_by_one(backend: JaxBackend, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> Found:
+def run_one_by_one(backend: JaxBackend, layout: MeshLayout, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Run without company, and leave the models as they were."""
     before = {name: backend.capture_state(name) for name in MODELS}
     with monkeypatch.context() as patch:
@@ -106,7 +106,7 @@ def assert_same(found: Found, expected: Found) -> None:
 def test_company_of_passes_changes_no_bit(
     backend: JaxBackend,
     together: list[list[int]],
-    layout: Layout,
+    layout: MeshLayout,
     passes: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

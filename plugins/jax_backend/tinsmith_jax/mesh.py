@@ -281,7 +281,7 @@ ROWS: Final = Spec(STREAMS)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MeshLayout:
     """The devices of a mesh, and how arrays are divided among them."""
 
     axes: Axes
@@ -294,7 +294,7 @@ class Layout:
         return jax.tree.map(self.placed, specs, is_leaf=lambda x: isinstance(x, Spec))
 
 
-def put(tree: Jax, layout: Layout | None, specs: Jax) -> Jax:
+def put(tree: Jax, layout: MeshLayout | None, specs: Jax) -> Jax:
     """Put host arrays onto the device, or divided onto the mesh. `specs` is a tree of the same structure.
 
     Every process of the mesh has the same arrays, and puts the parts of its own devices.
@@ -308,7 +308,7 @@ def put(tree: Jax, layout: Layout | None, specs: Jax) -> Jax:
     return jax.tree.map(divided, tree, layout.placed_tree(specs))
 
 
-def put_parts(shape: tuple[int, ...], layout: Layout, spec: Spec, part: Callable[[Index], Array]) -> Jax:
+def put_parts(shape: tuple[int, ...], layout: MeshLayout, spec: Spec, part: Callable[[Index], Array]) -> Jax:
     """Make an array of the parts that the devices hold. Devices with the same part share one reading of it.
 
     It waits until they hold them: else the host would go on reading, and keep the parts of several arrays.
@@ -395,7 +395,9 @@ def _by_heads(model: ModelConfig, latent: Latent) -> dict[str, int]:
     return {"num_attention_heads x (qk_nope_head_dim + v_head_dim)": keys_and_values, **queries}
 
 
-def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices: Sequence[Jax] | None = None) -> Layout:
+def make_layout(
+    config: MeshConfig, model: ModelConfig, *, exact: bool, devices: Sequence[Jax] | None = None
+) -> MeshLayout:
     """Choose among the devices, by default all that JAX finds.
 
     Raise ConfigError if there are too few, or more than the mesh has and in several processes, each of which would have
@@ -411,7 +413,7 @@ def make_layout(config: MeshConfig, model: ModelConfig, *, exact: bool, devices:
             f"{there}; data x fsdp x tensor can be {bound} {len(found)}"
         )
         raise ConfigError(msg)
-    return Layout(axes, Mesh(arranged(found[: axes.num_devices], axes), (DATA, FSDP, TENSOR)))
+    return MeshLayout(axes, Mesh(arranged(found[: axes.num_devices], axes), (DATA, FSDP, TENSOR)))
 
 
 def arranged(devices: Sequence[Jax], axes: Axes) -> Jax:
@@ -430,7 +432,7 @@ def _divisors(number: int) -> list[int]:
     return [parts for parts in range(1, min(number, _MOST_PARTS) + 1) if number % parts == 0]
 
 
-def device_name(layout: Layout | None) -> str:
+def device_name(layout: MeshLayout | None) -> str:
     """Name the kind of the devices, with their number if there is a mesh."""
     kind, number = jax.devices()[0].device_kind, 1 if layout is None else layout.axes.num_devices
     return str(kind) if number == 1 else f"{number} x {kind}"

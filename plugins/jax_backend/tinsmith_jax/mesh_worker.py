@@ -17,7 +17,7 @@ from tinsmith_jax.devices import Devices, Facts, Setup
 from tinsmith_jax.mesh import fetch
 from tinsmith_jax.sampling_device import SamplingDevice
 from tinsmith_jax.sampling_values import SamplingShape
-from tinsmith_jax.training_device import Held, Loaded, TrainingDevice
+from tinsmith_jax.training_device import LoadedState, StateOnDevices, TrainingDevice
 from tinsmith_workers import StateProgram, StateWriter, Worker, Written
 
 SIMULATED: Final = "TINSMITH_JAX_SIMULATED_DEVICES"
@@ -115,7 +115,7 @@ class WorkerState:
         self.writer = StateWriter(buffer_bytes)
         self._training = training
         self._held = held
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedState | None = None
         training.before_replacing = self.writer.settle  # else the devices keep what waits for the disk
 
     def capture(self, capture_id: str, owner: str, targets: Targets, ended: Sequence[str]) -> None:
@@ -157,12 +157,12 @@ class HeldAdapters:
         published = self._training.publish(model_id, "")
         self._held[number], self._loras[number] = published.arrays, published.lora
 
-    def published(self, owner: str) -> Held | None:
+    def published(self, owner: str) -> StateOnDevices | None:
         """Return the weights that `owner_of` names."""
         number = next((each for each in self._loras if owner_of(each) == owner), None)
         if number is None:
             return None
-        return Held(lora=self._loras[number], step=0, adapters={"weights": self._held[number]})
+        return StateOnDevices(lora=self._loras[number], step=0, adapters={"weights": self._held[number]})
 
     def put(self, number: int, adapter: Adapter) -> None:
         assert self._sampling is not None, "only sampling takes adapters from the engine"

@@ -128,7 +128,7 @@ class Pages:
         return page
 
 
-class Rows:
+class AdapterRows:
     """Which adapter each row of a shard holds, by serial. Unused rows keep theirs until the place is needed.
 
     If a row takes memory only once it has been written, adapters in use come to have as many as there are of them at a

@@ -107,16 +107,16 @@ class Workers:
                     raise error
             self._group.call(MeshWorker.take_state, model_id)
 
-    def hold(self, method: Callable[[HeldAdapters, int, A], None], argument: A) -> "Held":
+    def hold(self, method: Callable[[HeldAdapters, int, A], None], argument: A) -> "RemoteAdapter":
         """Make the workers keep an adapter until nobody here refers to it."""
-        held = Held(next(self._numbers))
+        held = RemoteAdapter(next(self._numbers))
         self.run("adapters", method, held.number, argument)
         weakref.finalize(held, self._dropped.append, held.number)
         return held
 
 
 @dataclass(frozen=True)
-class Held:
+class RemoteAdapter:
     """An adapter on the workers' devices."""
 
     number: int
@@ -125,7 +125,7 @@ class Held:
 class RemoteSnapshot(DeviceSnapshot):
     """A snapshot on the workers' devices."""
 
-    def __init__(self, snapshot_id: str, lora: LoraConfig, held: Held, training: "RemoteTraining") -> None:
+    def __init__(self, snapshot_id: str, lora: LoraConfig, held: RemoteAdapter, training: "RemoteTraining") -> None:
         super().__init__(snapshot_id, lora, held)
         self._training = training
 
@@ -165,7 +165,7 @@ class RemoteTraining:
         shapes = adapters.canonical_shapes(lora, self._config).values()
         return sum(math.prod(shape) for shape in shapes) * np.dtype(np.float32).itemsize
 
-    def published_weights(self, held: Held, lora: LoraConfig) -> Mapping[str, Array]:
+    def published_weights(self, held: RemoteAdapter, lora: LoraConfig) -> Mapping[str, Array]:
         if self._files is None:
             arrays = self._workers.run("adapters", HeldAdapters.fetch, held.number)
             return adapters.CanonicalAdapter(arrays, lora, self._config)
@@ -235,10 +235,10 @@ class RemoteSampling:
     def is_intact(self) -> bool:
         return self._run(SamplingDevice.is_intact)
 
-    def put_adapter(self, adapter: Adapter) -> Held:
+    def put_adapter(self, adapter: Adapter) -> RemoteAdapter:
         return self._workers.hold(HeldAdapters.put, adapter)
 
-    def write_adapter(self, row: int, adapter: Held, scale: float) -> None:
+    def write_adapter(self, row: int, adapter: RemoteAdapter, scale: float) -> None:
         self._workers.run("adapters", HeldAdapters.write, adapter.number, row, scale)
 
     def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None:

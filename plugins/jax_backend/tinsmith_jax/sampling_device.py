@@ -19,7 +19,7 @@ from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged
 from tinsmith_jax.memory import out_of_memory_named
-from tinsmith_jax.mesh import Layout, put
+from tinsmith_jax.mesh import MeshLayout, put
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, dispatch_of, no_tiles
@@ -175,7 +175,7 @@ def sampling_device(
     limits: Limits,
     model: ModelConfig,
     base: Base,
-    layout: Layout | None,
+    layout: MeshLayout | None,
     *,
     programs: Programs,
     device_lock: FairLock,

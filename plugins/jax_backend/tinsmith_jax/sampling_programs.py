@@ -15,7 +15,7 @@ import numpy as np
 from tinsmith_jax import adapters, decode, native
 from tinsmith_jax.compilation import Program, compile_program
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, Layout, Spec, adapter_specs, base_specs, resident_specs
+from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, MeshLayout, Spec, adapter_specs, base_specs, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.sampling_values import (
@@ -55,7 +55,7 @@ class Plan:
     out: Jax
     donated: int | None = None  # of the arguments: the result takes its place
 
-    def compile(self, layout: Layout | None, *, on_cpu: bool) -> Jax:
+    def compile(self, layout: MeshLayout | None, *, on_cpu: bool) -> Jax:
         given_away = () if self.donated is None else (self.donated,)
         if layout is None:
             jitted = jax.jit(self.function, donate_argnums=given_away)
@@ -75,7 +75,7 @@ class SamplingPrograms:
     config: ModelConfig
     shape: SamplingShape
     base_shapes: Jax  # pytree of arrays or their shapes and dtypes
-    layout: Layout | None = None
+    layout: MeshLayout | None = None
 
     @property
     def how(self) -> decode.Arithmetic:

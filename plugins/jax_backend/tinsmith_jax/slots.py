@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tinsmith import TokenArray
-from tinsmith_jax.pages import Pages, PrefixKey, Rows
+from tinsmith_jax.pages import AdapterRows, Pages, PrefixKey
 from tinsmith_jax.requests import Draw, DrawQueue, Request
 from tinsmith_jax.sampling_values import BASE_MODEL, NO_STATE, PAGE, STOP_TABLE, Drawn, SamplerDevice, SlotInput
 from tinsmith_jax.suspects import Suspects
@@ -154,7 +154,7 @@ class Slots:
             slot.draw, slot.prompt, slot.own = None, None, None
         self._prompts: dict[tuple[Request, int], Prompt] = {}  # by shard, in the order in which they are read
         self.pages = [Pages(shape.pages_per_shard, kept=shape.kept_pages) for _ in shards]
-        self._rows = [Rows(shape.whole_per_shard, grows=shape.grows) for _ in shards]
+        self._rows = [AdapterRows(shape.whole_per_shard, grows=shape.grows) for _ in shards]
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)

@@ -21,7 +21,7 @@ from tinsmith_checkpoints.huggingface import Kind, StoredTensor
 from tinsmith_jax import adapters
 from tinsmith_jax.adapters import Adapter, Location
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.mesh import Index, Layout, bounds, put_parts
+from tinsmith_jax.mesh import Index, MeshLayout, bounds, put_parts
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_workers import Slice
 
@@ -49,7 +49,7 @@ def read(
     lora: LoraConfig,
     config: ModelConfig,
     padded_rank: int,
-    layout: Layout,
+    layout: MeshLayout,
     specs: Jax,
 ) -> Adapter:
     """Read an adapter onto a mesh, the part of each device by itself. `specs` say how it is divided."""

@@ -20,7 +20,7 @@ from tinsmith_jax.buckets import Bucket, Buckets
 from tinsmith_jax.compilation import Program, compile_program
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.loss_table import LossBatch, LossTables
-from tinsmith_jax.mesh import ONE, STREAMS, Axes, Layout, Spec, adapter_specs, state_specs
+from tinsmith_jax.mesh import ONE, STREAMS, Axes, MeshLayout, Spec, adapter_specs, state_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
@@ -70,7 +70,7 @@ class TrainPrograms:
     limits: Limits
     losses: LossTables
     base_shapes: Jax  # with the places of the arrays, if there is a mesh
-    layout: Layout | None = None
+    layout: MeshLayout | None = None
     replays: bool = False  # routing is replayed: these programs are compiled before they are needed
 
     @property

@@ -42,7 +42,7 @@ def _is_finite(array: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class StateOnDevices:
     """A model's state on the devices: immutable arrays, by kind. Moments are absent before the first step."""
 
     lora: LoraConfig
@@ -51,7 +51,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedState:
     """A state on the devices that no model has yet."""
 
     state: optimizer.State
@@ -110,14 +110,14 @@ class TrainingDevice:
         model = self._models[model_id]
         return JaxSnapshot(snapshot_id, model.lora, model.state.weights, self.config)
 
-    def held(self, model_id: str) -> Held:
+    def held(self, model_id: str) -> StateOnDevices:
         model = self._models[model_id]
         found: dict[Kind, Adapter] = {"weights": model.state.weights}
         if model.step:
             found |= {"adam_m": model.state.m, "adam_v": model.state.v}
         if model.gradients is not None:
             found["gradients"] = model.gradients
-        return Held(lora=model.lora, step=model.step, adapters=found)
+        return StateOnDevices(lora=model.lora, step=model.step, adapters=found)
 
     def kinds(self, model_id: str) -> tuple[int, Sequence[Kind]]:
         """Return the number of steps, and the kinds of arrays that there are."""
@@ -135,7 +135,7 @@ class TrainingDevice:
         """Raise UserError if names or shapes are not the model's, and OutOfMemoryError. The model is then unchanged."""
         self.take(model_id, self.load(model_id, state))
 
-    def load(self, model_id: str, state: ModelState) -> Loaded:
+    def load(self, model_id: str, state: ModelState) -> LoadedState:
         """Put a state onto the devices. Raises as `restore`. On a mesh, each device's part of files is read by itself.
 
         Names and shapes of tensors in files have been checked.
@@ -154,9 +154,9 @@ class TrainingDevice:
             m, v = (put_with(specs, named) if named else zeros for named in (state.adam_m, state.adam_v))
             gradients = put_with(specs, state.gradients) if state.gradients else None
             weights = put_with(self._train.adapter_specs, state.weights)
-            return Loaded(jax.block_until_ready(optimizer.State(weights, m, v)), gradients, state.step)
+            return LoadedState(jax.block_until_ready(optimizer.State(weights, m, v)), gradients, state.step)
 
-    def take(self, model_id: str, loaded: Loaded) -> None:
+    def take(self, model_id: str, loaded: LoadedState) -> None:
         """Give a model the state."""
         self.before_replacing(model_id, _ALL)
         model = self._models[model_id]

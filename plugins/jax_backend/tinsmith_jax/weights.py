@@ -38,7 +38,7 @@ from tinsmith import Array, Progress
 from tinsmith_checkpoints.huggingface import DELTA, LATENT, WeightFiles
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import empty
-from tinsmith_jax.mesh import VOCABULARY, Index, Layout, Spec, base_specs, put_parts
+from tinsmith_jax.mesh import VOCABULARY, Index, MeshLayout, Spec, base_specs, put_parts
 from tinsmith_jax.model_config import DENSE, DeltaRule, ModelConfig
 
 Base = Jax
@@ -62,7 +62,7 @@ def load_base(
     config: ModelConfig,
     dtype: str,
     progress: Progress,
-    layout: Layout | None = None,
+    layout: MeshLayout | None = None,
     *,
     widens: bool = False,
 ) -> Base:
@@ -91,7 +91,7 @@ def load_base(
 
 
 class _Loader:
-    def __init__(self, read: Read, config: ModelConfig, layout: Layout | None, *, experts_in_one: bool) -> None:
+    def __init__(self, read: Read, config: ModelConfig, layout: MeshLayout | None, *, experts_in_one: bool) -> None:
         self._read = read
         self._config = config
         self._layout = layout

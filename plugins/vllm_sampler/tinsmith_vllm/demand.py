@@ -32,7 +32,7 @@ _BLOCK: Final = 128  # tokens of a block of vLLM's cache, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ReplicaLayout:
     replicas: int
     tensor_parallel: int
     full_replicas: int = 0  # further ones, for fully trained models
@@ -42,7 +42,7 @@ class Layout:
         return (self.replicas + self.full_replicas) * self.tensor_parallel
 
 
-def layout_of(config: VllmConfig, shape: DecoderShape | None, placement: Placement) -> Layout:
+def layout_of(config: VllmConfig, shape: DecoderShape | None, placement: Placement) -> ReplicaLayout:
     """Return the settings, or what suits the devices: as few for each replica as leave room beside the weights.
 
     Raise ConfigError if there are too few devices.
@@ -50,7 +50,7 @@ def layout_of(config: VllmConfig, shape: DecoderShape | None, placement: Placeme
     number = len(placement.devices)
     size = config.tensor_parallel_size or (1 if config.replicas else _smallest(config, shape, placement))
     replicas = config.replicas or max(1, number // size - config.full_replicas)
-    layout = Layout(replicas, size, config.full_replicas)
+    layout = ReplicaLayout(replicas, size, config.full_replicas)
     if placement.devices and layout.num_devices > number:
         further = f" and {config.full_replicas} full_replicas" if config.full_replicas else ""
         msg = (
@@ -142,7 +142,7 @@ def planned_key_values(config: VllmConfig, model: Mapping[str, Any] | None, plac
     return demand(config, model, placement).fixed.get("keys and values")
 
 
-def step_tokens(config: VllmConfig, shape: DecoderShape | None, layout: Layout, placement: Placement) -> int:
+def step_tokens(config: VllmConfig, shape: DecoderShape | None, layout: ReplicaLayout, placement: Placement) -> int:
     """Return how many tokens a step on a GPU may have: many, if that leaves room for four of the longest sequences."""
     if (configured := config.engine_args.get("max_num_batched_tokens")) is not None:
         return int(configured)
@@ -154,7 +154,9 @@ def step_tokens(config: VllmConfig, shape: DecoderShape | None, layout: Layout, 
     return _LONG_STEP if rest >= room else _SHORT_STEP
 
 
-def _fixed(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: Placement, steps: int) -> dict[str, int]:
+def _fixed(
+    config: VllmConfig, shape: DecoderShape, layout: ReplicaLayout, placement: Placement, steps: int
+) -> dict[str, int]:
     """`steps`: tokens of a step, if it is on a GPU."""
     item = _item(config, placement)
     number = 0 if merges(config, shape, on_cpu=not placement.devices) else config.max_loras
@@ -168,7 +170,7 @@ def _fixed(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: P
     }
 
 
-def _activations(shape: DecoderShape, layout: Layout, steps: int, item: int) -> int:
+def _activations(shape: DecoderShape, layout: ReplicaLayout, steps: int, item: int) -> int:
     """Return what the widest layer of a step takes beyond one of _SHORT_STEP tokens, which the allowance holds."""
     experts = shape.experts
     inner = shape.intermediate_size if experts is None else experts.top_k * experts.intermediate_size
@@ -189,7 +191,7 @@ def _least_tokens(config: VllmConfig, shape: DecoderShape) -> int:
     return config.max_model_len or min(shape.max_position, _LONG)
 
 
-def key_value_bytes(config: VllmConfig, shape: DecoderShape, layout: Layout, placement: Placement) -> int:
+def key_value_bytes(config: VllmConfig, shape: DecoderShape, layout: ReplicaLayout, placement: Placement) -> int:
     """Return the size of one token's keys and values on one device, each of which has one head at least."""
     heads = max(1, shape.num_kv_heads // layout.tensor_parallel)
     item = 1 if config.kv_cache_dtype.startswith("fp8") else _item(config, placement)

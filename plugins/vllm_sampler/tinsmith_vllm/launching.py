@@ -11,7 +11,7 @@ from tinsmith import ConfigError, Placement
 from tinsmith_checkpoints.huggingface import DecoderShape, read_model_config
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import (
-    Layout,
+    ReplicaLayout,
     context_that_fits,
     has_experts,
     known_shape,
@@ -116,7 +116,9 @@ def _impossible_on_cpu(config: VllmConfig, shape: DecoderShape | None, placement
     return _NO_KERNELS if config.adapters == "apply" and has_experts(shape) else ""
 
 
-def _engine_args(config: VllmConfig, model_path: Path, layout: Layout, placement: Placement) -> dict[str, object]:
+def _engine_args(
+    config: VllmConfig, model_path: Path, layout: ReplicaLayout, placement: Placement
+) -> dict[str, object]:
     return {
         "model": str(model_path),
         "dtype": config.dtype or "auto",
@@ -140,7 +142,7 @@ def _share(placement: Placement) -> float:
     return _ALONE if placement.share is None else math.floor(placement.share * 1000) / 1000
 
 
-def _environment(layout: Layout, placement: Placement, number: int) -> dict[str, str]:
+def _environment(layout: ReplicaLayout, placement: Placement, number: int) -> dict[str, str]:
     """Give each replica its own devices, if there are any to choose from."""
     size = layout.tensor_parallel
     devices = placement.devices or tuple(map(str, range(layout.num_devices)))

@@ -63,7 +63,7 @@ class Launch:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class Caller:
     """A caller that waits for answers on an event loop."""
 
     answers: asyncio.Queue[Answer] = field(default_factory=asyncio.Queue)
@@ -93,7 +93,7 @@ class Replica:
         self.trouble = ""  # why the process does not answer, in words that tenants may read
         self._launch = launch
         self._lock = threading.Lock()
-        self._calls: dict[tuple[str, int], Call] = {}
+        self._calls: dict[tuple[str, int], Caller] = {}
         self._adapters: dict[int, Load] = {}  # to announce to a new process
         self._outbox: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
         self._gone = ""
@@ -124,9 +124,9 @@ class Replica:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def ask(self, key: tuple[str, int], message: msgspec.Struct) -> Call:
+    def ask(self, key: tuple[str, int], message: msgspec.Struct) -> Caller:
         """Send a message, now or as soon as the process runs. Answers are delivered until `forget`."""
-        call = Call()
+        call = Caller()
         with self._lock:
             if self._gone:
                 raise ReplicaGoneError(self._gone)

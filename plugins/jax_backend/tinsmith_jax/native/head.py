@@ -17,7 +17,7 @@ from tinsmith_jax.native import loading
 from tinsmith_jax.tiles import TILE, Tiles
 
 
-class Rows(NamedTuple):
+class HeadInputs(NamedTuple):
     """The inputs of both passes."""
 
     hidden_CH: Jax
@@ -48,22 +48,22 @@ class Head:
     def axes(self) -> Axes:
         return ONE
 
-    def logprobs(self, head_VH: Jax, adapters: Jax, chunk: Jax) -> tuple[Jax, tuple[Rows, Logits]]:
+    def logprobs(self, head_VH: Jax, adapters: Jax, chunk: Jax) -> tuple[Jax, tuple[HeadInputs, Logits]]:
         targets_CK, count_n = chunk.batch.targets_TK, chunk.batch.tokens_of_tiles()
         given = _rows(head_VH, adapters, chunk.hidden_CH, chunk.tiles, count_n, targets_CK)
         logits, logp_CK = forward(given, rounds=self.rounds)
         return logp_CK, (given, logits)
 
     def gradients(
-        self, head_VH: Jax, adapters: Jax, sums: Jax, chunk: Jax, saved: tuple[Rows, Logits], d_logp_CK: Jax
+        self, head_VH: Jax, adapters: Jax, sums: Jax, chunk: Jax, saved: tuple[HeadInputs, Logits], d_logp_CK: Jax
     ) -> tuple[Jax, Jax]:
         del head_VH, adapters, chunk
         return backward(*saved, d_logp_CK, sums, rounds=self.rounds)
 
 
-def _rows(head_VH: Jax, adapters: Jax, hidden_CH: Jax, tiles: Tiles, count_n: Jax, targets_CK: Jax) -> Rows:
+def _rows(head_VH: Jax, adapters: Jax, hidden_CH: Jax, tiles: Tiles, count_n: Jax, targets_CK: Jax) -> HeadInputs:
     A, B = adapters
-    return Rows(hidden_CH, head_VH, A, B, tiles.adapter_n, tiles.scale_n, count_n, targets_CK)
+    return HeadInputs(hidden_CH, head_VH, A, B, tiles.adapter_n, tiles.scale_n, count_n, targets_CK)
 
 
 def logits(head_VH: Jax, adapters: Jax, hidden_CH: Jax, tiles: Tiles, *, rounds: bool) -> Jax:
@@ -73,7 +73,7 @@ def logits(head_VH: Jax, adapters: Jax, hidden_CH: Jax, tiles: Tiles, *, rounds:
     return forward(_rows(head_VH, adapters, hidden_CH, tiles, count_n, target_CK), rounds=rounds)[0].logits_CV
 
 
-def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Jax]:
+def forward(given: HeadInputs, *, rounds: bool) -> tuple[Logits, Jax]:
     """Return the logits and the logprobs of the targets [C, K], 0 in rows without a token.
 
     `rounds`: the head is bfloat16, and its inputs are rounded to it.
@@ -85,7 +85,7 @@ def forward(given: Rows, *, rounds: bool) -> tuple[Logits, Jax]:
     return Logits(*logits), logp_CK
 
 
-def backward(given: Rows, logits: Logits, d_logp_CK: Jax, sums: Jax, *, rounds: bool) -> tuple[Jax, Jax]:
+def backward(given: HeadInputs, logits: Logits, d_logp_CK: Jax, sums: Jax, *, rounds: bool) -> tuple[Jax, Jax]:
     """Return the derivatives by the hidden states [C, H], and the sums plus the gradients of the adapters."""
     arguments = (*given, d_logp_CK, logits.z_Cr, logits.totals_C, logits.logits_CV, *sums)
     results = (given.hidden_CH, logits.logits_CV, *sums)

@@ -17,7 +17,7 @@ from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTables
-from tinsmith_jax.mesh import CACHE, Layout, Spec, adapter_specs, base_specs, make_layout, resident_specs
+from tinsmith_jax.mesh import CACHE, MeshLayout, Spec, adapter_specs, base_specs, make_layout, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
@@ -39,7 +39,7 @@ from tinsmith_workbench.compile_check.sampling_formula import Sampling
 class Case:
     config: ModelConfig
     limits: Limits
-    layout: Layout
+    layout: MeshLayout
     bucket: Bucket
     shape: SamplingShape
     tenants: int
@@ -190,7 +190,7 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
     )
 
 
-def base_shapes(config: ModelConfig, dtype: str, layout: Layout | None) -> Base:
+def base_shapes(config: ModelConfig, dtype: str, layout: MeshLayout | None) -> Base:
     """Return what weights.load_base would load, without loading it."""
     layers, hidden, shapes = config.num_layers, config.hidden_size, config.linear_shapes()
 

@@ -13,13 +13,13 @@ from tinsmith.errors import ConfigError
 DEFAULT: Final = Path(__file__).with_name("service_times.json")
 
 
-class Part(BaseModel):
+class FromFile(BaseModel):
     """Base class of everything that a simulation reads from a file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Backend(Part):
+class Backend(FromFile):
     """The limits of one engine's backend: its capabilities."""
 
     max_batch_tokens: PositiveInt
@@ -37,14 +37,14 @@ class Backend(Part):
     )
 
 
-class Server(Part):
+class Server(FromFile):
     """The processor time of a server process. It handles one thing at a time."""
 
     submit_s: NonNegativeFloat = Field(description="to receive, parse and check an operation")
     answer_s: NonNegativeFloat = Field(description="to answer the poll for a result")
 
 
-class Transaction(Part):
+class Transaction(FromFile):
     """`fixed_s` for the transaction, and `operation_s` for each operation in it."""
 
     fixed_s: NonNegativeFloat
@@ -54,7 +54,7 @@ class Transaction(Part):
         return self.fixed_s + self.operation_s * operations
 
 
-class Store(Part):
+class Store(FromFile):
     """Durable transactions. SQLite has one writer."""
 
     submit: Transaction
@@ -63,7 +63,7 @@ class Store(Part):
     writers: PositiveInt = Field(1, description="transactions at a time")
 
 
-class Training(Part):
+class Training(FromFile):
     """Calls of the backend."""
 
     batch_s: NonNegativeFloat
@@ -74,7 +74,7 @@ class Training(Part):
     save_s: NonNegativeFloat = Field(description="a save for sampling; it holds up only its own model")
 
 
-class Sampling(Part):
+class Sampling(FromFile):
     """A step draws one token for each row. Prompts are read one after the other, and the rows wait meanwhile."""
 
     step_s: NonNegativeFloat
@@ -83,7 +83,7 @@ class Sampling(Part):
     prompt_token_s: NonNegativeFloat
 
 
-class ServiceTimes(Part):
+class ServiceTimes(FromFile):
     measured: str = Field(description="what was measured, how, and on what")
     backend: Backend
     server: Server
@@ -101,7 +101,7 @@ class ServiceTimes(Part):
         return read_part(cls, path)
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=FromFile)
 
 
 def read_part(kind: type[P], path: Path) -> P:

@@ -11,10 +11,10 @@ from typing import Final
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from tinsmith.errors import UserError
-from tinsmith_workbench.simulation.service_times import Part, read_part
+from tinsmith_workbench.simulation.service_times import FromFile, read_part
 
 
-class TenantClass(Part):
+class TenantClass(FromFile):
     """Tenants that do the same: again and again, think, draw samples, then train.
 
     Samples of a step are sent together. When all have arrived, passes, an optimizer step and a save for sampling are
@@ -35,7 +35,7 @@ class TenantClass(Part):
     spread: float = Field(0.5, ge=0, le=2, description="of lengths: the sigma of their logarithms")
 
 
-class Workload(Part):
+class Workload(FromFile):
     classes: tuple[TenantClass, ...] = Field(min_length=1)
 
     def tenants(self, number: int) -> list[TenantClass]:
