@@ -1,6 +1,6 @@
 """Counters and timings of a process: for `/metrics`, the page, and the summary in the log.
 
-An engine reports its figures to the store every few seconds while they change, and a server shows those of all engines
+An engine reports its figures to the store every few seconds while they change, and a server shows all engines' figures
 beside its own. They start from zero when the process starts, as counters of Prometheus may.
 """
 

@@ -1,4 +1,4 @@
-"""What this machine has, asked without a framework: memory, GPUs, a C++ compiler, and file systems."""
+"""This machine's resources, found without a framework: memory, GPUs, a C++ compiler, and file systems."""
 
 import os
 import re

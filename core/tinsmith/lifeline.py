@@ -29,7 +29,7 @@ PATIENCE_S: Final = 2.0
 _POLL_S: Final = 0.01
 
 _lock = threading.Lock()
-_running: weakref.WeakSet[Tethered] = weakref.WeakSet()  # guarded by the lock, as is what follows
+_running: weakref.WeakSet[Tethered] = weakref.WeakSet()  # guarded by the lock, like the fields below
 _leaving = False
 
 

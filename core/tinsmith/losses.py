@@ -2,7 +2,7 @@
 
 Each maps per-token logprobs to per-token losses *and* their derivative by the logprob, so that a backend needs no
 automatic differentiation through the head: the gradient of the loss by the logits follows from `dloss_dlogp` alone.
-The request's loss is the plain sum over all tokens and data, never normalised. What a token's loss needs to know of its
+The request's loss is the plain sum over all tokens and data, never normalised. A token's loss may depend on its
 whole sequence are sums over it, which a backend computes first.
 
 `xp` is numpy, jax.numpy, torch or any module with their `exp`, `minimum`, `where`, `clip` and `zeros_like`. All arrays

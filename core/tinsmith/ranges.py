@@ -34,7 +34,7 @@ class Range:
     low: float
     high: float
     integer: bool = False
-    also: Mapping[float, str] = field(default_factory=dict)  # single values, with what they mean
+    also: Mapping[float, str] = field(default_factory=dict)  # single values, with their meanings
     low_from: str = ""  # what decides a bound, for the reference page; empty: it is the same for all backends
     high_from: str = ""
 

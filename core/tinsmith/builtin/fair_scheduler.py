@@ -4,7 +4,7 @@ Each tenant has a debt: its served tokens beyond the least served tenant's that 
 the smallest debt chooses the kind of the batch, and each position goes to the tenant whose debt is smallest.
 
 How far tenants can drift apart: let tenants i and j start level, and always have more passes of one kind waiting than a
-batch holds, those of j no longer than those of i. Then the tokens served to i are never ahead of those of j by more
+batch holds, those of j no longer than those of i. Then the tokens served to i are never ahead of j's by more
 than the longest operation of i, L. Proof:
 
 1. A position goes to i while j is a candidate, too: j drops out of a batch only if its operation does not fit into the

@@ -1,6 +1,6 @@
 """The page at `/` and its files, added as a stranger's plugin would add them: the same for everybody.
 
-The page asks the API for what it shows, with the key of its reader.
+The page fetches its content from the API, with its reader's key.
 """
 
 from importlib.metadata import version

@@ -75,7 +75,7 @@ def app() -> None:
 
 
 def build_group(plugins: Plugins) -> typer.Typer:
-    """Return all commands, including those of plugins. Call it with `obj=plugins`."""
+    """Return all commands, including plugins'. Call it with `obj=plugins`."""
     group = typer.Typer(
         cls=CommandGroup,
         help="A self-hosted server for the Tinker API.",

@@ -30,7 +30,7 @@ _STATES: Final = {
 
 
 def print_runs(page: wire.RunSummaries, *, tenant: str | None, offset: int, where: str) -> None:
-    """Print the runs, newest first. `tenant`, if they are those of one. `where`: the data directory."""
+    """Print the runs, newest first. `tenant`: if all are one tenant's. `where`: the data directory."""
     console, total = _console(), page.cursor.total_count
     if not page.runs:
         of = "" if tenant is None else f" of tenant {escape(repr(tenant))}"

@@ -1,4 +1,4 @@
-"""What the parts of one engine share: store and lease, files and their room, options, tasks, and the end."""
+"""State that one engine's components share: store and lease, files and their room, options, tasks, and the end."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -37,7 +37,7 @@ from tinsmith.losses import LossSpec
 from tinsmith.scheduler import Limits, Scheduler
 from tinsmith.store import EngineCapabilities
 
-_SHARE_OF_WAITING: Final = 4  # snapshots that wait to be compared take at most this share of what the sampler holds
+_SHARE_OF_WAITING: Final = 4  # snapshots that wait to be compared take at most this share of the sampler's places
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Engine:
     ) -> None:
         """Connect the parts. Each is described in its own module.
 
-        `thread` has one worker, in which the backend was created; None: a new one. `turns` are those of trainer and
+        `thread` has one worker, in which the backend was created; None: a new one. `turns`: of trainer and
         sampler, if they share devices by turns.
         """
         self._context = context

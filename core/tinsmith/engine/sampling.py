@@ -47,7 +47,7 @@ class _Drawing:
 class SampleQueue:
     """Samples that wait, and the slots of those that are drawn. Decides whose is drawn next.
 
-    A sampler draws so many sequences at a time, and knows no tenants. So further samples wait here, and the scheduler
+    A sampler draws a few sequences at a time, and knows no tenants. So further samples wait here, and the scheduler
     chooses among the oldest of each tenant.
 
     While there is a single tenant, the sampler gets a quarter more than it draws, so that it never waits for the next

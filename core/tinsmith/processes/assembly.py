@@ -90,7 +90,7 @@ def make_trainer(
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """What the backends of a model are made from."""
+    """The values from which a model's backends are made."""
 
     model: ModelSettings
     plugins: Plugins

@@ -1,6 +1,6 @@
 """The lease of an engine: a standby waits for it, and a working engine renews it.
 
-Whoever waits sees that the other engine is dead before its lease expires: every engine locks a file of its own in the
+A waiting engine sees that the other one is dead before its lease expires: every engine locks a file of its own in the
 data directory, and the kernel releases the lock when the process dies, however it dies. A free lock proves death only
 to processes under the same kernel, so the file names the boot of its kernel. An engine on another machine, or after a
 reboot, waits for the lease.

@@ -1,4 +1,4 @@
-"""The context shared by all routes: settings, store, plugins, and what is kept in memory for all requests."""
+"""The context shared by all routes: settings, store, plugins, and values kept in memory for all requests."""
 
 import asyncio
 import secrets

@@ -1,4 +1,4 @@
-"""What many requests ask the store for, kept in memory: what never changes, and what is read anew after a while."""
+"""Answers of the store for many requests, kept in memory: lasting ones, and ones read anew after a while."""
 
 import asyncio
 import logging
@@ -108,7 +108,7 @@ class Reading(Generic[T]):
 
 
 def backlog_of(store: RequestStore) -> Reading[Sequence[PendingWork]]:
-    """Return the reading of what is queued and running, for which the store reads every operation that waits."""
+    """Return the reading of the backlog, for which the store reads every queued and running operation."""
     return Reading(store.list_pending, lambda _found, took_s: max(_KEPT_S, _SHARE * took_s))
 
 

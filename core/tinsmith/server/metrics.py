@@ -1,4 +1,4 @@
-"""What the server counts by itself, for `/metrics`: answers, accepted operations, fields that it does not know."""
+"""The server's own counters, for `/metrics`: answers, accepted operations, fields that it does not know."""
 
 import re
 import threading

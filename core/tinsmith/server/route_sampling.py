@@ -206,13 +206,13 @@ class HeardTokens:
         self._heard: defaultdict[int, list[int]] = defaultdict(list)
 
     def add(self, piece: DrawnTokens) -> None:
-        """Pass on what is new. Behind a gap, nothing is: it comes with the result."""
+        """Pass on new tokens. Tokens after a gap come with the result."""
         known = len(self._heard[piece.sequence])
         if piece.first <= known:
             self._add(piece.sequence, piece.tokens[known - piece.first :])
 
     def finish(self, output: SampleOutput) -> None:
-        """Pass on the rest. Raise DrawnAgainError if the result does not begin with what was passed on."""
+        """Pass on the rest. Raise DrawnAgainError if the result does not begin with the tokens passed on."""
         for index, sequence in enumerate(output.sequences):
             tokens, heard = sequence.tokens.tolist(), self._heard[index]
             if tokens[: len(heard)] != heard:

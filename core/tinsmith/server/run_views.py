@@ -123,7 +123,7 @@ def finite(value: float) -> float | None:
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
-    """Return the places of at most so many values, the least and the largest of each stretch: no peak is lost."""
+    """Return the indices of a limited number of values, the least and the largest of each stretch: no peak is lost."""
     if len(values) <= most:
         return list(range(len(values)))
     kept: set[int] = set()

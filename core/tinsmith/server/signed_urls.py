@@ -62,7 +62,7 @@ class UrlSigner:
         return Grant.parse(grant)
 
     def is_link(self, path: str, now: datetime) -> bool:
-        """Return whether a path below the prefix of the API is that of a link made here. It may be revoked since."""
+        """Return whether a path below the API's prefix belongs to a link made here. It may be revoked since."""
         parts = path.split("/", 4)
         if len(parts) < 5 or parts[0] not in ("files", "archives"):
             return False

@@ -40,7 +40,7 @@ def reserve_bytes(quotas: QuotaSettings, space: DiskSpace) -> int:
 
 
 def allowed_bytes(quotas: QuotaSettings, kept: KeptBytes, space: DiskSpace) -> int:
-    """Return how much the tenant may keep: its share if one is set, else all that is free less a part for others.
+    """Return how much the tenant may keep: its share if one is set, else the free space less a part for others.
 
     That part has a fixed maximum: otherwise a lone tenant on a large disk could not use much of it.
     """

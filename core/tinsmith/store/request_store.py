@@ -566,7 +566,7 @@ class RequestStore(ABC):
     async def read_metrics(
         self, model_id: str, *, from_step: int = 0, after: int | None = None, limit: int
     ) -> list[MetricsRow]:
-        """Return rows by step and seq_id, from a step on. `after`: only those of `from_step` with a larger seq_id."""
+        """Return rows by step and seq_id, from a step on. `after`: of `from_step`, only rows with a larger seq_id."""
 
     @abstractmethod
     async def wait_for_metrics(self, model_id: str, *, known: int, timeout_s: float) -> int:

@@ -29,7 +29,7 @@ class Segment:
     loss_inputs: Mapping[str, Array]  # [T, K] each
     loss_config: Mapping[str, float]
     experts_TLC: Array | None = None  # of the first tokens, there may be fewer; None: routing is not replayed
-    operation: int = 0  # among those of the call
+    operation: int = 0  # position in the call
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +59,7 @@ class ExpertLoad:
     Of these tokens, and of these layers, others may have computed the rest.
     """
 
-    operation: int  # among those of the call
+    operation: int  # position in the call
     first_layer: int
     num_tokens_LE: IntArray
 

@@ -1,7 +1,7 @@
 """The worker's side of a capture: one thread writes this worker's slices of the state while training goes on.
 
-The training thread calls `settle` before it changes tensors. What is still to be copied then goes into a buffer of
-bounded size, and what does not fit waits until the disk has taken something from the buffer.
+The training thread calls `settle` before it changes tensors. Tensors not yet copied then go into a buffer of
+bounded size; if it is full, `settle` waits until the disk has taken something from it.
 """
 
 import os

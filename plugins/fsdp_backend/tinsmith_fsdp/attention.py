@@ -60,7 +60,7 @@ def one_by_one(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
         )
         parts.append(out.transpose(1, 2))
-    return torch.cat(parts, dim=1)  # a tensor of its own: compiled code would depend on what a view is a view of
+    return torch.cat(parts, dim=1)  # a tensor of its own: compiled code would depend on a view's base
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as above

@@ -1,7 +1,7 @@
 """The memory of a rank in all phases of training, calculated from the model's configuration. No torch.
 
-Weights, gradients, moments and gathered layers are counted exactly. What a micro-batch takes is linear in the sizes of
-a layer: of layers that are not compiled, a fit to what the program's own tensors take in `rehearsal.py`; of compiled
+Weights, gradients, moments and gathered layers are counted exactly. A micro-batch's memory is linear in the sizes of
+a layer: of layers that are not compiled, a fit to the program's own tensors in `rehearsal.py`; of compiled
 ones, what their graph keeps. test_fsdp_costs.py compares both. Memory that the GPU's driver, NCCL and the allocator's
 gaps take is an allowance, not measured.
 """

@@ -13,7 +13,7 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> t
     """Map [..., in] to [..., out] in the dtype of x. `weight`: int8 [out, in]. `scale`: float32 [out, G].
 
     The integers are exact in bfloat16 as in float32. As in vLLM's kernels, the scale of a whole row multiplies the
-    sums, and those of groups multiply the weights.
+    sums, and groups' scales multiply the weights.
     """
     y: torch.Tensor = _Int8Linear.apply(x, weight, scale)  # type: ignore[no-untyped-call]
     return y

@@ -1,7 +1,7 @@
 """Out of memory on a rank: it drops its share of the pass, and all ranks drop the pass.
 
 Layers are gathered from all ranks, in an order that depends on nothing but the pass. A rank that stopped would leave
-the others waiting. So it counts what it has gathered, and after it has given up, gathers the rest for them. Its memory
+the others waiting. So it counts its gathers, and after it has given up, gathers the rest for them. Its memory
 is empty then: a layer has room, as on a rank that has no sequence of a micro-batch. See ADR 0019.
 """
 

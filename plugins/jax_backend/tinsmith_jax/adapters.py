@@ -1,7 +1,7 @@
 """LoRA adapters as pytrees: shapes, seeded initial values, canonical (PEFT) names, stacks of adapters, snapshots.
 
 An adapter is {"layers": {module: (A [L, in, r], B [L, r, out])}, "head": (A [H, r], B [r, V])} in float32. Modules are
-q, k, v, o, gate, up, down, those of the gated delta rule or of latents, and those of the shared expert where a model
+q, k, v, o, gate, up, down, the gated delta rule's or the latents', and the shared expert's where a model
 has one; L are the layers that have the module. Where the first layers have a dense MLP and the others have experts,
 names of the former begin with `dense_`. r is the adapter's rank padded to its rank class, which depends on that rank
 alone.

@@ -63,7 +63,7 @@ class Buckets:
                         yield Bucket(num_tokens=tokens, num_adapters=adapters, num_targets=targets, padded_rank=rank)
 
     def soonest(self, padded_ranks: tuple[int, ...]) -> list[Bucket]:
-        """List every bucket of every rank: those with room for most of what comes, the smallest ones, the others."""
+        """List every bucket of every rank: ones with room for most requests, the smallest ones, the others."""
         every, n = list(self.all(padded_ranks)), len(padded_ranks)
         likely = [bucket for bucket in every if bucket.num_targets == every[0].num_targets]
         return list(dict.fromkeys([*likely[-n:], *every[:n], *every]))

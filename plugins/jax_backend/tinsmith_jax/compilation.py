@@ -93,7 +93,7 @@ class Programs:
 
         During the warm-up, choose the first one that is ready, or if there is none, that is being compiled. Running a
         larger program takes less time than compiling, and the warm-up compiles the best one next. Several processes
-        must choose alike, and what is ready in one need not be in another.
+        must choose alike, and a program ready in one need not be in another.
         """
         if not self._alone or self._thread is None or not self._thread.is_alive():
             return 0

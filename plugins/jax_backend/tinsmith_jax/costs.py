@@ -1,6 +1,6 @@
 """The memory of training and sampling on one device, calculated from the model's configuration. No jax.
 
-What lies there between calls (weights, states of adapters, pages, rows of adapters) is counted exactly. What a compiled
+Arrays kept between calls (weights, states of adapters, pages, rows of adapters) are counted exactly. What a compiled
 program needs while it runs is a fit to the compiler's own plan: of XLA for CPUs in float32, and for accelerators of
 libtpu in bfloat16, as no GPU was at hand. test_jax_costs.py compares the first with real programs. The kernels in C++
 take less of a CPU's memory than XLA's programs, with the rooms of their own that XLA does not see.

@@ -454,7 +454,7 @@ def _shared_expert(
 def _indices(config: ModelConfig) -> dict[str, jax.Array]:
     """Return each layer's index in its run, if mixers differ, that among the layers that have the same.
 
-    If there are several runs, each layer has besides its index among all, under which it keeps keys.
+    If there are several runs, each layer also has its index among all, under which it keeps keys.
     """
     found = {f"{prefix}index": jnp.arange(len(run)) for prefix, run in config.runs.items()}
     if config.dense_layers:

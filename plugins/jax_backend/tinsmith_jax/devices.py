@@ -87,7 +87,7 @@ class Devices:
         self.facts = Facts(name=device_name(layout), limits=limits, buckets=self.train_programs.buckets, budget=budget)
 
     def start_warm_up(self) -> None:
-        """Compile all programs in the background: those of a first step, then of training and sampling in turn."""
+        """Compile all programs in the background: a first step's, then training's and sampling's in turn."""
         of_training = self.train_programs.all()
         of_sampling = [] if self.sampling is None else self.sampling.all_programs()
         first: list[Program | None] = list(islice(of_training, self.train_programs.num_of_first_step))

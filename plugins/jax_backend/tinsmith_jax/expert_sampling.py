@@ -55,7 +55,7 @@ def step_mlp(
 ) -> Jax:
     """Return the experts' outputs for one token of each row of decoding, [B, H].
 
-    Every expert that any row needs computes all rows, because reading its weights is what takes time. A row adds up
+    Every expert that any row needs computes all rows, because reading its weights takes the time. A row adds up
     its own experts, in their order, so its result does not depend on the others.
     """
     dtype = h_BH.dtype

@@ -4,7 +4,7 @@ A token has a latent c and a rotated key, which all heads share. A head's key is
 its value is V c. Training computes both. Sampling keeps c and the rotated key alone: q U c is the score of the latent
 for the query q U, and sums of values are V times sums of latents.
 
-Legend: h = heads, p = plain and e = rotated numbers of a key, v = numbers of a value, c = those of a latent, r = rank
+Legend: h = heads, p = plain and e = rotated numbers of a key, v = numbers of a value, c = numbers of a latent, r = rank
 of an adapter.
 """
 
@@ -89,7 +89,7 @@ class Products:
         self._pair, self._layer, self._lora, self._latent = pair, layer, lora, latent
 
     def of_queries(self, q_NThp: jax.Array, rotated_NThe: jax.Array, config: ModelConfig) -> jax.Array:
-        """Return scaled queries for what is kept: [N, T, h, c + e]."""
+        """Return scaled queries for the kept latents: [N, T, h, c + e]."""
         own_chp = self._of_heads_chx[..., : self._latent.plain_dim]
 
         def adapted(q_hp: jax.Array, A_cr: jax.Array, B_rhx: jax.Array) -> jax.Array:

@@ -100,7 +100,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """What attention has besides its matrices."""
+    """Parts of attention in addition to its matrices."""
 
     qkv_bias: bool = False
     o_bias: bool = False
@@ -306,7 +306,7 @@ class ModelConfig(DecoderShape):
         return found
 
     def _own_vectors(self) -> dict[str, tuple[tuple[str, ...], int]]:
-        """Return those of a layer with experts, if some layers have them."""
+        """Return the parts of a layer with experts, if some layers have them."""
         found: dict[str, tuple[tuple[str, ...], int]] = {}
         for name, module in self.norms.modules().items():
             found[name] = (f"{module}.weight",), self.hidden_size

@@ -1,7 +1,7 @@
 """Which page of the cache holds what, on the host: pages in use, prefixes of prompts that stay, and free pages.
 
 A page that holds 64 tokens of a prompt is known by its key: the adapter, the sampling session, and a hash of all tokens
-up to its end. So nobody can learn from the time that an answer takes what others have asked. The page stays when nobody
+up to its end. So the time of an answer reveals nothing about others' requests. The page stays when nobody
 uses it any more, until its place is needed; the one that went unused longest goes first. Only prompts are shared:
 reading them again would give the same bits. Drawn tokens were computed in another shape.
 """

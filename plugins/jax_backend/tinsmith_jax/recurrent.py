@@ -57,11 +57,11 @@ def _advance(
     count: jax.Array,
     axes: Axes,
 ) -> tuple[jax.Array, States]:
-    """Apply convolution and rule to what the input was projected to. Return [N, T, H, dv] and the states.
+    """Apply convolution and rule to the projected input. Return [N, T, H, dv] and the states.
 
     Tiles of a prompt go on one from the other, so they are taken one by one. So are decoded tokens on a CPU, in shapes
     that do not depend on their number. A dispatch of decoding writes other rows than it reads first: one that is
-    repeated finds what it found before.
+    repeated finds the former state.
     """
     mixed_NTC, _, b_NTH, a_NTH = given
     is_token_NT = tiles.tokens_NT >= 0

@@ -56,7 +56,7 @@ def page_bytes(config: ModelConfig) -> int:
 
 
 def state_shapes(delta: DeltaRule, num_layers: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return [M, S, heads, dk, dv] of recurrent states, and [M, S, w - 1, channels] of what a convolution goes on from.
+    """Return [M, S, heads, dk, dv] of recurrent states, and [M, S, w - 1, channels] of a convolution's last inputs.
 
     M = layers with the gated delta rule, S = rows.
     """
@@ -125,7 +125,7 @@ class SamplingShape:
     def states_of(self, slot: int) -> tuple[int, int]:
         """Return a slot's two rows on its shard, which its dispatches write in turn: one that failed has lost nothing.
 
-        Before them come those of the prompts.
+        The prompts' rows come before them.
         """
         first = 1 + self.slots_per_shard + 2 * (slot % self.slots_per_shard)
         return first, first + 1

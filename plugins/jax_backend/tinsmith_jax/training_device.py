@@ -75,7 +75,7 @@ class _Model:
 
 
 class TrainingDevice:
-    """Its caller checks operations: all models that are named exist, and those of one call have one rank class."""
+    """Its caller checks operations: all named models exist, and one call's models have one rank class."""
 
     def __init__(self, base: Base, train_programs: TrainPrograms, *, programs: Programs, device_lock: FairLock) -> None:
         self.base = base

@@ -61,7 +61,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
 ) -> Jax:
     """Return the normed hidden states [T, H], which mean nothing where there is no token, and the load of the experts.
 
-    The load [L, n, E] is that of `experts.load_by_tile`; None: there are no experts. On a mesh, all arrays are this
+    The load [L, n, E] comes from `experts.load_by_tile`; None: there are no experts. On a mesh, all arrays are this
     shard's parts, and the hidden states are whole.
 
     A sequence starts on a tile boundary with position 0 and occupies consecutive tiles. Tokens that pad its last tile,

@@ -14,7 +14,7 @@ compiled at the start, by an nvcc that many machines lack, and not used.
 - Asynchronous scheduling, vLLM's default on GPUs, prepares a step before the tokens of the one before are known. What
 we hook into then has placeholders for tokens; only their number is used. A step may be under way when all have ended.
 - Few classes have adapters of the head, and those apply them to the wrong rows of a prompt, because a step's adapter
-indices are those of the sampled rows. They also take memory for adapters of the embedding. So vLLM makes none of head
+indices are the sampled rows'. They also take memory for adapters of the embedding. So vLLM makes none of head
 and embedding, and our own code adds the head's to the logits, in heads.py.
 - A request cannot ask about the prompt logprobs of tokens of its choice. So our own code scores prompts, in worker.py.
 - On CPU, the adapter operators treat the index -1 ("none") as an index from the end, so that rows of the base model got

@@ -1,4 +1,4 @@
-"""Checks of this machine: the installed packages, the port, the data directory; and what each check reports."""
+"""Checks of this machine: the installed packages, the port, the data directory; and the form of their reports."""
 
 from __future__ import annotations
 

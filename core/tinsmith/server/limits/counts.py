@@ -1,4 +1,4 @@
-"""What limits count with: rates by `TokenBuckets`, and what a tenant has by `Tallies`."""
+"""The counters of limits: rates by `TokenBuckets`, and a tenant's holdings by `Tallies`."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable

@@ -27,7 +27,7 @@ _REMEDY: Final = (
 
 
 class Gate:
-    """What it refuses is a stranger's."""
+    """It refuses strangers' requests."""
 
     def __init__(self, *, names: frozenset[str] | None, strangers: Strangers) -> None:
         """`names` are those that the server goes by; None allows every name and origin."""

@@ -1,6 +1,6 @@
 """Downloads of checkpoints, by links that work without a key: the SDK fetches them with plain urllib.
 
-Whoever serves a link asks whether what it rests on still holds, with every download, on every server.
+Every download, on every server, checks whether the facts behind its link still hold.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ async def get_archive(
 def make_grant(
     context: ServerContext, caller: Principal, record: CheckpointRecord, headers: Mapping[str, str]
 ) -> Grant:
-    """Return what a link of this caller to this checkpoint rests on. `headers` are those of the request for it."""
+    """Return the facts behind this caller's link to this checkpoint. `headers`: of the request for the link."""
     return Grant(
         created_at=record.created_at,
         only_while_public=record.tenant != caller.tenant and not caller.admin,
@@ -131,7 +131,7 @@ def link_name(record: CheckpointRecord) -> str:
 
 
 async def refuse_revoked(context: ServerContext, name: str, grant: Grant) -> tuple[CheckpointRecord, str]:
-    """Return the checkpoint, and the tenant for which the download counts: that of the link's key, else the owner.
+    """Return the checkpoint, and the tenant for which the download counts: the link's, else the owner.
 
     The tenant is empty if the link is another tenant's, who is not known: the owner of a published checkpoint is not
     charged.

@@ -12,7 +12,7 @@ from tinsmith_checkpoints.values import Json
 
 @dataclass(frozen=True, slots=True)
 class JoinedMatrix:
-    """A matrix [out, in] whose rows are, for each of some groups in turn, so many rows of one module after another.
+    """A matrix [out, in] that interleaves modules: in each group of rows, a number of rows of each module in turn.
 
     A module may come several times within a group. Its own rows are those of its first part in all groups, then those
     of its second.

@@ -60,7 +60,7 @@ def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> 
 def _take_dense(config: dict[str, Any], modules: Iterable[str]) -> None:
     """Name the matrices of dense MLPs beside experts as parameters.
 
-    As modules, PEFT takes each `gate_proj`, `up_proj` and `down_proj` for those of experts, and leaves out the others.
+    As modules, PEFT takes each `gate_proj`, `up_proj` and `down_proj` for experts', and leaves out the others.
     """
     dense = {module.partition(".layers.")[2].partition(".")[2] for module in modules if module.endswith(_LEAVES)}
     config["target_parameters"] += sorted(f"{path}.weight" for path in dense)

@@ -5,7 +5,7 @@ soon as a chunk's logits are, and only one chunk of logits ever exists (as in Li
 entropy). A loss that needs sums over its sequence needs all its logprobs first: then the head runs twice.
 
 Ranks may divide the vocabulary. They exchange two numbers and the targets' logits for each row of a chunk; gradients of
-the hidden states are those of a rank's part, for the caller to add up.
+the hidden states' gradient covers a rank's part, for the caller to add up.
 
 Legend: C = rows of a chunk, T = rows, K = targets per row, H = hidden, V = vocabulary (or this rank's part).
 """
@@ -62,7 +62,7 @@ class HeadAdapters(ABC):
 
     @abstractmethod
     def backward(self, d_logits_CV: torch.Tensor) -> torch.Tensor:
-        """Add to the adapters' gradients. Return that of the hidden states, [C, H] in their dtype."""
+        """Add to the adapters' gradients. Return the hidden states' gradient, [C, H] in their dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and what has its layers: attention by latents; experts chosen by groups, and shared ones without a gate.
+"""DeepSeek V3 and its like: attention by latents; experts chosen by groups, and shared ones without a gate.
 
 The first layers have a dense MLP.
 """

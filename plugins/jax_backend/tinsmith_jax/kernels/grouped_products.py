@@ -2,7 +2,7 @@
 
 A program handles one tile, and reads its adapter's matrix in place: nothing is gathered, and the arithmetic is that of
 one adapter, however many there are. For gradients, tiles are sorted by adapter; a program adds up the products of one
-adapter's tiles in their order. No adapter's results depend on what others hold, be it NaN.
+adapter's tiles in their order. No adapter's results depend on others' values, be they NaN.
 
 The methods are the functions of tile_products.py, which documents them.
 

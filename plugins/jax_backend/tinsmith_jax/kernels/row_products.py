@@ -1,6 +1,6 @@
 """Products of a few rows with matrices that lie among many, for sampling on GPUs: Pallas kernels for Triton.
 
-Reading the matrices is what takes time, so each is read once, where it is: XLA would copy a layer's weights before it
+Reading the matrices takes the time, so each is read once, where it is: XLA would copy a layer's weights before it
 multiplies, and an adapter for each row that uses it. One program computes some columns of a block of rows, and adds up
 a part of the depth; the parts are added in order. Both follow from shapes alone, and a row takes the results of its own
 adapter only, so a row's bits depend on no other row, be it NaN.

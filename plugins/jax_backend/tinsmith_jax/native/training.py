@@ -134,7 +134,7 @@ _summing.defvjp(_summing_forward, _summing_backward)
 
 
 def _forward(how: _How, x_TH: Jax, stream: Jax, given: _Weights, saved_sizes: tuple[int, ...]) -> Jax:
-    """Return the output [T, H] and what is to be saved of each layer: [L, T, size]."""
+    """Return the output [T, H] and each layer's values to save: [L, T, size]."""
     T, H = x_TH.shape
     shapes = [(T, H), *((how.config.num_layers, T, size) for size in saved_sizes)]
     call = jax.ffi.ffi_call(loading.FORWARD, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])

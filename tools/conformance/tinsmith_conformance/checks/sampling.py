@@ -345,7 +345,7 @@ def best_agree_with_the_prompt(t: Tester) -> None:
     Rows are shifted by one.
     """
     sampler = t.sampler()
-    drawn = sampler.draw(max_tokens=6, temperature=0)[0]  # each is the best after what is before it
+    drawn = sampler.draw(max_tokens=6, temperature=0)[0]  # each is the best after its predecessors
     answer = sampler.sample((*TOKENS, *drawn), max_tokens=1, _prompt_logprobs=True, _topk_prompt_logprobs=2)
     best, own = floats(answer.topk_prompt_logprobs.logprobs).reshape(-1, 2), floats(answer.prompt_logprobs)
     off = np.abs(best[-6:, 0] - own[-6:]).max()

@@ -42,7 +42,7 @@ Bytes between HBM and the chip, in which each pass is one over the layers: forwa
                    In each pass the compiler moves them about six times, except for the part that stays on the chip
     attention      without a kernel: the scores in float32, written and read in each pass, and twice as often backward
 
-An optimizer step reads its share of weights, gradients (twice) and moments, and writes that of weights and moments, and
+An optimizer step reads its share of weights, gradients (twice) and moments, and writes the weights' and moments', and
 the new weights twice, as they are gathered.
 """
 

@@ -10,7 +10,7 @@ weights trained, as much again for theirs; twice as much for adapters. Recomputa
 Bytes received by one GPU, with rings:
 
     tensor    (t - 1)/t THb for each gathered or scattered sequence: four in a dense layer, two in one with experts, as
-              many backward, and those of the forward pass again if it is recomputed; four for embedding and head
+              many backward, and the forward pass's again if it is recomputed; four for embedding and head
     expert    the rows of other ranks' tokens: (e - 1)/e MHb to the experts and as much back, and the same backward
     pipeline  THb/t forward and backward
     data      gradients, once a step: 2(n - 1)/n 4 bytes for each weight of an adapter; (n - 1)/n (4 + b) for a fully
