@@ -34,7 +34,7 @@ from tinsmith.placement.machine import Machine
 from tinsmith.placement.placing import Placed
 from tinsmith.placement.plan import make_plan
 from tinsmith.placement.report import described, memory_rows
-from tinsmith.plugins.hook_caller import HOOK_NAMES
+from tinsmith.plugins.discovery import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.ranges import TTL_SECONDS, sampling_ranges, training_ranges
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings

@@ -5,7 +5,8 @@ request is well-formed, `translate.py` has checked before.
 """
 
 from collections.abc import Mapping
-from typing import assert_never
+from dataclasses import asdict
+from typing import Final, assert_never
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import LossSpec
 from tinsmith.ranges import TTL_SECONDS, Range, sampling_ranges, training_ranges
 from tinsmith.store import EngineCapabilities
+
+_NUMBERS: Final = ("max_tokens", "seed", "temperature", "top_k", "top_p")  # of sampling parameters
 
 
 def check_operation(op: ops.Operation, capabilities: EngineCapabilities, losses: Mapping[str, LossSpec]) -> None:
@@ -31,7 +34,8 @@ def check_operation(op: ops.Operation, capabilities: EngineCapabilities, losses:
         case ops.ForwardBackward():
             _check_forward_backward(op, capabilities.trainer, losses)
         case ops.OptimStep():
-            _check_adam(op.adam, capabilities.trainer)
+            numbers = {f"adam_params: {name}": value for name, value in asdict(op.adam).items()}
+            _check_numbers(training_ranges(capabilities.trainer), numbers)
         case ops.Sample():
             if capabilities.sampler is None:
                 msg = "this base model has no sampler; configure one (`models[].sampler`)"
@@ -56,12 +60,11 @@ def _check_lora(lora: ops.LoraConfig, trainer: TrainerCapabilities) -> None:
         msg = "this base model's backend trains no LoRA adapters (its max_lora_rank is 0)"
         raise UnsupportedError(msg)
     _check_numbers(training_ranges(trainer), {"lora_config: rank": lora.rank})
-    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-    if not any(wanted.values()):
+    if not lora.targets:
         msg = "lora_config: train_attn, train_mlp and train_unembed are all false; set at least one of them"
         raise UserError(msg)
-    for target, on in wanted.items():
-        if on and target not in trainer.lora_targets:
+    for target in lora.targets:
+        if target not in trainer.lora_targets:
             allowed = ", ".join(f"train_{each}" for each in sorted(trainer.lora_targets))
             msg = f"lora_config: train_{target} is not offered by this base model's backend, only {allowed}"
             raise UnsupportedError(msg)
@@ -99,9 +102,8 @@ def why_not_sampled(lora: ops.LoraConfig, sampler: SamplerCapabilities) -> str |
             f"lora_config: rank is {lora.rank}, and this base model's sampler takes LoRA adapters of ranks up to "
             f"{greatest}; use such a rank, or have the sampler's `max_lora_rank` raised"
         )
-    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-    for target, on in wanted.items():
-        if on and target not in sampler.lora_targets:
+    for target in lora.targets:
+        if target not in sampler.lora_targets:
             return (
                 f"lora_config: train_{target} is set, and this base model's sampler takes no adapters of that part; "
                 f"set it to false, {other}"
@@ -260,20 +262,6 @@ def _check_tokens(what: str, tokens: ops.TokenArray | ops.IntArray, capabilities
         raise UserError(msg)
 
 
-def _check_adam(adam: ops.AdamParams, trainer: TrainerCapabilities) -> None:
-    _check_numbers(
-        training_ranges(trainer),
-        {
-            "adam_params: learning_rate": adam.learning_rate,
-            "adam_params: beta1": adam.beta1,
-            "adam_params: beta2": adam.beta2,
-            "adam_params: eps": adam.eps,
-            "adam_params: weight_decay": adam.weight_decay,
-            "adam_params: grad_clip_norm": adam.grad_clip_norm,
-        },
-    )
-
-
 def _check_numbers(ranges: Mapping[str, Range], numbers: Mapping[str, float]) -> None:
     for name, value in numbers.items():
         ranges[name].check(name, value)
@@ -301,16 +289,8 @@ def check_sample_operation(op: ops.Sample, sampler: SamplerCapabilities) -> None
 
 
 def _check_sampling_params(params: ops.SamplingParams, sampler: SamplerCapabilities) -> None:
-    _check_numbers(
-        sampling_ranges(sampler),
-        {
-            "sampling_params: max_tokens": params.max_tokens,
-            "sampling_params: seed": params.seed,
-            "sampling_params: temperature": params.temperature,
-            "sampling_params: top_k": params.top_k,
-            "sampling_params: top_p": params.top_p,
-        },
-    )
+    numbers = {f"sampling_params: {name}": getattr(params, name) for name in _NUMBERS}
+    _check_numbers(sampling_ranges(sampler), numbers)
     if params.stop_strings and not sampler.stop_strings:
         msg = "sampling_params: stop strings are not offered by this base model's sampler; send stop token ids"
         raise UnsupportedError(msg)

@@ -6,7 +6,6 @@ beside its own. They start from zero when the process starts, as counters of Pro
 
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -208,14 +207,3 @@ def decode_report(encoded: bytes) -> Report | None:
         return _decoder.decode(encoded)
     except msgspec.DecodeError:
         return None
-
-
-def quantile(figure: Figure, series: Sequence[Series], share: float) -> float | None:
-    """Return the bound below which a share of a histogram's values lies, over all labels; None if it has no values."""
-    counts = [sum(column) for column in zip(*(each.counts for each in series if each.name == figure.name), strict=True)]
-    wanted, seen = share * sum(counts), 0
-    for bound, number in zip((*figure.buckets, figure.buckets[-1]), counts, strict=False):
-        seen += number
-        if number and seen >= wanted:
-            return bound
-    return None

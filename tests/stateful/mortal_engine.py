@@ -12,7 +12,6 @@ from plain_protocol import POISON
 from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.engine.context import Keeping
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import StoreError
 from tinsmith.losses import BUILTIN_LOSSES
@@ -127,7 +126,7 @@ class MortalEngine:
             self.data_dir,
             sampler=self.backend,
             lease=await take_over(self.store, "toy", engine_id=f"engine-{self.engines}"),
-            keeping=Keeping(max_resident=2, max_bytes=1 << 30),
+            resident_snapshots=2,
             recovery=RecoverySettings(point_every_operations=2, max_interruptions=1000),
         )
         asked = asyncio.create_task(stopping.wait())  # it may have been set before the engine existed

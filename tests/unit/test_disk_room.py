@@ -16,7 +16,6 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine import context
-from tinsmith.engine.context import Keeping
 from tinsmith.errors import CapacityError
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.server.limits.disk_quota import DiskQuota
@@ -254,8 +253,7 @@ async def test_a_load_needs_room_for_its_recovery_point(tmp_path: Path, disk: Di
 
 async def test_a_snapshot_that_the_disk_cannot_take_stays_in_memory(tmp_path: Path, disk: Disk) -> None:
     """Whoever samples from another one would otherwise fail for it."""
-    keeping = Keeping(max_resident=2, max_bytes=1 << 30)
-    async with serving(tmp_path, QuotaSettings(), keeping=keeping) as client:
+    async with serving(tmp_path, QuotaSettings(), resident_snapshots=2) as client:
         names = [f"s1:sample:{number}" for number in range(4)]
         for name in names:
             saved = await client.run(ops.SaveForSampler(model_id=MODEL, sampling_session_id=name))

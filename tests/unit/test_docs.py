@@ -20,7 +20,7 @@ import tinsmith
 from tinsmith import hookspecs
 from tinsmith.authoring.new_plugin import PluginKind, write_plugin
 from tinsmith.commands.load_settings import load_settings
-from tinsmith.plugins.hook_caller import HOOK_NAMES
+from tinsmith.plugins.discovery import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings.sources import Flag
 from tinsmith.testing import LossContract

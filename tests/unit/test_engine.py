@@ -19,13 +19,12 @@ from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.checkpoints.saved import delete_checkpoint, read_checkpoint, write_checkpoint
 from tinsmith.engine import context
 from tinsmith.engine.call_watch import CallWatch
-from tinsmith.engine.context import Keeping
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import StoreError, UnsupportedError, UserError
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.settings import WatchdogSettings
+from tinsmith.settings import ServerSettings, WatchdogSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import Claim, Completion, Lease, OperationState, RunState, StoreContext
@@ -506,6 +505,10 @@ def adapter_bytes(backend: ToyBackend) -> int:
     return size
 
 
+def resident(number: int, num_bytes: int) -> dict[str, int]:
+    return {"resident_snapshots": number, "resident_snapshot_bytes": num_bytes}
+
+
 @pytest.mark.parametrize("limit", ["number", "bytes", "sampler"])
 async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(
     setup: Setup, client: EngineDriver, monkeypatch: pytest.MonkeyPatch, limit: str
@@ -513,14 +516,14 @@ async def test_snapshots_beyond_the_limit_go_to_disk_and_come_back(
     """Whoever kept an old sampling client samples from the same weights as ever."""
     size = adapter_bytes(setup.backend)
     keeping = {
-        "number": Keeping(max_resident=2, max_bytes=100 * size),
-        "bytes": Keeping(max_resident=100, max_bytes=3 * size - 1),
-        "sampler": Keeping(max_resident=100, max_bytes=100 * size),
+        "number": resident(2, 100 * size),
+        "bytes": resident(100, 3 * size - 1),
+        "sampler": resident(100, 100 * size),
     }[limit]
     if limit == "sampler":
         two = replace(setup.backend.sampler_capabilities, max_snapshots=2)
         monkeypatch.setattr(type(setup.backend), "sampler_capabilities", two)
-    async with setup.running(keeping=keeping):
+    async with setup.running(**keeping):
         await client.create_model()
         wanted = []
         for number in range(5):
@@ -555,7 +558,7 @@ async def test_a_sample_does_not_measure_the_snapshots_in_memory(
         return 1
 
     monkeypatch.setattr(HostSnapshot, "num_bytes", property(num_bytes))
-    async with setup.running(keeping=Keeping(max_resident=100, max_bytes=100)):
+    async with setup.running(**resident(100, 100)):
         await client.create_model()
         ids = [f"s1:sample:{number}" for number in range(3)]
         for snapshot_id in ids:
@@ -586,7 +589,7 @@ async def test_an_ephemeral_snapshot_is_dropped_before_its_session_ends_only_whe
             wanted.append(await sampled(number))
         await engine.sampling.snapshots.drop_unused()  # what the engine does every half minute
         assert len(kept()) == 9
-    async with setup.running(keeping=Keeping(max_resident=2, max_bytes=1 << 30, idle_s=0.0)) as engine:
+    async with setup.running(**resident(2, 1 << 30), ephemeral_idle_s=0.0) as engine:
         assert await sampled(0) == wanted[0], "an old client samples again, after many newer ones and a new engine"
         setup.backend.sampling_held = asyncio.Event()
         request_id = await client.submit(a_sample(client, "s1:sample:3"))
@@ -618,7 +621,7 @@ async def test_what_is_written_of_a_snapshot_while_its_model_is_unloaded_does_no
         write(*args, **kwargs)
 
     write = context.write_checkpoint
-    async with setup.running(keeping=Keeping(max_resident=1, max_bytes=1 << 30)) as engine:
+    async with setup.running(**resident(1, 1 << 30)) as engine:
         await client.create_model()
         first, second = (
             ops.SaveForSampler(model_id="s1:train:0", sampling_session_id=f"s1:sample:{number}") for number in range(2)
@@ -833,7 +836,7 @@ async def test_a_claim_whose_answer_is_lost_is_made_again(
 
 
 async def test_a_gap_fails_what_waits_behind_it(setup: Setup, client: EngineDriver) -> None:
-    async with setup.running(gap_timeout_s=0.01):
+    async with setup.running(server=ServerSettings(gap_timeout_s=0.01)):
         await client.result(await client.create_model())
         behind = await client.submit(a_step(client), seq_id=2)
         assert "seq_id 1 " in (await client.failure(behind)).message

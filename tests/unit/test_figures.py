@@ -16,7 +16,6 @@ from tinsmith.figures import (
     Report,
     decode_report,
     encode_report,
-    quantile,
 )
 from tinsmith.processes.figure_reports import Gpus
 from tinsmith.server.kept import backlog_of
@@ -111,8 +110,6 @@ def test_histograms_add_up_and_other_releases_are_left_out() -> None:
     assert of == {"1.0": 1, "2.0": 1, "4.0": 2, "256.0": 2, "+Inf": 3}
     assert found["tinsmith_batch_operations_sum", ("a", "optim_step")] == 1004
     assert found["tinsmith_tokens_total", ("a", "trained")] == 7
-    assert quantile(BATCH_OPERATIONS, figures.series(), 0.5) == 4.0
-    assert quantile(BATCH_OPERATIONS, Figures().series(), 0.5) is None
 
 
 def test_a_report_of_another_form_is_none() -> None:

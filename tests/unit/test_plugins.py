@@ -18,8 +18,7 @@ import tinsmith
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import AuthenticationError, ConfigError, PluginError
 from tinsmith.hook_values import RoutesContext, ServerStopping
-from tinsmith.plugins.discovery import BUILTINS
-from tinsmith.plugins.hook_caller import HOOK_NAMES
+from tinsmith.plugins.discovery import BUILTINS, HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import PluginOrigin, PluginReport, Registry
 from tinsmith.settings import Settings

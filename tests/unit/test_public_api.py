@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.authoring.new_plugin import PluginKind, write_plugin
-from tinsmith.plugins.hook_caller import HOOK_NAMES
+from tinsmith.plugins.discovery import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import running_server

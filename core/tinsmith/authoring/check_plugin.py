@@ -111,18 +111,9 @@ def check_plugin(
         test_file, ini = scratch.path / "test_plugin.py", scratch.path / "pytest.ini"
         test_file.write_text(_TEST_FILE.format(plugin=plugin, options=dict(options), trainer=trainer), encoding="utf-8")
         ini.write_text(_INI, encoding="utf-8")
-        arguments = [
-            "-p",
-            "no:terminal",
-            "-p",
-            "no:cacheprovider",
-            "-c",
-            str(ini),
-            "--rootdir",
-            str(scratch.path),
-            str(test_file),
-        ]
-        code = pytest.main(arguments, plugins=[collector])
+        quiet = ["-p", "no:terminal", "-p", "no:cacheprovider"]
+        here = ["-c", str(ini), "--rootdir", str(scratch.path), str(test_file)]
+        code = pytest.main([*quiet, *here], plugins=[collector])
     if collector.errors or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         told = "\n".join(collector.errors) or f"pytest ended with {code!r}"
         msg = f"the suites of plugin {plugin!r} cannot be run: {told}"

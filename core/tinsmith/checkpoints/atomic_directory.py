@@ -55,6 +55,13 @@ def find(root: Path, directory: str) -> Path:
     raise NotFoundError(msg)
 
 
+def directories_in(parent: Path) -> set[str]:
+    """Return the names of the complete directories right below `parent`, which need not exist."""
+    if not parent.is_dir():
+        return set()
+    return {path.name for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")}
+
+
 def write(root: Path, directory: str, fill: Callable[[Path], None], *, overwrite: bool, epoch: int = 0) -> None:
     """Let `fill` write files into a new directory, make them durable, and put it at `directory` in one rename.
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Never, ParamSpec, TypeVar
 
@@ -81,36 +82,36 @@ async def _result(running: asyncio.Future[T]) -> T:
         raise backend_failed(error) from error
 
 
+@dataclass(frozen=True, slots=True)
 class WatchedSampler(SamplingBackend):
     """A sampler behind whose calls nothing is lost. Each waits for a turn of sampling, if there are `turns`."""
 
-    def __init__(self, sampler: SamplingBackend, watch: CallWatch, turns: DeviceTurns | None = None) -> None:
-        self._sampler = sampler
-        self._watch = watch
-        self._turns = turns
+    sampler: SamplingBackend
+    watch: CallWatch
+    turns: DeviceTurns | None = None
 
     @property
     def sampler_capabilities(self) -> SamplerCapabilities:
-        return self._sampler.sampler_capabilities
+        return self.sampler.sampler_capabilities
 
     @property
     def trouble(self) -> str | None:
-        return self._sampler.trouble
+        return self.sampler.trouble
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:
         async with self._call(_LOAD):
-            await guarded(partial(self._sampler.load_snapshot, snapshot))
+            await guarded(partial(self.sampler.load_snapshot, snapshot))
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         async with self._call(_DROP):
-            await guarded(partial(self._sampler.drop_snapshot, snapshot_id))
+            await guarded(partial(self.sampler.drop_snapshot, snapshot_id))
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         """Draw. A result that the contract does not allow is a failure of its own request."""
-        return await self._drawn(op, partial(self._sampler.sample, op))
+        return await self._drawn(op, partial(self.sampler.sample, op))
 
     async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
-        return await self._drawn(op, partial(self._sampler.sample_streaming, op, on_tokens))
+        return await self._drawn(op, partial(self.sampler.sample_streaming, op, on_tokens))
 
     async def _drawn(
         self, op: Sample, draw: Callable[[], Coroutine[Any, Any, SampleOutput | Failed]]
@@ -123,19 +124,19 @@ class WatchedSampler(SamplingBackend):
     @asynccontextmanager
     async def _call(self, kind: str, sizes: Sizes = ONE_CALL) -> AsyncIterator[Watched]:
         """Watch a call from when its turn has come."""
-        if self._turns is None:
-            with self._watch.call(kind, sizes) as call:
+        if self.turns is None:
+            with self.watch.call(kind, sizes) as call:
                 yield call
             return
-        async with self._turns.turn("sampling"):
-            with self._watch.call(kind, sizes) as call:
+        async with self.turns.turn("sampling"):
+            with self.watch.call(kind, sizes) as call:
                 yield call
 
     def _checked(self, op: Sample, result: SampleOutput | Failed) -> SampleOutput | Failed:
         try:
             check_sample(op, result, self.sampler_capabilities.vocab_size)
         except WrongResultError as error:
-            msg = f"the sampler {type(self._sampler).__qualname__} breaks its contract: {error}"
+            msg = f"the sampler {type(self.sampler).__qualname__} breaks its contract: {error}"
             _log.error("%s", msg)
             return Failed(message=msg, category="server")
         return result
@@ -150,17 +151,17 @@ def _longest(output: SampleOutput) -> int:
     return max((len(each.tokens) for each in output.sequences), default=0)
 
 
+@dataclass(frozen=True, slots=True)
 class NoSampler(SamplingBackend):
     """Stands in for the sampler of a base model that can only be trained. Samples and ephemeral saves are refused."""
 
-    def __init__(self, trainer: TrainerCapabilities) -> None:
-        self._trainer = trainer
+    trainer: TrainerCapabilities
 
     @property
     def sampler_capabilities(self) -> SamplerCapabilities:
         """Claim nothing."""
         return SamplerCapabilities(
-            vocab_size=self._trainer.vocab_size, max_context_tokens=self._trainer.max_context_tokens
+            vocab_size=self.trainer.vocab_size, max_context_tokens=self.trainer.max_context_tokens
         )
 
     async def load_snapshot(self, snapshot: Snapshot) -> None:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from tinsmith.backend import ModelState
@@ -35,19 +35,19 @@ class _Known:
         return time.monotonic() - self.asked_at_s <= _STALE_AFTER_S
 
 
+@dataclass(slots=True, eq=False)
 class DiskRoom:
     """Remembers for a second what a tenant keeps. Before it refuses something, it asks again."""
 
-    def __init__(self, store: RequestStore, settings: QuotaSettings, read_space: ReadSpace) -> None:
-        self._store = store
-        self._settings = settings
-        self._read_space = read_space
-        self._known: dict[str, _Known] = {}  # by tenant
+    store: RequestStore
+    settings: QuotaSettings
+    read_space: ReadSpace
+    _known: dict[str, _Known] = field(default_factory=dict, init=False)  # by tenant
 
     async def expect(self, tenant: str, num_bytes: int) -> None:
         """Raise UserError, with the reason and the remedy, if the tenant may not write `num_bytes` more."""
         space = await self._space()
-        why = why_in_reserve(self._settings, space, more=num_bytes)
+        why = why_in_reserve(self.settings, space, more=num_bytes)
         if why is not None:
             raise UserError(why)
         known = self._known.get(tenant)
@@ -59,37 +59,37 @@ class DiskRoom:
 
     async def why_not(self, num_bytes: int) -> str | None:
         """Return why `num_bytes` more would use the reserve, or None if they would not."""
-        return why_in_reserve(self._settings, await self._space(), more=num_bytes)
+        return why_in_reserve(self.settings, await self._space(), more=num_bytes)
 
     def _why_over_share(self, known: _Known, space: DiskSpace, num_bytes: int) -> str | None:
-        return why_over_share(self._settings, known.kept, space, more=known.granted + num_bytes)
+        return why_over_share(self.settings, known.kept, space, more=known.granted + num_bytes)
 
     async def _ask(self, tenant: str) -> _Known:
         asked_at_s = time.monotonic()
-        found = await with_retries(self._store.kept_bytes, tenant)
+        found = await with_retries(self.store.kept_bytes, tenant)
         self._known = {name: each for name, each in self._known.items() if each.is_fresh}
         known = self._known[tenant] = _Known(found[0] if found else KeptBytes(tenant=tenant), asked_at_s)
         return known
 
     async def _space(self) -> DiskSpace:
-        return await asyncio.to_thread(self._read_space)
+        return await asyncio.to_thread(self.read_space)
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """Memory for one state, from before it is captured until it is on disk."""
 
-    def __init__(self, waiting: "WaitingStates", lora: LoraConfig, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._waiting = waiting
-        self._lora = lora
+    waiting: "WaitingStates"
+    lora: LoraConfig
+    num_bytes: int
 
     def holds(self, state: ModelState) -> None:
         """Count the captured bytes instead of the expected ones."""
         self.num_bytes = state.memory_bytes
-        self._waiting.measured(self._lora, state)
+        self.waiting.measured(self.lora, state)
 
     def release(self) -> None:
-        self._waiting.release(self)
+        self.waiting.release(self)
 
 
 class WaitingStates:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tinsmith import operations as ops
 from tinsmith.errors import TinsmithError
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 _BATCHED = frozenset({"forward", "forward_backward", "optim_step"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Claimed:
     """A claimed operation. `refused` is set if it must not run; `operation` is None only if it cannot be decoded."""
 
@@ -31,11 +32,12 @@ class Claimed:
     def runs_in_batch(self) -> bool:
         return self.record.kind in _BATCHED and self.refused is None
 
-    def as_pending(self) -> Pending:
-        """Return what the scheduler sees of it."""
+    @cached_property
+    def pending(self) -> Pending:
+        """What the scheduler sees of it. Samples have no order, so each counts as a model of its own."""
         return Pending(
             request_id=self.record.request_id,
-            model_id=self.record.subject_id,
+            model_id=self.record.subject_id if self.record.ordered else self.record.request_id,
             tenant=self.record.tenant,
             kind=self.record.kind,
             seq_id=self.record.seq_id,

@@ -82,7 +82,7 @@ class Claims:
         self._lease = engine.lease
         self._capabilities = capabilities
         self._losses = losses
-        self._settings = engine.options.recovery
+        self._settings = engine.settings.recovery
         self._wake = asyncio.Event()
         self._held = Holdings()
         self._changed = True  # the store may have something new

@@ -10,8 +10,9 @@ for long. Before that, the trainer scores them only if the model is about to cha
 
 import asyncio
 import logging
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -21,7 +22,7 @@ from tinsmith.engine.failures import ending_the_engine, with_retries
 from tinsmith.engine.probes import Probes, Scoring, figures
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import ServerError, TinsmithError
-from tinsmith.operations import Consistency
+from tinsmith.operations import Consistency, Sample
 from tinsmith.references import told
 
 _log = logging.getLogger(__name__)
@@ -49,54 +50,51 @@ class _Running:
     comparing: Comparing
 
 
+@dataclass(slots=True, eq=False)
 class ConsistencyGate:
     """Knows which comparisons run, and which snapshots were refused, until their model is unloaded."""
 
-    def __init__(
-        self, engine: EngineContext, probes: Probes, snapshots: Snapshots, *, most_waiting: int = MOST_WAITING
-    ) -> None:
-        """`most_waiting`: how many comparisons may wait for a sample; beyond that, the oldest begin."""
-        self._engine = engine
-        self._probes = probes
-        self._snapshots = snapshots
-        self._most_waiting = most_waiting
-        self._running: dict[str, _Running] = {}  # by snapshot_id, in the order of their saves
-        self._refused: dict[str, _Refused] = {}  # by snapshot_id
+    engine: EngineContext
+    probes: Probes
+    snapshots: Snapshots
+    most_waiting: int = MOST_WAITING  # comparisons that may wait for a sample; beyond that, the oldest begin
+    _running: dict[str, _Running] = field(default_factory=dict, init=False)  # by snapshot_id, in order of their saves
+    _refused: dict[str, _Refused] = field(default_factory=dict, init=False)  # by snapshot_id
 
     def refuses(self, found: Consistency | None) -> bool:
         """Tell whether a save with this verdict must fail."""
-        refusing = self._engine.options.consistency.action == "refuse"
+        refusing = self.engine.model.consistency.action == "refuse"
         return refusing and found is not None and found.verdict == "inconsistent"
 
     async def admit(self, model_id: str, snapshot: Snapshot) -> Consistency | None:
         """Load a snapshot and compare it with its model, which does not train meanwhile. Drop it if it is refused."""
-        if (scoring := self._probes.scoring(model_id)) is not None:
+        if (scoring := self.probes.scoring(model_id)) is not None:
             scoring.begin()  # while the trainer has the devices, before the sampler loads the snapshot
-        await self._snapshots.add(snapshot, model_id=model_id)
-        async with self._snapshots.use(snapshot.snapshot_id):
-            found = await self._probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
+        await self.snapshots.add(snapshot, model_id=model_id)
+        async with self.snapshots.use(snapshot.snapshot_id):
+            found = await self.probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
         if self.refuses(found):
-            await self._snapshots.discard(snapshot.snapshot_id)
+            await self.snapshots.discard(snapshot.snapshot_id)
         return found
 
     async def admit_for_now(self, model_id: str, snapshot: Snapshot) -> Comparing:
         """Load a snapshot, and compare it in the background. Its model may train at once."""
-        scoring = self._probes.scoring(model_id)
-        if scoring is not None and self._most_waiting == 0:
+        scoring = self.probes.scoring(model_id)
+        if scoring is not None and self.most_waiting == 0:
             scoring.begin()
-        await self._snapshots.add(snapshot, model_id=model_id)
+        await self.snapshots.add(snapshot, model_id=model_id)
         due = asyncio.Event()
-        comparing = self._engine.tasks.create_task(self._in_background(model_id, snapshot, scoring, due))
+        comparing = self.engine.tasks.create_task(self._in_background(model_id, snapshot, scoring, due))
         self._running[snapshot.snapshot_id] = _Running(model_id, due, comparing)
         waiting = [each for each in self._running.values() if not each.due.is_set()]
-        for each in waiting[: max(0, len(waiting) - self._most_waiting)]:
+        for each in waiting[: max(0, len(waiting) - self.most_waiting)]:
             each.due.set()
         comparing.add_done_callback(partial(self._ended, snapshot.snapshot_id))
         return comparing
 
     async def admit_again(self, model_id: str, snapshot: Snapshot) -> None:
         """Load and compare what an earlier engine had admitted. The verdict is recorded nowhere."""
-        await self._snapshots.add(snapshot, model_id=model_id)
+        await self.snapshots.add(snapshot, model_id=model_id)
         await self._judge(model_id, snapshot)
 
     def _ended(self, snapshot_id: str, _comparing: Comparing) -> None:
@@ -105,7 +103,7 @@ class ConsistencyGate:
     async def _in_background(
         self, model_id: str, snapshot: Snapshot, scoring: Scoring | None, due: asyncio.Event
     ) -> Consistency | None:
-        with ending_the_engine(self._engine.base_model, "in the check of a snapshot"):
+        with ending_the_engine(self.engine.base_model, "in the check of a snapshot"):
             return await self._judge(model_id, snapshot, scoring, due)
 
     async def _judge(
@@ -113,50 +111,59 @@ class ConsistencyGate:
     ) -> Consistency | None:
         """Compare a loaded snapshot once it is due, and take it back if it is refused. It stays loaded until then."""
         try:
-            async with self._snapshots.use(snapshot.snapshot_id):
+            async with self.snapshots.use(snapshot.snapshot_id):
                 if due is not None:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(LATEST_S):
                             await due.wait()
-                found = await self._probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
+                found = await self.probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
         except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk
             why = told(error, _log, during=f"the check of {snapshot.snapshot_id}").public
             found = Consistency(verdict="inconsistent", reason=why)
         if found is not None and self.refuses(found):
             why = f"sampling snapshot {snapshot.snapshot_id!r} was taken back, because {_why_refused(found)}"
             self._refused[snapshot.snapshot_id] = _Refused(model_id, why)
-            await self._snapshots.discard(snapshot.snapshot_id)
-            await with_retries(self._engine.store.note_run, self._engine.lease, model_id, why)
+            await self.snapshots.discard(snapshot.snapshot_id)
+            await with_retries(self.engine.store.note_run, self.engine.lease, model_id, why)
         return found
 
-    def hurry(self, snapshot_id: str | None) -> None:
-        """Somebody samples from a snapshot, and will wait for its verdict."""
-        if (running := self._running.get(snapshot_id or "")) is not None:
-            running.due.set()
+    @asynccontextmanager
+    async def for_sample(self, operation: Sample) -> AsyncIterator[Sample]:
+        """Yield a sample as `Snapshots.for_sample` does, and wait for the verdict on its snapshot when it is drawn.
 
-    def expect_not_refused(self, snapshot_id: str | None) -> None:
-        """Raise ServerError if a snapshot was refused."""
-        refused = self._refused.get(snapshot_id or "")
-        if refused is not None:
+        Before that, if it is streamed: nobody reads tokens of a snapshot that may be refused. Raise ServerError if it
+        was refused.
+        """
+        snapshot_id = operation.snapshot_id or ""
+        self._expect_not_refused(snapshot_id)
+        if (running := self._running.get(snapshot_id)) is not None:
+            running.due.set()
+        if operation.streamed:
+            await self._expect_passed(snapshot_id)
+        async with self.snapshots.for_sample(operation) as versioned:
+            yield versioned
+        await self._expect_passed(snapshot_id)
+
+    def _expect_not_refused(self, snapshot_id: str) -> None:
+        if (refused := self._refused.get(snapshot_id)) is not None:
             raise ServerError(refused.why)
 
-    async def expect_passed(self, snapshot_id: str | None) -> None:
-        """Wait for the verdict on a snapshot. Raise ServerError if it was refused."""
-        if (running := self._running.get(snapshot_id or "")) is not None:
+    async def _expect_passed(self, snapshot_id: str) -> None:
+        if (running := self._running.get(snapshot_id)) is not None:
             await asyncio.wait([running.comparing])
-        self.expect_not_refused(snapshot_id)
+        self._expect_not_refused(snapshot_id)
 
     async def persist(self, model_id: str) -> None:
         """Write the model's ephemeral snapshots to disk once they have passed; they are not compared again."""
         await self._ended_of(model_id)
-        await self._snapshots.persist(model_id)
+        await self.snapshots.persist(model_id)
 
     async def drop_model(self, model_id: str) -> None:
         """Drop the ephemeral snapshots of a model that has been unloaded, with their verdicts."""
         await self._ended_of(model_id)
-        self._probes.forget(model_id)
+        self.probes.forget(model_id)
         self._refused = {name: each for name, each in self._refused.items() if each.model_id != model_id}
-        await self._snapshots.drop_model(model_id)
+        await self.snapshots.drop_model(model_id)
 
     async def _ended_of(self, model_id: str) -> None:
         running = [each for each in self._running.values() if each.model_id == model_id]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints.saved import write_checkpoint
@@ -14,62 +13,9 @@ from tinsmith.engine.budgets import DiskRoom, WaitingStates
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.engine.failures import in_a_thread
 from tinsmith.figures import Figures
-from tinsmith.host import host_memory
-from tinsmith.settings import (
-    ConsistencySettings,
-    DataDir,
-    ModelSettings,
-    QuotaSettings,
-    RecoverySettings,
-    RoutingReplaySettings,
-    Settings,
-    WatchdogSettings,
-)
+from tinsmith.settings import DataDir, ModelSettings, Settings, WatchdogSettings
 from tinsmith.store import CheckpointKind, Lease, RequestStore
 from tinsmith.store.disk_room import space_at
-from tinsmith_checkpoints.format import SHARD_BYTES
-
-_SHARE_OF_SNAPSHOTS: Final = 4  # snapshots take this part of the host's memory, unless configured otherwise
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Which snapshots stay in the sampler, and how long ephemeral ones stay at all."""
-
-    max_resident: int
-    max_bytes: int  # of the resident ones together
-    idle_s: float | None = None  # seconds without a sample after which an ephemeral one is dropped; None: never
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How an engine is configured."""
-
-    gap_timeout_s: float
-    keeping: Keeping
-    recovery: RecoverySettings = field(default_factory=RecoverySettings)
-    consistency: ConsistencySettings = field(default_factory=ConsistencySettings)
-    quotas: QuotaSettings = field(default_factory=QuotaSettings)
-    model_path: Path | None = None  # the base model's directory
-    shard_bytes: int = SHARD_BYTES
-    routing_replay: RoutingReplaySettings = field(default_factory=RoutingReplaySettings)
-
-    @classmethod
-    def configured(cls, settings: Settings, model: ModelSettings, *, model_path: Path | None) -> "EngineOptions":
-        return cls(
-            gap_timeout_s=settings.server.gap_timeout_s,
-            keeping=Keeping(
-                max_resident=model.resident_snapshots,
-                max_bytes=model.resident_snapshot_bytes or host_memory() // _SHARE_OF_SNAPSHOTS,
-                idle_s=model.ephemeral_idle_s,
-            ),
-            recovery=settings.recovery,
-            consistency=model.consistency,
-            quotas=settings.quotas,
-            model_path=model_path,
-            shard_bytes=model.checkpoint_shard_bytes,
-            routing_replay=model.routing_replay,
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +25,9 @@ class EngineContext:
     store: RequestStore
     lease: Lease
     data_dir: DataDir
-    options: EngineOptions
+    settings: Settings
+    model: ModelSettings
+    model_path: Path | None = None  # the base model's directory
     watch: CallWatch = field(default_factory=lambda: CallWatch(WatchdogSettings()))  # somebody may look at it
     figures: Figures = field(default_factory=Figures)
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # if one fails, the engine ends
@@ -89,8 +37,8 @@ class EngineContext:
 
     def __post_init__(self) -> None:
         space = self.watch.files(partial(space_at, self.data_dir.root))
-        self.room = DiskRoom(self.store, self.options.quotas, space)
-        self.waiting = WaitingStates(self.options.recovery.waiting_bytes)
+        self.room = DiskRoom(self.store, self.settings.quotas, space)
+        self.waiting = WaitingStates(self.settings.recovery.waiting_bytes)
 
     @property
     def base_model(self) -> str:
@@ -124,8 +72,8 @@ class EngineContext:
                 created_at=created_at,
                 overwrite=asked_with is None,
                 epoch=self.lease.epoch,
-                model_path=None if asked_with is None else self.options.model_path,
-                shard_bytes=self.options.shard_bytes,
+                model_path=None if asked_with is None else self.model_path,
+                shard_bytes=self.model.checkpoint_shard_bytes,
                 finite=asked_with is not None,
             )
 

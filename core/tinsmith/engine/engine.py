@@ -69,7 +69,7 @@ class Engine:
         limits = Limits(max_batch_tokens=trainer.max_batch_tokens)
 
         training_thread = TrainingThread(thread, turns, context.watch)
-        probes = Probes(backend, drawing, context.options.consistency, call=training_thread.call)
+        probes = Probes(backend, drawing, context.model.consistency, call=training_thread.call)
         models = Models(backend, training_thread, losses=losses, before_change=probes.before_change)
         steps = Steps(context.store)
         snapshots = Snapshots(context, drawing)
@@ -162,7 +162,7 @@ def _most_waiting(context: EngineContext, sampler: SamplingBackend, turns: Devic
     """Return the most unverified snapshots in the sampler; 0 if checking one would change the turn of the devices."""
     if turns is not None:
         return 0
-    most = min(MOST_WAITING, context.options.keeping.max_resident - 1)
+    most = min(MOST_WAITING, context.model.resident_snapshots - 1)
     held = sampler.sampler_capabilities.max_snapshots
     return most if held is None else min(most, held // _SHARE_OF_WAITING)
 

@@ -211,5 +211,4 @@ def _session(session_id: str, num_bytes: int, model_id: str, record: OperationRe
 
 
 def _describe(lora: ops.LoraConfig) -> str:
-    flags = ("attn", lora.train_attn), ("mlp", lora.train_mlp), ("unembed", lora.train_unembed)
-    return f"rank {lora.rank} on {', '.join(name for name, on in flags if on)}"
+    return f"rank {lora.rank} on {', '.join(lora.targets)}"

@@ -87,7 +87,7 @@ class Places:
                 _log.warning("idle model %s keeps its place, because its state cannot be written: %s", model_id, error)
                 self.failed_s[model_id] = time.monotonic()
                 return False
-            keep = engine.options.recovery.keep_points
+            keep = engine.settings.recovery.keep_points
             if point is None or not await with_retries(engine.store.park_model, engine.lease, point, keep=keep):
                 return False
             await self.models.unload(model_id)

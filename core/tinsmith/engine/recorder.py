@@ -24,7 +24,7 @@ from tinsmith.figures import (
 )
 from tinsmith.hook_values import OperationFinished
 from tinsmith.scheduler import Limits
-from tinsmith.store import Completion, Usage
+from tinsmith.store import Usage
 from tinsmith.store.codec import encode_result, size_bound
 
 _log = logging.getLogger(__name__)
@@ -41,9 +41,6 @@ class _Batch:
 
     def used(self) -> list[tuple[Finished, Usage]]:
         return list(zip(self.finished, usage_of(self.finished, self.run_s), strict=True))
-
-    def completions(self) -> list[Completion]:
-        return [each.completion(usage) for each, usage in self.used()]
 
 
 def _oldest(batches: Iterable[_Batch]) -> list[_Batch]:
@@ -89,7 +86,7 @@ class Recorder:
         batches = [
             replace(each, finished=[await self._recordable(finished) for finished in each.finished]) for each in batches
         ]
-        completions = [each for batch in batches for each in batch.completions()]
+        completions = [each.completion(usage) for batch in batches for each, usage in batch.used()]
         await with_retries(self.engine.store.complete, self.engine.lease, completions)
         for batch in batches:
             self._count(batch)

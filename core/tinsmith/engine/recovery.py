@@ -84,7 +84,7 @@ class Recovery:
         begun = await with_retries(
             self.engine.store.begin_rebuild, self.engine.lease, model_id, interrupted=self.interrupted
         )
-        if begun > self.engine.options.recovery.max_retries + 1:
+        if begun > self.engine.settings.recovery.max_retries + 1:
             msg = f"its engine ended {begun - 1} times while it was rebuilt"
             raise ModelLostError(msg)
 

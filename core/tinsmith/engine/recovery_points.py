@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState
+from tinsmith.checkpoints.atomic_directory import directories_in
 from tinsmith.checkpoints.saved import delete_checkpoint
 from tinsmith.engine.budgets import Reservation
 from tinsmith.engine.consistency_gate import ConsistencyGate
@@ -50,7 +51,7 @@ class RecoveryPoints:
         self._models = models
         self._gate = gate
         self._root = engine.data_dir.recovery_points(engine.base_model)
-        self._settings = engine.options.recovery
+        self._settings = engine.settings.recovery
         self._version = secrets.token_hex(4)
         self._progress: dict[str, _Progress] = {}  # by model_id
 
@@ -188,7 +189,7 @@ class RecoveryPoints:
 
     def _remove_older(self, model_id: str, newest: int, kept: Collection[str]) -> None:
         taking = self._progress.get(model_id, _Progress()).taking
-        for name in _names(self._root / model_id) - set(kept):
+        for name in directories_in(self._root / model_id) - set(kept):
             seq_id = int(name.split("-")[0])
             if seq_id <= newest and seq_id != taking:
                 delete_checkpoint(self._root, f"{model_id}/{name}")
@@ -200,7 +201,7 @@ class RecoveryPoints:
 
     async def keep_only(self, model_ids: Collection[str]) -> None:
         """Remove earlier engines' recovery points of models that have since ended."""
-        found = await asyncio.to_thread(_names, self._root)
+        found = await asyncio.to_thread(directories_in, self._root)
         for model_id in found - set(model_ids):
             await self.forget(model_id)
 
@@ -214,9 +215,3 @@ class RecoveryPoints:
                 await self.tidy(record.subject_id)
         except TinsmithError as error:  # the next start removes them
             _log.warning("old recovery points of %s could not be removed yet: %s", record.subject_id, error)
-
-
-def _names(directory: Path) -> set[str]:
-    if not directory.is_dir():
-        return set()
-    return {path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")}

@@ -20,19 +20,11 @@ from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.token_streams import TokenTeller
 from tinsmith.errors import TinsmithError
 from tinsmith.failpoints import durable_boundary
-from tinsmith.scheduler import Limits, Pending, Scheduler
+from tinsmith.scheduler import Limits, Scheduler
 from tinsmith.store import ExpertsSampled, OperationRecord
 from tinsmith.store.codec import digest_of, encode_experts
 
 _STAYS_S: Final = 60.0  # for which a tenant counts after its last sample; a clock that is set back ends it
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A waiting sample, and the scheduler's view of it."""
-
-    claimed: Claimed
-    pending: Pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +60,13 @@ class SampleQueue:
         self._slots = sampler.max_sequences
         self._limits = Limits(max_batch_tokens=sampler.max_sequences * sampler.max_context_tokens)
         self._memory: dict[bool, Mapping[str, float]] = {False: {}, True: {}}  # the scheduler's, by `reserved`
-        self._waiting: dict[str, dict[str, _Waiting]] = {}  # by tenant and request_id, oldest first
+        self._waiting: dict[str, dict[str, Claimed]] = {}  # by tenant and request_id, oldest first
         self._drawn: dict[str, _Drawing] = {}  # by request_id
         self._present: dict[str, float] = {}  # by tenant, when it last had a sample here
         self._is_shared = False
 
     def add(self, claimed: Claimed) -> None:
-        record = claimed.record
-        pending = replace(claimed.as_pending(), model_id=record.request_id)  # samples have no order
-        self._waiting.setdefault(record.tenant, {})[record.request_id] = _Waiting(claimed, pending)
+        self._waiting.setdefault(claimed.record.tenant, {})[claimed.record.request_id] = claimed
 
     def remove(self, request_id: str) -> bool:
         """Remove a waiting sample. Return False if it is not waiting."""
@@ -87,9 +77,6 @@ class SampleQueue:
                     del self._waiting[tenant]
                 return True
         return False
-
-    def clear(self) -> None:
-        self._waiting.clear()
 
     def take(self) -> Claimed | None:
         """Take the sample that is drawn next. Return None if there is none, or no slot for it."""
@@ -114,7 +101,7 @@ class SampleQueue:
         recent = {tenant: at_s for tenant, at_s in self._present.items() if abs(now_s - at_s) <= _STAYS_S}
         self._present, self._is_shared = recent, len(recent) > 1
 
-    def _take_of(self, heads: Sequence[_Waiting], *, reserved: bool) -> Claimed | None:
+    def _take_of(self, heads: Sequence[Claimed], *, reserved: bool) -> Claimed | None:
         """Take the one that the scheduler chooses, if it fits."""
         free = self._free(reserved=reserved)
         if all(self._sequences(each) > free for each in heads):
@@ -128,7 +115,7 @@ class SampleQueue:
         self.remove(chosen.pending.request_id)
         drawing = _Drawing(tenant=chosen.pending.tenant, sequences=self._sequences(chosen), reserved=reserved)
         self._drawn[chosen.pending.request_id] = drawing
-        return chosen.claimed
+        return chosen
 
     def _free(self, *, reserved: bool) -> int:
         size = self._num_reserved if reserved else self._num_common
@@ -143,11 +130,11 @@ class SampleQueue:
         ahead = 0 if self._is_shared else self._slots // 4
         return self._slots + ahead - self._num_reserved
 
-    def _sequences(self, waiting: _Waiting) -> int:
+    def _sequences(self, claimed: Claimed) -> int:
         """Return how many slots a sample takes: at most all that are not reserved."""
-        if waiting.claimed.refused is not None:
+        if claimed.refused is not None:
             return 0
-        return min(cast("ops.Sample", waiting.claimed.operation).num_samples, self._num_common)
+        return min(cast("ops.Sample", claimed.operation).num_samples, self._num_common)
 
 
 @dataclass(slots=True, eq=False)
@@ -228,7 +215,7 @@ class Sampling:
     async def _drawn(self, operation: ops.Sample, result: ops.SampleOutput, record: OperationRecord) -> Outcome:
         """The experts of a sample are recorded beside its result, never in it: its client does not know them."""
         answer = replace(result, sequences=tuple(replace(each, routed_experts=None) for each in result.sequences))
-        model_id, replay = self.snapshots.model_of(operation.snapshot_id), self.engine.options.routing_replay
+        model_id, replay = self.snapshots.model_of(operation.snapshot_id), self.engine.model.routing_replay
         if model_id is None or not replay.enabled:
             return Outcome(result=answer)
         sampled = ExpertsSampled(
@@ -241,13 +228,8 @@ class Sampling:
 
     @durable_boundary("engine.sample")
     async def _sample(self, operation: ops.Sample, record: OperationRecord) -> ops.SampleOutput | ops.Failed:
-        self.gate.expect_not_refused(operation.snapshot_id)
-        self.gate.hurry(operation.snapshot_id)
-        if operation.streamed:  # nobody reads tokens of a snapshot that may be refused
-            await self.gate.expect_passed(operation.snapshot_id)
-        async with self.snapshots.for_sample(operation) as versioned:
+        async with self.gate.for_sample(operation) as versioned:
             result = await self._draw(versioned, record)
-        await self.gate.expect_passed(operation.snapshot_id)
         if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
             return replace(result, target_layout=operation.target_layout)
         return result

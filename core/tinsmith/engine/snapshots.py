@@ -14,6 +14,7 @@ from typing import Final
 
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, SamplingBackend, Snapshot
+from tinsmith.checkpoints.atomic_directory import directories_in
 from tinsmith.checkpoints.saved import delete_checkpoint, read_snapshot
 from tinsmith.checkpoints.tinker_path import VERSION_MARK, TinkerPath
 from tinsmith.checks import why_not_sampled
@@ -22,11 +23,13 @@ from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
 from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
 from tinsmith.failpoints import durable_boundary
+from tinsmith.host import host_memory
 from tinsmith.operations import LoraConfig
 from tinsmith.store.revocation import usable_checkpoint, why_gone
 
 _log = logging.getLogger(__name__)
 _PERSISTED: Final = "tinker://"
+_SHARE_OF_MEMORY: Final = 4  # snapshots take this part of the host's, unless configured otherwise
 
 
 @dataclass(slots=True)
@@ -61,7 +64,8 @@ class Snapshots:
         self._sampler = sampler
         self._checkpoint_root = engine.data_dir.checkpoints
         self._spill_root = engine.data_dir.spilled_snapshots(engine.base_model)
-        self._keeping = engine.options.keeping
+        self._model = engine.model
+        self._max_bytes = engine.model.resident_snapshot_bytes or host_memory() // _SHARE_OF_MEMORY
         # A superseded engine may write on for a moment, but never to a directory of its successor.
         self._version = f"{VERSION_MARK}{secrets.token_hex(4)}"
         self._held: dict[str, _Held] = {}  # least recently used first
@@ -80,7 +84,7 @@ class Snapshots:
 
         Remove all others.
         """
-        for name in await asyncio.to_thread(self._on_disk):
+        for name in await asyncio.to_thread(directories_in, self._spill_root):
             snapshot_id = name.partition(VERSION_MARK)[0]
             if snapshot_id in models and snapshot_id not in self._held:
                 self._held[snapshot_id] = _Held(
@@ -88,11 +92,6 @@ class Snapshots:
                 )
             else:
                 await asyncio.to_thread(delete_checkpoint, self._spill_root, name)
-
-    def _on_disk(self) -> list[str]:
-        if not self._spill_root.is_dir():
-            return []
-        return [path.name for path in self._spill_root.iterdir() if path.is_dir() and not path.name.startswith(".")]
 
     def holds(self, snapshot_id: str) -> bool:
         return snapshot_id in self._held
@@ -153,7 +152,7 @@ class Snapshots:
                 await self.discard(snapshot_id)
 
     def _is_idle(self, held: _Held) -> bool:
-        return self._keeping.idle_s is not None and held.last_used <= time.monotonic() - self._keeping.idle_s
+        return (idle_s := self._model.ephemeral_idle_s) is not None and held.last_used <= time.monotonic() - idle_s
 
     async def _is_gone(self, held: _Held) -> bool:
         try:
@@ -213,7 +212,7 @@ class Snapshots:
 
     def _entry(self, snapshot_id: str) -> _Held:
         if not _is_persisted(snapshot_id):
-            idle_s = self._keeping.idle_s
+            idle_s = self._model.ephemeral_idle_s
             unused = "" if idle_s is None else f", or nobody sampled from it for {idle_s:g} s (ephemeral_idle_s)"
             msg = (
                 f"sampling snapshot {snapshot_id!r} is gone, because its session ended or its model was lost{unused}; "
@@ -241,9 +240,9 @@ class Snapshots:
         resident = [each for each in self._held.items() if each[1].snapshot is not None]
         number, size = len(resident), sum(held.num_bytes for _, held in resident)
         room = self._sampler.sampler_capabilities.max_snapshots
-        most = self._keeping.max_resident if room is None else min(room, self._keeping.max_resident)
+        most = self._model.resident_snapshots if room is None else min(room, self._model.resident_snapshots)
         for name, held in resident:
-            if number <= most and size <= self._keeping.max_bytes:
+            if number <= most and size <= self._max_bytes:
                 return
             if held.users == 0 and not held.loading.locked():
                 if not held.on_disk and (why := await self._engine.room.why_not(held.num_bytes)) is not None:

@@ -45,10 +45,8 @@ class TrainingQueue:
         self._clock = clock
         self._memory: Mapping[str, float] = {}  # the scheduler's
         self._waiting: dict[str, Claimed] = {}  # by request_id
-        self._pending: dict[str, Pending] = {}  # what the scheduler sees of them
-        self._held: set[str] = (
-            set()
-        )  # models with an operation that runs by itself, and those on their way to or from the disk
+        self._held: set[str] = set()
+        """Models with an operation that runs by itself, and those on their way to or from the disk."""
 
     @property
     def waiting(self) -> Mapping[str, Claimed]:
@@ -57,7 +55,6 @@ class TrainingQueue:
 
     def add(self, claimed: Claimed) -> None:
         self._waiting[claimed.record.request_id] = claimed
-        self._pending[claimed.record.request_id] = claimed.as_pending()
 
     def take(self) -> list[Claimed]:
         """Take what runs next: a batch, or one operation that is refused or runs by itself."""
@@ -67,7 +64,7 @@ class TrainingQueue:
             if head.refused is not None:
                 return [self._taken(head)]
             first_refused = next((n for n, each in enumerate(queue) if each.refused is not None), len(queue))
-            runnable.extend(self._pending[each.record.request_id] for each in queue[:first_refused])
+            runnable.extend(each.pending for each in queue[:first_refused])
         batch = self._scheduler.plan(runnable, limits=self._limits, now_s=self._clock(), memory=self._memory)
         self._memory = batch.memory
         return [self._taken(self._waiting[request_id]) for request_id in batch.request_ids]
@@ -97,7 +94,7 @@ class TrainingQueue:
         return [sorted(queue, key=lambda each: each.record.seq_id) for queue in queues.values()]
 
     def _taken(self, claimed: Claimed) -> Claimed:
-        del self._waiting[claimed.record.request_id], self._pending[claimed.record.request_id]
+        del self._waiting[claimed.record.request_id]
         if not claimed.runs_in_batch:
             self._held.add(claimed.record.subject_id)
         return claimed

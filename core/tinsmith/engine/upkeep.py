@@ -23,7 +23,7 @@ _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
 async def close_gaps(engine: EngineContext) -> None:
     """Until cancelled, fail what has waited too long behind a missing seq_id."""
-    clock, timeout_s = SteadyClock(), engine.options.gap_timeout_s
+    clock, timeout_s = SteadyClock(), engine.settings.server.gap_timeout_s
     while True:
         await asyncio.sleep(min(5.0, timeout_s / 4))
         now, steady_s = clock.read()
@@ -46,7 +46,7 @@ async def admit_models(engine: EngineContext, trainer: TrainerCapabilities, plac
     A model cannot get a place while no engine runs, so this one waits as long before it gives any up. Nor can a client
     use its model then, so this engine runs as long before it takes a model for idle.
     """
-    clock, quotas, freed_for = SteadyClock(), engine.options.quotas, frozenset[str]()
+    clock, quotas, freed_for = SteadyClock(), engine.settings.quotas, frozenset[str]()
     poll_s = min(max(quotas.place_wait_s / 4, _MIN_POLL_S), _MAX_POLL_S)
     while True:
         now, steady_s = clock.read()

@@ -1,4 +1,6 @@
-"""Finds plugins: core's own modules, and the entry points of installed distributions; and explains faults of one.
+"""Finds plugins, says what is wrong with one, and calls their hooks.
+
+Plugins are core's own modules, and what the entry points of installed distributions name.
 
 A plugin's distribution requires tinsmith as any package does, for instance `tinsmith~=0.1`.
 """
@@ -18,10 +20,11 @@ from tinsmith import hookspecs
 from tinsmith.backend import BackendConfig
 from tinsmith.errors import PluginError
 from tinsmith.losses import LossSpec
-from tinsmith.plugins.hook_caller import HOOK_NAMES, HOOK_PREFIX
 from tinsmith.plugins.registry import PluginOrigin, suggestion
 
 GROUP: Final = "tinsmith"
+HOOK_PREFIX: Final = "tinsmith_"
+HOOK_NAMES: Final = tuple(name for name in vars(hookspecs) if name.startswith(HOOK_PREFIX))
 BUILTINS: Final = (
     "losses",
     "schedulers",
@@ -124,3 +127,46 @@ def check_spec(spec: Any) -> None:
     if not isinstance(spec.config, type) or not issubclass(spec.config, BackendConfig):
         msg = f"{type(spec).__name__} {spec.name!r} has the config {spec.config!r}; it must subclass BackendConfig"
         raise PluginError(msg)
+
+
+class HookCaller:
+    """The one place that talks to pluggy: it calls a hook of one plugin at a time, so that a failure has an owner."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
+        self._manager.add_hookspecs(hookspecs)
+
+    def register(self, plugin: object, name: str) -> None:
+        """Raise what pluggy raises, for instance for a hook that does not exist."""
+        self._manager.register(plugin, name=name)
+        self._manager.check_pending()
+
+    def unregister(self, plugin: object) -> None:
+        if self._manager.is_registered(plugin):
+            self._manager.unregister(plugin)
+
+    def implementers(self, hook: str) -> list[object]:
+        """Return the plugins that implement a hook, in pluggy's call order."""
+        implementations = reversed(getattr(self._manager.hook, hook).get_hookimpls())
+        return list(dict.fromkeys(implementation.plugin for implementation in implementations))
+
+    def call(self, plugin: object, hook: str, **arguments: object) -> list[object]:
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        result = self._manager.subset_hook_caller(hook, others)(**arguments)
+        if isinstance(result, list):
+            return result
+        return [] if result is None else [result]  # pluggy returns a bare result for a first-result hook
+
+    def offered(self, plugin: object, hook: str, spec_type: type[Any], **arguments: object) -> list[Any]:
+        """Call one registration hook of one plugin. Any: pluggy's results are untyped; they are checked here."""
+        found: list[object] = []
+        for result in self.call(plugin, hook, **arguments):
+            found.extend(result if isinstance(result, list | tuple) else [result])
+        for spec in found:
+            if not isinstance(spec, spec_type):
+                msg = (
+                    f"{hook} returned {spec!r:.200} of type {type(spec).__name__}; it must return a "
+                    f"{spec_type.__name__}, or a list of them"
+                )
+                raise PluginError(msg)
+        return found

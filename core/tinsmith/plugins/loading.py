@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -18,13 +19,15 @@ from tinsmith.errors import PluginError, TinsmithError
 from tinsmith.hook_values import Principal
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.discovery import (
+    HOOK_NAMES,
+    HOOK_PREFIX,
+    HookCaller,
     builtin_plugins,
     check_spec,
     installed_plugins,
     plugin_error,
     refuse_unmarked_hooks,
 )
-from tinsmith.plugins.hook_caller import HOOK_NAMES, HOOK_PREFIX, HookCaller
 from tinsmith.plugins.registry import Offer, PluginOrigin, PluginReport, Registry, suggestion
 from tinsmith.scheduler import SchedulerSpec
 from tinsmith.store import StoreSpec
@@ -147,10 +150,10 @@ class Plugins:
     def report(self) -> list[PluginReport]:
         """Describe every plugin, the broken ones included, in load order."""
         loaded = [
-            PluginReport.of(origin, offers=self._offers_in_short(plugin), error=self._problems(origin))
+            PluginReport(**asdict(origin), offers=self._offers_in_short(plugin), error=self._problems(origin))
             for plugin, origin in self._origins.items()
         ]
-        return loaded + [PluginReport.of(origin, error=str(error)) for origin, error in self._broken().items()]
+        return loaded + [PluginReport(**asdict(origin), error=str(error)) for origin, error in self._broken().items()]
 
     def offers_of(self, name: str) -> list[Offer]:
         """Return everything that plugins of that name offer; several distributions may share a name.

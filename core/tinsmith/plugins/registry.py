@@ -26,24 +26,11 @@ class PluginOrigin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PluginReport:
+class PluginReport(PluginOrigin):
     """One row of `tinsmith plugins`."""
 
-    name: str
-    distribution: str
-    version: str
     offers: tuple[str, ...] = ()  # "backend jax", and the other hooks it implements by their short names
     error: str | None = None  # why it is broken, or which of its offers collide with another plugin's
-
-    @classmethod
-    def of(cls, origin: PluginOrigin, *, offers: tuple[str, ...] = (), error: str | None = None) -> PluginReport:
-        return cls(
-            name=origin.name,
-            distribution=origin.distribution,
-            version=origin.version,
-            offers=offers,
-            error=error,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from tinsmith.backend import Progress, SamplingBackend, TrainingBackend
 from tinsmith.engine.call_watch import LOADING, CallWatch
-from tinsmith.engine.context import EngineContext, EngineOptions
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import contained
 from tinsmith.figures import RECOVERY_SECONDS, Figures
@@ -154,7 +154,9 @@ class EngineRun:
             store=self.store,
             lease=self.lease,
             data_dir=self.data_dir,
-            options=EngineOptions.configured(self.settings, self.model, model_path=self._model_path()),
+            settings=self.settings,
+            model=self.model,
+            model_path=self._model_path(),
             watch=self.watch,
             figures=self.figures,
         )

@@ -14,12 +14,12 @@ from tinsmith import operations as ops
 from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.builtin.fair_scheduler import FairConfig, FairScheduler
 from tinsmith.engine.call_watch import CallWatch
-from tinsmith.engine.context import EngineContext, EngineOptions, Keeping
+from tinsmith.engine.context import EngineContext
 from tinsmith.engine.device_turns import DeviceTurns
 from tinsmith.engine.engine import Engine
 from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.settings import DataDir, WatchdogSettings
+from tinsmith.settings import DataDir, ModelSettings, ServerSettings, Settings, WatchdogSettings
 from tinsmith.store import (
     WAITS_FOR_PLACE,
     EngineRecord,
@@ -47,11 +47,19 @@ async def take_over(store: RequestStore, base_model: str, *, engine_id: str | No
 
 
 def make_context(store: RequestStore, lease: Lease, data_dir: Path, **options: Any) -> EngineContext:
-    """Return what the parts of an engine share. `options` are fields of EngineOptions, and `watch`."""
+    """Return what the parts of an engine share. `options` are fields of ModelSettings and Settings, and `watch`."""
     watch = options.pop("watch", None) or CallWatch(WatchdogSettings())
-    keeping = options.pop("keeping", Keeping(max_resident=8, max_bytes=1 << 30))
-    own = EngineOptions(**{"gap_timeout_s": 600.0, "keeping": keeping, **options})
-    return EngineContext(store=store, lease=lease, data_dir=DataDir(data_dir), options=own, watch=watch)
+    usual = {"resident_snapshots": 8, "resident_snapshot_bytes": 1 << 30, "server": ServerSettings(gap_timeout_s=600.0)}
+    options = {**usual, **options}
+    of_model = {name: options.pop(name) for name in list(options) if name in ModelSettings.model_fields}
+    return EngineContext(
+        store=store,
+        lease=lease,
+        data_dir=DataDir(data_dir),
+        settings=Settings(**options),
+        model=ModelSettings(name="toy", **of_model),
+        watch=watch,
+    )
 
 
 async def make_engine(

@@ -37,6 +37,12 @@ class LoraConfig:
     def scale(self) -> float:
         return self.alpha / self.rank if self.rank else 0.0
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What is trained, by the names that capabilities use."""
+        flags = ("attn", self.train_attn), ("mlp", self.train_mlp), ("unembed", self.train_unembed)
+        return tuple(name for name, on in flags if on)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
