@@ -429,6 +429,7 @@ def nobody_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consistency_gate, "LATEST_S", WAIT_S)
 
 
+@pytest.mark.usefixtures("nobody_hurries")
 async def test_saves_between_two_steps_share_the_trainers_scores(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(setup.toy, monkeypatch)
     async with setup.running() as client:
