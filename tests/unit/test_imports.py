@@ -53,11 +53,15 @@ def is_there(module: str, name: str) -> bool:
     if (path / name).is_dir() or (path / f"{name}.py").exists():
         return True
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return file.exists() and name in {
-        each
-        for node in ast.walk(syntax_trees.tree_of(file))
-        for each in (getattr(node, "name", None), getattr(node, "id", None), getattr(node, "asname", None))
-    }
+    if not file.exists():
+        return False
+    nodes = list(ast.walk(syntax_trees.tree_of(file)))
+    named = {each for node in nodes for each in (getattr(node, what, None) for what in ("name", "id", "asname"))}
+    return name in named or any(
+        is_there(node.module or "", name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+    )
 
 
 def test_what_runs_on_a_card_alone_imports_what_is_there() -> None:
