@@ -10,8 +10,8 @@ import orjson
 
 from tinsmith import operations as ops
 from tinsmith.errors import ServerError
-from tinsmith.protocol import tensors as wire_tensors
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.protocol.tensors import to_bytes
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 GRAD_NORM_OF_HOSTED: Final = "unclipped_grad_l2:mean"
@@ -109,7 +109,7 @@ def _add_record(message: pb.ForwardBackwardOutput, run: Sequence[Mapping[str, op
             msg = f"output {name!r} has dtype {dtype_name}; backends return one of {', '.join(_DTYPES)}"
             raise ServerError(msg)
         dtype, stored = _DTYPES[dtype_name]
-        parts = [np.ascontiguousarray(datum[name], stored).tobytes() for datum in run]
+        parts = [to_bytes(datum[name], stored) for datum in run]
         offsets = np.cumsum([0, *(len(part) for part in parts)], dtype="<i8")
         tensor = record.fields[name]
         tensor.data, tensor.offsets, tensor.dtype = b"".join(parts), offsets.tobytes(), dtype
@@ -125,7 +125,7 @@ def sample_response(output: ops.SampleOutput) -> pb.SampleResponse:
         prompt_cache_hit_tokens=output.prompt_cache_hit_tokens,
     )
     if output.prompt_logprobs is not None:
-        message.prompt_logprobs = wire_tensors.float32_bytes(output.prompt_logprobs)
+        message.prompt_logprobs = to_bytes(output.prompt_logprobs, "<f4")
     if output.top_prompt_logprobs is not None:
         message.topk_prompt_logprobs.CopyFrom(_top_logprobs(output.top_prompt_logprobs))
     if output.target_prompt_logprobs is not None:
@@ -136,12 +136,12 @@ def sample_response(output: ops.SampleOutput) -> pb.SampleResponse:
 def _targets(scores: ops.FloatArray, layout: ops.SparseLayout | None) -> pb.Tensor:
     """In the layout of the request."""
     if layout is None:
-        return pb.Tensor(dense=wire_tensors.float32_bytes(scores), dtype=pb.DTYPE_FLOAT32, shape=scores.shape)
+        return pb.Tensor(dense=to_bytes(scores, "<f4"), dtype=pb.DTYPE_FLOAT32, shape=scores.shape)
     rows = np.repeat(np.arange(len(scores)), np.diff(layout.crow_indices))
     sparse = pb.SparseCsr(
-        values=wire_tensors.float32_bytes(scores[rows, layout.col_indices]),
-        crow_indices=wire_tensors.int64_bytes(layout.crow_indices),
-        col_indices=wire_tensors.int64_bytes(layout.col_indices),
+        values=to_bytes(scores[rows, layout.col_indices], "<f4"),
+        crow_indices=to_bytes(layout.crow_indices, "<i8"),
+        col_indices=to_bytes(layout.col_indices, "<i8"),
     )
     return pb.Tensor(sparse_csr=sparse, dtype=pb.DTYPE_FLOAT32, shape=scores.shape)
 
@@ -149,8 +149,8 @@ def _targets(scores: ops.FloatArray, layout: ops.SparseLayout | None) -> pb.Tens
 def _sequence(sequence: ops.SampledSequence) -> pb.SampledSequence:
     message = pb.SampledSequence(
         stop_reason=_STOP_REASONS[sequence.stop_reason],
-        tokens=wire_tensors.int32_bytes(sequence.tokens),
-        logprobs=wire_tensors.float32_bytes(sequence.logprobs),
+        tokens=to_bytes(sequence.tokens, "<i4"),
+        logprobs=to_bytes(sequence.logprobs, "<f4"),
     )
     if sequence.top_logprobs is not None:
         message.topk_sampled_logprobs.CopyFrom(_top_logprobs(sequence.top_logprobs))
@@ -160,8 +160,8 @@ def _sequence(sequence: ops.SampledSequence) -> pb.SampledSequence:
 def _top_logprobs(top: ops.TopLogprobs) -> pb.TopkLogprobs:
     length, k = top.token_ids.shape
     return pb.TopkLogprobs(
-        token_ids=wire_tensors.int32_bytes(top.token_ids),
-        logprobs=wire_tensors.float32_bytes(top.logprobs),
+        token_ids=to_bytes(top.token_ids, "<i4"),
+        logprobs=to_bytes(top.logprobs, "<f4"),
         k=k,
         length=length,
     )

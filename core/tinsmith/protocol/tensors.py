@@ -168,16 +168,8 @@ def as_float32(name: str, values: ops.Array) -> ops.FloatArray:
     return values.astype(np.float32)
 
 
-def float32_bytes(values: ops.Array) -> bytes:
-    return np.ascontiguousarray(values, "<f4").tobytes()
-
-
-def int64_bytes(values: ops.Array) -> bytes:
-    return np.ascontiguousarray(values, dtype="<i8").tobytes()
-
-
-def int32_bytes(values: ops.Array) -> bytes:
-    return np.ascontiguousarray(values, "<i4").tobytes()
+def to_bytes(values: ops.Array, dtype: str) -> bytes:
+    return np.ascontiguousarray(values, dtype).tobytes()
 
 
 def _shaped(name: str, values: ops.Array, shape: Sequence[int]) -> ops.Array:

@@ -138,13 +138,9 @@ async def readable_run(context: Context, caller: Principal, model_id: str) -> Ru
     return _readable(await context.store.get_run(model_id), caller, "model", model_id)
 
 
-async def own_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
-    return _owned(await context.samplers.get(sampler_id), caller, "sampling session", sampler_id)
-
-
 async def usable_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
     """Return one of the caller's. Raises RevokedError if the checkpoint that it rests on may no longer be used."""
-    sampler = await own_sampler(context, caller, sampler_id)
+    sampler = _owned(await context.samplers.get(sampler_id), caller, "sampling session", sampler_id)
     checkpoint = await usable_checkpoint(context.store, sampler, context.now())
     if checkpoint is not None and not may_read(checkpoint, caller):
         raise revoked(sampler, "is not published, and your key may no longer read it")

@@ -46,7 +46,7 @@ class ServerContext:
     engines: Engines
     quotas: Quotas
     figures: Figures = field(default_factory=Figures)
-    metrics: Metrics = field(default_factory=Metrics.create)
+    metrics: Metrics = field(default_factory=Metrics)
     heavy: HeavyWork = field(default_factory=HeavyWork)
     large_answers: LargeAnswers = field(default_factory=LargeAnswers)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

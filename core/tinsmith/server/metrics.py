@@ -4,7 +4,6 @@ import re
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Final
@@ -50,52 +49,31 @@ class UnknownFieldCounts:
             return field in self._named
 
 
-@dataclass(frozen=True, slots=True)
 class Metrics:
     """The server's own metrics."""
 
-    registry: CollectorRegistry
-    requests: Counter
-    submitted: Counter
-    tokens: Counter
-    seconds: Histogram
-    routing_replay: Counter
-    stand_ins: Counter
-    unknown_fields: UnknownFieldCounts
-
-    @classmethod
-    def create(cls) -> "Metrics":
-        registry = CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         Gauge("tinsmith_build_info", "1", ["version"], registry=registry).labels(version("tinsmith")).set(1)
-        return cls(
-            registry=registry,
-            requests=Counter(
-                "tinsmith_http_requests", "answers by route and status", ["route", "status"], registry=registry
-            ),
-            submitted=Counter(
-                "tinsmith_operations_submitted", "operations accepted", ["base_model", "kind"], registry=registry
-            ),
-            tokens=Counter(
-                "tinsmith_tokens_submitted", "tokens of accepted operations", ["base_model", "kind"], registry=registry
-            ),
-            seconds=Histogram(
-                "tinsmith_http_seconds", "time to answer, long polls included", ["route"], registry=registry
-            ),
-            stand_ins=Counter(
-                "tinsmith_stand_in_passes",
-                "accepted passes for which another loss stands in, by the loss that was asked for and the other one",
-                ["base_model", "loss_fn", "stand_in"],
-                registry=registry,
-            ),
-            routing_replay=Counter(
-                "tinsmith_routing_replay_sequences",
-                "sequences of accepted passes, by whether their experts are those of a sample or the trainer's choice",
-                ["base_model", "kind", "outcome"],
-                registry=registry,
-            ),
-            unknown_fields=UnknownFieldCounts(registry),
+        counter, of = partial(Counter, registry=registry), ("base_model", "kind")
+        self.requests = counter("tinsmith_http_requests", "answers by route and status", ["route", "status"])
+        self.submitted = counter("tinsmith_operations_submitted", "operations accepted", of)
+        self.tokens = counter("tinsmith_tokens_submitted", "tokens of accepted operations", of)
+        self.seconds = Histogram(
+            "tinsmith_http_seconds", "time to answer, long polls included", ["route"], registry=registry
         )
+        self.stand_ins = counter(
+            "tinsmith_stand_in_passes",
+            "accepted passes for which another loss stands in, by the loss that was asked for and the other one",
+            ["base_model", "loss_fn", "stand_in"],
+        )
+        self.routing_replay = counter(
+            "tinsmith_routing_replay_sequences",
+            "sequences of accepted passes, by whether their experts are those of a sample or the trainer's choice",
+            [*of, "outcome"],
+        )
+        self.unknown_fields = UnknownFieldCounts(registry)
 
 
 def show_space(metrics: Metrics, settings: Settings) -> None:

@@ -21,8 +21,8 @@ from tinsmith.protocol import wire
 from tinsmith.server.auth import usable_sampler
 from tinsmith.server.context import ServerContext
 from tinsmith.server.results import as_told, finished_result
+from tinsmith.server.routes.sampling import open_sampling_session
 from tinsmith.server.routes.sessions import hear, open_session
-from tinsmith.server.sampling_sessions import open_sampling_session
 from tinsmith.server.submitting import submit_sample
 from tinsmith.stopping import unless_stopped
 from tinsmith.store import DrawnTokens, OperationRecord, SamplingSessionRecord

@@ -55,7 +55,7 @@ def _engine(
     work = [_work(each, now) for each in pending if each.base_model == name]
     if record is None:
         return wire.EngineView(base_model=name, state=_STARTING, restarts=0, work=work)
-    before = last_failure(record)
+    before, counts = last_failure(record), record.consistency
     return wire.EngineView(
         base_model=name,
         state=record.state.value,
@@ -68,7 +68,7 @@ def _engine(
         running_s=_age(since[name], now) if name in since else None,
         turn=None if record.turn is None else record.turn.side,
         turn_awaited=None if record.turn is None else record.turn.waiting,
-        saves=None if record.consistency is None else _saves(record),
+        saves=None if counts is None else wire.ComparedSaves.model_validate(counts, from_attributes=True),
         work=work,
     )
 
@@ -80,17 +80,6 @@ def _work(each: PendingWork, now: datetime) -> wire.PendingView:
         state=each.state.value,
         number=each.number,
         oldest_s=_age(each.oldest_at, now),
-    )
-
-
-def _saves(record: EngineRecord) -> wire.ComparedSaves:
-    counts = record.consistency
-    assert counts is not None
-    return wire.ComparedSaves(
-        consistent=counts.consistent,
-        inconsistent=counts.inconsistent,
-        not_compared=counts.not_compared,
-        largest_difference=counts.largest_difference,
     )
 
 
