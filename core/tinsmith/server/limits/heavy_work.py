@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Response
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 T = TypeVar("T")
@@ -61,9 +62,12 @@ class LargeAnswers:
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def build(self, tenant: str, read: Callable[[], Awaitable[T]], to_json: Callable[[T], str]) -> Response:
-        """Answer with the value read. `to_json` runs in a thread."""
-        lock = self._locks.setdefault(tenant, asyncio.Lock())
-        async with lock:
+    async def build(self, tenant: str, read: Callable[[], Awaitable[T]], make: Callable[[T], BaseModel]) -> Response:
+        """Answer with the value read, without what is None. `make` runs in a thread."""
+
+        def to_json(found: T) -> str:
+            return make(found).model_dump_json(exclude_none=True)
+
+        async with self._locks.setdefault(tenant, asyncio.Lock()):
             body = await run_in_threadpool(to_json, await read())
         return Response(body, media_type="application/json")

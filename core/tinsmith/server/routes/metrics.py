@@ -88,11 +88,11 @@ async def get_metrics(
 
     read = partial(read_measured, context.store, model_id, from_step)
 
-    def to_json(rows: list[MetricsRow]) -> str:
+    def to_answer(rows: list[MetricsRow]) -> wire.RunCurves:
         series = series_of(joined(rows)[:num_steps], max_points=max_points, names=names)
-        return wire.RunCurves(run_id=model_id, steps=run.steps, series=series).model_dump_json()
+        return wire.RunCurves(run_id=model_id, steps=run.steps, series=series)
 
-    return await context.large_answers.build(caller.tenant, read, to_json)
+    return await context.large_answers.build(caller.tenant, read, to_answer)
 
 
 @router.get("/run_events", response_class=StreamingResponse)

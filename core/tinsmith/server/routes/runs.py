@@ -129,21 +129,18 @@ async def list_run_checkpoints(
     """
     run = await readable_run(context, caller, model_id)
     read = partial(context.store.list_checkpoints, run.tenant, model_id=model_id, limit=limit, offset=offset)
-    return await context.large_answers.build(caller.tenant, read, partial(_checkpoints_json, offset, limit))
-
-
-def _checkpoints_json(offset: int, limit: int, page: tuple[Sequence[CheckpointRecord], int]) -> str:
-    saved, total = page
-    cursor = wire.Cursor(offset=offset, limit=limit, total_count=total)
-    found = wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved], cursor=cursor)
-    return found.model_dump_json(exclude_none=True)
+    return await context.large_answers.build(caller.tenant, read, partial(_listed, offset, limit))
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)
 async def list_checkpoints(
     caller: Caller, context: Context, limit: Limit = 100, offset: Offset = 0
 ) -> wire.CheckpointList:
-    saved, total = await context.store.list_checkpoints(caller.tenant, limit=limit, offset=offset)
+    return _listed(offset, limit, await context.store.list_checkpoints(caller.tenant, limit=limit, offset=offset))
+
+
+def _listed(offset: int, limit: int, page: tuple[Sequence[CheckpointRecord], int]) -> wire.CheckpointList:
+    saved, total = page
     cursor = wire.Cursor(offset=offset, limit=limit, total_count=total)
     return wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved], cursor=cursor)
 

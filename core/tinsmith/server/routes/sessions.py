@@ -1,7 +1,6 @@
 """Sessions, one per client process. They own models and samplers, and heartbeats keep them alive until they end."""
 
 import secrets
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
@@ -87,21 +86,18 @@ async def get_session(
     find = own_session if access_scope == "owned" else readable_session
     session = await find(context, caller, session_id)
 
-    async def read() -> tuple[list[str], list[str]]:
-        runs = [run.model_id for run in await runs_of(context, session)]
-        return runs, await context.store.list_sampling_session_ids(session_id)
+    async def read() -> tuple[list[RunRecord], list[str]]:
+        return await runs_of(context, session), await context.store.list_sampling_session_ids(session_id)
 
-    return await context.large_answers.build(caller.tenant, read, partial(_session_json, session))
+    def to_answer(found: tuple[list[RunRecord], list[str]]) -> wire.Session:
+        return wire.Session(
+            training_run_ids=[run.model_id for run in found[0]],
+            sampler_ids=found[1],
+            user_metadata=wire.as_text(session.user_metadata),
+            display_name=session.display_name,
+        )
 
-
-def _session_json(session: SessionRecord, ids: tuple[list[str], list[str]]) -> str:
-    training_run_ids, sampler_ids = ids
-    return wire.Session(
-        training_run_ids=training_run_ids,
-        sampler_ids=sampler_ids,
-        user_metadata=wire.as_text(session.user_metadata),
-        display_name=session.display_name,
-    ).model_dump_json(exclude_none=True)
+    return await context.large_answers.build(caller.tenant, read, to_answer)
 
 
 @router.put("/sessions/{session_id}/project")

@@ -58,12 +58,11 @@ async def usage_events(
         raise UserError(msg)
     last = ending_before - timedelta(microseconds=1)
     read = partial(context.store.hourly_usage, visible_tenant(caller, "accessible"), first=starting_on, last=last)
-    return await context.large_answers.build(caller.tenant, read, _usage_json)
+    return await context.large_answers.build(caller.tenant, read, _usage)
 
 
-def _usage_json(used: Sequence[UsageRecord]) -> str:
-    found = wire.BillingUsage(data=[event for record in used for event in _events(record)])
-    return found.model_dump_json(exclude_none=True)
+def _usage(used: Sequence[UsageRecord]) -> wire.BillingUsage:
+    return wire.BillingUsage(data=[event for record in used for event in _events(record)])
 
 
 def _events(record: UsageRecord) -> Iterator[wire.BillingEvent]:
