@@ -10,6 +10,7 @@ import hmac
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import jwt
@@ -51,7 +52,7 @@ class KeyTokens:
     def __init__(self, secret: bytes, lifetime_s: int) -> None:
         self._secret = secret
         self._lifetime_s = lifetime_s
-        self._read_before: dict[str, KeyToken] = {}  # the oldest first
+        self._known = lru_cache(_MOST_KNOWN)(self._decoded)
 
     def key_id(self, digest: str) -> str:
         """Return an id of the key with this digest. It does not reveal the key, not even by trying out keys."""
@@ -77,14 +78,8 @@ class KeyTokens:
 
         What does not change with time is checked once: decoding takes as long as several statements of the store.
         """
-        known = self._read_before.get(token)
-        if known is not None and time.time() < known.expires_at:
-            return known
-        found = self._decoded(token)
-        self._read_before[token] = found
-        for oldest in list(self._read_before)[:-_MOST_KNOWN]:
-            self._read_before.pop(oldest, None)  # another thread may have been faster
-        return found
+        known = self._known(token)
+        return known if time.time() < known.expires_at else self._decoded(token)
 
     def _decoded(self, token: str) -> KeyToken:
         try:
@@ -155,10 +150,8 @@ class ApiKeys:
         Raises AuthenticationError as `principal` does.
         """
         principal = self.principal(credential)
-        if credential.startswith(_TOKEN_PREFIX):
-            token = self.tokens.read(credential)
-            return self.tokens.issue(principal, token.key_id, not_after=token.expires_at)
-        return self.tokens.issue(principal, self._key_id(credential))
+        not_after = self.tokens.read(credential).expires_at if credential.startswith(_TOKEN_PREFIX) else None
+        return self.tokens.issue(principal, self._key_id(credential), not_after=not_after)
 
     def identifies(self, caller: Principal, credential: str) -> bool:
         """Return whether it was this credential that identified the caller, rather than one that a plugin knows."""
@@ -170,19 +163,10 @@ class ApiKeys:
     def id_used(self, caller: Principal, headers: Mapping[str, str]) -> str | None:
         """Return the id of the key with which the caller was identified; None if a plugin knew another credential."""
         credential = credential_of(headers)
-        return self.key_behind(credential) if self.identifies(caller, credential) else None
-
-    def key_behind(self, credential: str) -> str:
-        """Return the id of the key, or of the key that a token stands for. The id does not reveal the key.
-
-        Raises InvalidTokenError if the credential is a token that is not valid.
-        """
-        if credential.startswith(_TOKEN_PREFIX):
-            return self.tokens.read(credential).key_id
-        return self._key_id(credential)
+        return self._key_id(credential) if self.identifies(caller, credential) else None
 
     def owner_of_id(self, key_id: str) -> Principal | None:
-        """Return the owner of the key that `key_behind` named; None if there were no keys then and are none now.
+        """Return the owner of the key that `id_used` named; None if there were no keys then and are none now.
 
         Raises AuthenticationError if the key has been removed.
         """
@@ -212,8 +196,11 @@ class ApiKeys:
             self._indexed = (keys, self.tokens)
         return self._by_id
 
-    def _key_id(self, key: str) -> str:
-        return self.tokens.key_id(digest_of_key(key)) if self.keys.now() else _ANYBODY
+    def _key_id(self, credential: str) -> str:
+        """Return the id of the key, or of the key that a token stands for. The id does not reveal the key."""
+        if credential.startswith(_TOKEN_PREFIX):
+            return self.tokens.read(credential).key_id
+        return self.tokens.key_id(digest_of_key(credential)) if self.keys.now() else _ANYBODY
 
     def _of_token(self, credential: str) -> Principal:
         token = self.tokens.read(credential)

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 from pydantic import AfterValidator
 
 from tinsmith.errors import UserError
@@ -129,66 +129,53 @@ def _disk_use(use: DiskUse) -> wire.DiskUsageItem:
 async def usage_metrics(caller: Caller, context: Context) -> Response:
     """Answer in the format of Prometheus. It names tenants, so unlike `/metrics` it needs a key."""
     tenant = visible_tenant(caller, "accessible")
-    registry = CollectorRegistry()
     used, stored = await context.store.total_usage(tenant), await context.store.stored_checkpoints(tenant)
-    registry.register(_Usage(used, stored))
-    registry.register(_Disk(await context.quotas.disk.uses(tenant)))
-    return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    families = [*_used_metrics(used), *_stored_metrics(stored), *_disk_metrics(await context.quotas.disk.uses(tenant))]
+    return PlainTextResponse(generate_latest(_Found(families)), media_type=CONTENT_TYPE_LATEST)
 
 
-class _Usage(Collector):
-    def __init__(self, used: Sequence[UsageRecord], stored: Sequence[StoredCheckpoints]) -> None:
-        self._used = used
-        self._stored = stored
+class _Found(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        of = ["tenant", "base_model"]
-        tokens = CounterMetricFamily(
-            "tinsmith_usage_tokens", "tokens of operations that succeeded", labels=[*of, "kind"]
-        )
-        seconds = CounterMetricFamily("tinsmith_usage_engine_seconds", "time in the backend", labels=of)
-        checkpoints = CounterMetricFamily("tinsmith_usage_checkpoints", "checkpoints written", labels=of)
-        written = CounterMetricFamily("tinsmith_usage_stored_bytes", "bytes written in checkpoints", labels=of)
-        for each in self._used:
-            names = [each.tenant, each.base_model]
-            tokens.add_metric([*names, "trained"], each.trained_tokens)
-            tokens.add_metric([*names, "prefilled"], each.prefilled_tokens)
-            tokens.add_metric([*names, "sampled"], each.sampled_tokens)
-            seconds.add_metric(names, each.engine_s)
-            checkpoints.add_metric(names, each.checkpoints)
-            written.add_metric(names, each.stored_bytes)
-        return [tokens, seconds, checkpoints, written, *self._kept()]
-
-    def _kept(self) -> list[Metric]:
-        of = ["tenant", "project"]
-        number = GaugeMetricFamily("tinsmith_checkpoints_kept", "checkpoints that exist", labels=of)
-        num_bytes = GaugeMetricFamily(
-            "tinsmith_checkpoints_kept_bytes", "bytes of the checkpoints that exist", labels=of
-        )
-        for each in self._stored:
-            number.add_metric([each.tenant, each.project_id or ""], each.number)
-            num_bytes.add_metric([each.tenant, each.project_id or ""], each.num_bytes)
-        return [number, num_bytes]
+        return self._families
 
 
-class _Disk(Collector):
-    def __init__(self, uses: Sequence[DiskUse]) -> None:
-        self._uses = uses
+def _used_metrics(used: Iterable[UsageRecord]) -> list[Metric]:
+    of = ["tenant", "base_model"]
+    tokens = CounterMetricFamily("tinsmith_usage_tokens", "tokens of operations that succeeded", labels=[*of, "kind"])
+    seconds = CounterMetricFamily("tinsmith_usage_engine_seconds", "time in the backend", labels=of)
+    checkpoints = CounterMetricFamily("tinsmith_usage_checkpoints", "checkpoints written", labels=of)
+    written = CounterMetricFamily("tinsmith_usage_stored_bytes", "bytes written in checkpoints", labels=of)
+    for each in used:
+        names = [each.tenant, each.base_model]
+        tokens.add_metric([*names, "trained"], each.trained_tokens)
+        tokens.add_metric([*names, "prefilled"], each.prefilled_tokens)
+        tokens.add_metric([*names, "sampled"], each.sampled_tokens)
+        seconds.add_metric(names, each.engine_s)
+        checkpoints.add_metric(names, each.checkpoints)
+        written.add_metric(names, each.stored_bytes)
+    return [tokens, seconds, checkpoints, written]
 
-    def collect(self) -> Iterable[Metric]:
-        kept = GaugeMetricFamily(
-            "tinsmith_kept_bytes", "bytes kept on the disk and in the database", labels=["tenant", "of"]
-        )
-        allowed = GaugeMetricFamily("tinsmith_allowed_bytes", "bytes that may be kept", labels=["tenant"])
-        for each in self._uses:
-            sizes = each.kept
-            for of, size in (
-                ("log", sizes.log),
-                ("checkpoints", sizes.checkpoints),
-                ("snapshots", sizes.snapshots),
-                ("recovery_points", sizes.recovery_points),
-                ("routed_experts", sizes.routed_experts),
-            ):
-                kept.add_metric([sizes.tenant, of], size)
-            allowed.add_metric([sizes.tenant], each.allowed_bytes)
-        return [kept, allowed]
+
+def _stored_metrics(stored: Iterable[StoredCheckpoints]) -> list[Metric]:
+    of = ["tenant", "project"]
+    number = GaugeMetricFamily("tinsmith_checkpoints_kept", "checkpoints that exist", labels=of)
+    num_bytes = GaugeMetricFamily("tinsmith_checkpoints_kept_bytes", "bytes of the checkpoints that exist", labels=of)
+    for each in stored:
+        number.add_metric([each.tenant, each.project_id or ""], each.number)
+        num_bytes.add_metric([each.tenant, each.project_id or ""], each.num_bytes)
+    return [number, num_bytes]
+
+
+def _disk_metrics(uses: Iterable[DiskUse]) -> list[Metric]:
+    kept = GaugeMetricFamily(
+        "tinsmith_kept_bytes", "bytes kept on the disk and in the database", labels=["tenant", "of"]
+    )
+    allowed = GaugeMetricFamily("tinsmith_allowed_bytes", "bytes that may be kept", labels=["tenant"])
+    for each in uses:
+        for of in ("log", "checkpoints", "snapshots", "recovery_points", "routed_experts"):
+            kept.add_metric([each.kept.tenant, of], getattr(each.kept, of))
+        allowed.add_metric([each.kept.tenant], each.allowed_bytes)
+    return [kept, allowed]
