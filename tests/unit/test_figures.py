@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tinsmith.builtin.metrics_endpoint import FigureCollector
+from tinsmith.builtin.metrics_endpoint import figure_metrics
 from tinsmith.figures import (
     BATCH_OPERATIONS,
     TOKENS,
@@ -83,7 +83,7 @@ def reported(base_model: str, used: int, *, age_s: float = 0.0, figures: Figures
 
 
 def shown(*reports: ReportedFigures) -> dict[tuple[str, tuple[str, ...]], float]:
-    families = list(FigureCollector(Figures(), reports).collect())
+    families = list(figure_metrics(Figures(), reports))
     return {(each.name, tuple(each.labels.values())): each.value for family in families for each in family.samples}
 
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from tinsmith.errors import TinsmithError
 from tinsmith.figures import FIGURES, Figure, Figures, Gpu, Report, Series, decode_report
@@ -63,75 +63,71 @@ class _Page:
 
     async def _render(self) -> bytes:
         try:
-            engines = CollectorRegistry()
             store = self._context.store
             overdue, since = await store.overdue_engines(), await store.running_since()
-            engines.register(_EngineCollector(await store.list_engines(), overdue, since))
-            engines.register(_QueueCollector(await self._context.pending()))
-            engines.register(FigureCollector(self._context.figures, await store.list_figures()))
-            self._text = generate_latest(self._context.registry) + generate_latest(engines)
+            found = [
+                *_engine_metrics(await store.list_engines(), overdue, since),
+                *_queue_metrics(await self._context.pending()),
+                *figure_metrics(self._context.figures, await store.list_figures()),
+            ]
+            self._text = generate_latest(self._context.registry) + generate_latest(_Found(found))
             self._rendered_at_s = time.monotonic()
             return self._text
         finally:
             self._rendering = None
 
 
-class _EngineCollector(Collector):
-    def __init__(
-        self, records: Sequence[EngineRecord], overdue: Mapping[str, float], running_since: Mapping[str, datetime]
-    ) -> None:
-        self._records = records
-        self._overdue = overdue
-        self._running_since = running_since
+class _Found(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
-    def collect(self) -> list[Metric]:
-        ready = GaugeMetricFamily("tinsmith_engine_ready", "1 while the engine is ready", labels=["base_model"])
-        restarts = GaugeMetricFamily("tinsmith_engine_restarts", "restarts so far", labels=["base_model"])
-        silent = GaugeMetricFamily(
-            "tinsmith_engine_silent",
-            "1 while the engine lives and does nothing: a call does not return, or its lease has run out",
-            labels=["base_model"],
-        )
-        oldest = GaugeMetricFamily(
-            "tinsmith_engine_oldest_operation_seconds",
-            "how long ago the engine took the oldest operation that it is running, 0 if it runs none",
-            labels=["base_model"],
-        )
-        now = datetime.now(UTC)
-        for record in self._records:
-            is_silent = record.state is EngineState.SILENT or record.engine_id in self._overdue
-            age = now - self._running_since.get(record.base_model, now)
-            ready.add_metric([record.base_model], float(record.state is EngineState.READY and not is_silent))
-            restarts.add_metric([record.base_model], record.restarts)
-            silent.add_metric([record.base_model], float(is_silent))
-            oldest.add_metric([record.base_model], max(0.0, age.total_seconds()))
-        return [ready, restarts, silent, oldest, *_consistency(self._records), *_turns(self._records)]
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
-class _QueueCollector(Collector):
+def _engine_metrics(
+    records: Sequence[EngineRecord], overdue: Mapping[str, float], running_since: Mapping[str, datetime]
+) -> list[Metric]:
+    ready = GaugeMetricFamily("tinsmith_engine_ready", "1 while the engine is ready", labels=["base_model"])
+    restarts = GaugeMetricFamily("tinsmith_engine_restarts", "restarts so far", labels=["base_model"])
+    silent = GaugeMetricFamily(
+        "tinsmith_engine_silent",
+        "1 while the engine lives and does nothing: a call does not return, or its lease has run out",
+        labels=["base_model"],
+    )
+    oldest = GaugeMetricFamily(
+        "tinsmith_engine_oldest_operation_seconds",
+        "how long ago the engine took the oldest operation that it is running, 0 if it runs none",
+        labels=["base_model"],
+    )
+    now = datetime.now(UTC)
+    for record in records:
+        is_silent = record.state is EngineState.SILENT or record.engine_id in overdue
+        age = now - running_since.get(record.base_model, now)
+        ready.add_metric([record.base_model], float(record.state is EngineState.READY and not is_silent))
+        restarts.add_metric([record.base_model], record.restarts)
+        silent.add_metric([record.base_model], float(is_silent))
+        oldest.add_metric([record.base_model], max(0.0, age.total_seconds()))
+    return [ready, restarts, silent, oldest, *_consistency(records), *_turns(records)]
+
+
+def _queue_metrics(pending: Sequence[PendingWork]) -> list[Metric]:
     """Queued and running operations, by kind. Tenants' names stay inside."""
-
-    def __init__(self, pending: Sequence[PendingWork]) -> None:
-        self._pending = pending
-
-    def collect(self) -> list[Metric]:
-        labels = ["base_model", "kind", "state"]
-        number = GaugeMetricFamily(
-            "tinsmith_pending_operations", "operations that are queued or running", labels=labels
-        )
-        age = GaugeMetricFamily(
-            "tinsmith_pending_oldest_seconds", "how long ago the oldest of these operations arrived", labels=labels
-        )
-        numbers, oldest = Counter[tuple[str, str, str]](), dict[tuple[str, str, str], datetime]()
-        for each in self._pending:
-            key = each.base_model, each.kind, each.state.value
-            numbers[key] += each.number
-            oldest[key] = min(each.oldest_at, oldest.get(key, each.oldest_at))
-        now = datetime.now(UTC)
-        for key, found in sorted(numbers.items()):
-            number.add_metric(key, found)
-            age.add_metric(key, max(0.0, (now - oldest[key]).total_seconds()))
-        return [number, age]
+    labels = ["base_model", "kind", "state"]
+    number = GaugeMetricFamily("tinsmith_pending_operations", "operations that are queued or running", labels=labels)
+    age = GaugeMetricFamily(
+        "tinsmith_pending_oldest_seconds", "how long ago the oldest of these operations arrived", labels=labels
+    )
+    numbers, oldest = Counter[tuple[str, str, str]](), dict[tuple[str, str, str], datetime]()
+    for each in pending:
+        key = each.base_model, each.kind, each.state.value
+        numbers[key] += each.number
+        oldest[key] = min(each.oldest_at, oldest.get(key, each.oldest_at))
+    now = datetime.now(UTC)
+    for key, found in sorted(numbers.items()):
+        number.add_metric(key, found)
+        age.add_metric(key, max(0.0, (now - oldest[key]).total_seconds()))
+    return [number, age]
 
 
 def _turns(records: Sequence[EngineRecord]) -> list[Metric]:
@@ -176,21 +172,16 @@ def _consistency(records: Sequence[EngineRecord]) -> list[Metric]:
     return [saves, difference]
 
 
-class FigureCollector(Collector):
-    """The figures of this server and of its engines. `base_model` says whose they are: it is empty for the server."""
-
-    def __init__(self, own: Figures, reported: Sequence[ReportedFigures]) -> None:
-        found = [(each, decode_report(each.report)) for each in reported]
-        self._reports = [(each, report) for each, report in found if report is not None]
-        self._series: list[_Owned] = [("", each) for each in own.series() if each.name.startswith("store_")]
-        for each, report in self._reports:
-            self._series += [(each.base_model, series) for series in report.series]
-
-    def collect(self) -> Iterator[Metric]:
-        for figure in FIGURES:
-            yield _family(figure, [each for each in self._series if each[1].name == figure.name])
-        yield from _processes([(each.base_model, report) for each, report in self._reports])
-        yield from _gpus(_gpus_of(self._reports))
+def figure_metrics(own: Figures, reported: Sequence[ReportedFigures]) -> Iterator[Metric]:
+    """Yield the figures of this server and of its engines. `base_model` is empty for the server's own."""
+    found = [(each, decode_report(each.report)) for each in reported]
+    reports = [(each, report) for each, report in found if report is not None]
+    series = [("", each) for each in own.series() if each.name.startswith("store_")]
+    series += [(each.base_model, of_engine) for each, report in reports for of_engine in report.series]
+    for figure in FIGURES:
+        yield _family(figure, [each for each in series if each[1].name == figure.name])
+    yield from _processes([(each.base_model, report) for each, report in reports])
+    yield from _gpus(_gpus_of(reports))
 
 
 def _family(figure: Figure, series: Iterable[_Owned]) -> Metric:
