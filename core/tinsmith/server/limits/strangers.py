@@ -6,6 +6,7 @@ connections. So a refusal comes late: until then the connection waits, and costs
 
 import asyncio
 import hashlib
+import json
 import math
 import random
 import re
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Final
 
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Scope
 
 from tinsmith.errors import TinsmithError
@@ -78,6 +79,11 @@ class Strangers:
         has_link: whether a path is a signed download link, which stands for a key.
         """
         self._per_s = per_s
+        detail = (
+            f"callers without a valid API key send more than {per_s:g} requests per second together, which is "
+            "their limit (server.limits.keyless_requests_per_s); send a key, or try again later"
+        )
+        self._refusal = json.dumps({"detail": detail}).encode()
         self._identify = identify
         self._in_thread = in_thread
         self._has_link = has_link
@@ -100,11 +106,8 @@ class Strangers:
         if (connection := connection_of(request.scope)) is not None:
             connection.delays()
         await self._pause(spread(REFUSED_AFTER_S))
-        detail = (
-            f"callers without a valid API key send more than {self._per_s:g} requests per second together, which is "
-            "their limit (server.limits.keyless_requests_per_s); send a key, or try again later"
-        )
-        answer = JSONResponse({"detail": detail}, 429, {"retry-after": str(max(1, math.ceil(wait_s)))})
+        headers = {"retry-after": str(max(1, math.ceil(wait_s)))}
+        answer = Response(self._refusal, 429, headers, media_type="application/json")
         return answer if request.scope["method"] in ("GET", "HEAD") else closing(answer)
 
     async def _caller(self, scope: Scope) -> Principal | None:
