@@ -4,9 +4,11 @@ Payloads and results have tables of their own, so that changing an operation's s
 Columns are named as the fields of the records, and typed as they are stored: see `statements.py`.
 """
 
-from typing import Any
+import re
+from typing import Any, Final
 
 from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, text
+from sqlalchemy.orm import declared_attr
 from sqlmodel import Field, SQLModel, UniqueConstraint
 
 _BigKey = BigInteger().with_variant(Integer(), "sqlite")  # SQLite generates only INTEGER keys
@@ -26,7 +28,10 @@ def _key_part() -> _Field:
 
 
 class Table(SQLModel):
-    """Base of the rows. Its metadata names all constraints, so that migrations can change them."""
+    """Base of the tables, which are named as their classes.
+
+    Its metadata names all constraints, so that migrations can change them.
+    """
 
     metadata = MetaData(
         naming_convention={
@@ -37,19 +42,24 @@ class Table(SQLModel):
         }
     )
 
-
-# As literals, because SQLite uses a partial index only if the query contains the same condition as a literal.
-_OPEN, _KEPT, _SIZED = text("ended IS NULL"), text("deleted_at IS NULL"), text("num_bytes > 0")
-_LIVE = text("state IN ('creating', 'ready', 'parked')")
-_QUEUED, _RUNNING, _UNTOLD = text("state = 'queued'"), text("state = 'running'"), text("NOT cancel_told")
-_EARLY, _ALONE = text("state = 'queued' AND early"), text("state = 'queued' AND alone")
+    @declared_attr.directive
+    @classmethod
+    def __tablename__(cls) -> str:
+        return re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
 
 
-class SessionRow(Table, table=True):
-    __tablename__ = "sessions"
+def _partial(name: str, *columns: str, where: str) -> Index:
+    """The condition is a literal: SQLite uses a partial index only if the query contains the same condition as one."""
+    return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
+
+
+_LIVE: Final = "state IN ('creating', 'ready', 'parked')"
+
+
+class Sessions(Table, table=True):
     __table_args__ = (
         UniqueConstraint("tenant", "idempotency_key"),
-        Index("ix_sessions_open", "tenant", sqlite_where=_OPEN, postgresql_where=_OPEN),
+        _partial("ix_sessions_open", "tenant", where="ended IS NULL"),
     )
 
     session_id: str = Field(primary_key=True)
@@ -68,11 +78,10 @@ class SessionRow(Table, table=True):
     heard_by: str | None
 
 
-class RunRow(Table, table=True):
-    __tablename__ = "runs"
+class Runs(Table, table=True):
     __table_args__ = (
-        Index("ix_runs_live", "base_model", "created_at", sqlite_where=_LIVE, postgresql_where=_LIVE),
-        Index("ix_runs_live_of_tenant", "tenant", sqlite_where=_LIVE, postgresql_where=_LIVE),
+        _partial("ix_runs_live", "base_model", "created_at", where=_LIVE),
+        _partial("ix_runs_live_of_tenant", "tenant", where=_LIVE),
     )
 
     model_id: str = Field(primary_key=True)
@@ -95,11 +104,8 @@ class RunRow(Table, table=True):
     metric_bytes: int = _int64()
 
 
-class SamplingSessionRow(Table, table=True):
-    __tablename__ = "sampling_sessions"
-    __table_args__ = (
-        Index("ix_sampling_sessions_sized", "session_id", "num_bytes", sqlite_where=_SIZED, postgresql_where=_SIZED),
-    )
+class SamplingSessions(Table, table=True):
+    __table_args__ = (_partial("ix_sampling_sessions_sized", "session_id", "num_bytes", where="num_bytes > 0"),)
 
     sampling_session_id: str = Field(primary_key=True)
     session_id: str = Field(index=True)
@@ -114,10 +120,9 @@ class SamplingSessionRow(Table, table=True):
     num_bytes: int = _int64()  # of a snapshot of its own
 
 
-class CheckpointRow(Table, table=True):
-    __tablename__ = "checkpoints"
+class Checkpoints(Table, table=True):
     __table_args__ = (
-        Index("ix_checkpoints_kept", "tenant", "size_bytes", sqlite_where=_KEPT, postgresql_where=_KEPT),
+        _partial("ix_checkpoints_kept", "tenant", "size_bytes", where="deleted_at IS NULL"),
         Index("ix_checkpoints_newest", "model_id", "kind", "created_at", "path"),
     )
 
@@ -137,11 +142,10 @@ class CheckpointRow(Table, table=True):
     deleted_at: int | None = _int64(nullable=True)  # kept for repeated requests
 
 
-class OperationRow(Table, table=True):
-    __tablename__ = "operations"
+class Operations(Table, table=True):
     __table_args__ = (
         UniqueConstraint("subject_id", "seq_id"),
-        Index(
+        _partial(
             "ix_operations_queued",
             "base_model",
             "early",
@@ -149,20 +153,12 @@ class OperationRow(Table, table=True):
             "tenant",
             "arrival",
             "seq_id",
-            sqlite_where=_QUEUED,
-            postgresql_where=_QUEUED,
+            where="state = 'queued'",
         ),
-        Index(
-            "ix_operations_early",
-            "base_model",
-            "subject_id",
-            "created_at",
-            sqlite_where=_EARLY,
-            postgresql_where=_EARLY,
-        ),
-        Index("ix_operations_alone", "base_model", "id", sqlite_where=_ALONE, postgresql_where=_ALONE),
-        Index("ix_operations_running", "base_model", "id", sqlite_where=_RUNNING, postgresql_where=_RUNNING),
-        Index("ix_operations_untold", "base_model", sqlite_where=_UNTOLD, postgresql_where=_UNTOLD),
+        _partial("ix_operations_early", "base_model", "subject_id", "created_at", where="state = 'queued' AND early"),
+        _partial("ix_operations_alone", "base_model", "id", where="state = 'queued' AND alone"),
+        _partial("ix_operations_running", "base_model", "id", where="state = 'running'"),
+        _partial("ix_operations_untold", "base_model", where="NOT cancel_told"),
         {"sqlite_autoincrement": True},
     )
 
@@ -197,25 +193,19 @@ def _operation_key() -> _Field:
     return Field(sa_column=key)
 
 
-class PayloadRow(Table, table=True):
-    __tablename__ = "payloads"
-
+class Payloads(Table, table=True):
     operation_id: int = _operation_key()
     payload: bytes = Field(sa_type=LargeBinary)
 
 
-class ResultRow(Table, table=True):
-    __tablename__ = "results"
-
+class Results(Table, table=True):
     operation_id: int = _operation_key()
     result_kind: str
     result: bytes = Field(sa_type=LargeBinary)
 
 
-class FinishedSampleRow(Table, table=True):
+class FinishedSamples(Table, table=True):
     """The number of a finished sample among the samples of its client."""
-
-    __tablename__ = "finished_samples"
 
     subject_id: str = Field(primary_key=True)
     clone: int = _key_part()
@@ -226,23 +216,19 @@ class FinishedSampleRow(Table, table=True):
     finished_at: int = _int64(index=True)
 
 
-class SampleCountRow(Table, table=True):
+class SampleCounts(Table, table=True):
     """The last number used in `finished_samples`, for each client."""
-
-    __tablename__ = "sample_counts"
 
     subject_id: str = Field(primary_key=True)
     clone: int = _key_part()
     last: int = _int64()
 
 
-class PendingWorkRow(Table, table=True):
+class PendingWork(Table, table=True):
     """The operations that have ever arrived, or finished; and the size of their payloads.
 
     `stored_bytes` summed over a tenant's rows is the size of the payloads and results that it has in the log.
     """
-
-    __tablename__ = "pending_work"
 
     tenant: str = Field(primary_key=True)
     kind: str = Field(primary_key=True)
@@ -252,9 +238,7 @@ class PendingWorkRow(Table, table=True):
     stored_bytes: int = _int64()
 
 
-class EngineRow(Table, table=True):
-    __tablename__ = "engines"
-
+class Engines(Table, table=True):
     base_model: str = Field(primary_key=True)
     state: str
     updated_at: int = _int64()
@@ -270,20 +254,16 @@ class EngineRow(Table, table=True):
     failure: Any = _json(nullable=True)
 
 
-class EngineFiguresRow(Table, table=True):
+class EngineFigures(Table, table=True):
     """Apart from `engines`, which is read much more often than this is."""
-
-    __tablename__ = "engine_figures"
 
     base_model: str = Field(primary_key=True)
     reported_at: int = _int64()
     report: bytes = Field(sa_type=LargeBinary)
 
 
-class LeaseRow(Table, table=True):
+class Leases(Table, table=True):
     """Never deleted, because the epoch must never start again."""
-
-    __tablename__ = "leases"
 
     base_model: str = Field(primary_key=True)
     epoch: int = _int64()
@@ -291,9 +271,7 @@ class LeaseRow(Table, table=True):
     expires_at: int = _int64()
 
 
-class RecoveryPointRow(Table, table=True):
-    __tablename__ = "recovery_points"
-
+class RecoveryPoints(Table, table=True):
     model_id: str = Field(primary_key=True)
     seq_id: int = _key_part()
     directory: str
@@ -301,10 +279,8 @@ class RecoveryPointRow(Table, table=True):
     created_at: int = _int64()
 
 
-class UsageRow(Table, table=True):
+class Usage(Table, table=True):
     """A tenant's usage of a base model in one hour, in UTC."""
-
-    __tablename__ = "usage"
 
     hour: str = Field(primary_key=True)  # YYYY-MM-DDTHH
     tenant: str = Field(primary_key=True)
@@ -317,10 +293,9 @@ class UsageRow(Table, table=True):
     engine_us: int = _int64()
 
 
-class RoutedExpertsRow(Table, table=True):
+class RoutedExperts(Table, table=True):
     """The experts of a sequence that a tenant sampled from a model, by the digest of its tokens, in order of age."""
 
-    __tablename__ = "routed_experts"
     __table_args__ = (
         UniqueConstraint("tenant", "model_id", "digest"),
         Index("ix_routed_experts_tenant_id_num_bytes", "tenant", "id", "num_bytes"),
@@ -335,10 +310,9 @@ class RoutedExpertsRow(Table, table=True):
     experts: bytes = Field(sa_type=LargeBinary)
 
 
-class MetricsRow(Table, table=True):
+class Metrics(Table, table=True):
     """The metrics of one operation, or those that the client logged for one step (`seq_id` -1)."""
 
-    __tablename__ = "metrics"
     __table_args__ = ({"sqlite_with_rowid": False},)
 
     model_id: str = Field(primary_key=True)
@@ -348,26 +322,20 @@ class MetricsRow(Table, table=True):
     numbers: bytes = Field(sa_type=LargeBinary)  # by name, in msgpack
 
 
-class SecretRow(Table, table=True):
-    __tablename__ = "secrets"
-
+class Secrets(Table, table=True):
     name: str = Field(primary_key=True)
     value: bytes = Field(sa_type=LargeBinary)
 
 
-class RetentionRow(Table, table=True):
+class Retention(Table, table=True):
     """A single row: operations that finished before `finished_before` have been removed."""
-
-    __tablename__ = "retention"
 
     id: int = Field(default=1, sa_column=Column(Integer, primary_key=True, autoincrement=False))
     finished_before: int = _int64()
 
 
-class WriteCheckRow(Table, table=True):
+class WriteChecks(Table, table=True):
     """A row is put in place of the last one to find out whether the database can be written again."""
-
-    __tablename__ = "write_checks"
 
     id: int | None = Field(default=None, primary_key=True)
     content: bytes = Field(sa_type=LargeBinary)

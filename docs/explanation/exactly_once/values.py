@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """A model (RunRow, its operations, its recovery points), or a sampling session, which uses `rows` alone."""
+    """A model (its run, its operations, its recovery points), or a sampling session, which uses `rows` alone."""
 
     rows: tuple[Row | None, ...]  # by seq_id; None has not arrived
     next_seq_id: int = 0
