@@ -15,7 +15,7 @@ from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine.failures import EngineFailedError
 from tinsmith.errors import StoreError
 from tinsmith.losses import BUILTIN_LOSSES
-from tinsmith.settings import RecoverySettings
+from tinsmith.settings import QuotaSettings, RecoverySettings
 from tinsmith.store import RequestStore
 from tinsmith.testing.engine_driver import make_engine, take_over
 
@@ -23,6 +23,7 @@ LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 _QUIET = frozenset({"wait_for_work", "wait_for_places"})  # they read and write nothing
 
 STOP_S = 120.0
+PLACES = 2  # as many as there are models, so that a further one parks one of them
 
 How = Literal["before", "after", "unanswered"]
 """The engine dies before or after the call; or it lives, but is told that a call failed which succeeded."""
@@ -73,8 +74,11 @@ class FragileBackend(ToyBackend):
         return super().forward_backward(ops)
 
 
-def a_backend(kind: type[ToyBackend], cache_dir: Path) -> ToyBackend:
-    return kind(ToyConfig(), BackendContext(model_name="toy", model_path=None, cache_dir=cache_dir, losses=LOSSES))
+def a_backend(kind: type[ToyBackend], cache_dir: Path, *, places: int = 64) -> ToyBackend:
+    return kind(
+        ToyConfig(max_models=places),
+        BackendContext(model_name="toy", model_path=None, cache_dir=cache_dir, losses=LOSSES),
+    )
 
 
 @dataclass
@@ -119,7 +123,7 @@ class MortalEngine:
         self.task = asyncio.create_task(self._live(self.seen, self.stopping))
 
     async def _live(self, seen: Any, stopping: asyncio.Event) -> None:
-        self.backend = a_backend(FragileBackend, self.data_dir)
+        self.backend = a_backend(FragileBackend, self.data_dir, places=PLACES)
         engine = await make_engine(
             seen,
             self.backend,
@@ -128,6 +132,7 @@ class MortalEngine:
             lease=await take_over(self.store, "toy", engine_id=f"engine-{self.engines}"),
             resident_snapshots=2,
             recovery=RecoverySettings(point_every_operations=2, max_interruptions=1000),
+            quotas=QuotaSettings(place_idle_s=0.0),
         )
         asked = asyncio.create_task(stopping.wait())  # it may have been set before the engine existed
         asked.add_done_callback(lambda _: engine.stop())

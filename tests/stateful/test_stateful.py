@@ -22,7 +22,7 @@ from tinsmith import operations as ops
 from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.errors import ConflictError, ResultExpiredError, UserError
 from tinsmith.sql_store.subjects import gaps
-from tinsmith.store import OperationRecord, OperationState
+from tinsmith.store import OperationRecord, OperationState, RunState
 from tinsmith.store.codec import decode_result, encode_result
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.postgres import Postgres
@@ -102,7 +102,7 @@ class Protocol(RuleBasedStateMachine):
         self.clients: list[EngineDriver] = []
         self.samples: list[tuple[str, ops.Result, bool]] = []  # request_id, answer, cancelled
         self.pruned = False
-        self.publications = 0
+        self.publications, self.visits = 0, 0
         for number in range(NUM_MODELS):
             client = EngineDriver(self.world.store, "toy", session_id=f"s{number}", tenant=f"t{number}")
             self.clients.append(client)
@@ -256,12 +256,43 @@ class Protocol(RuleBasedStateMachine):
         for client in self.clients:
             client.store = self.world.store
 
+    # places
+
+    @rule()
+    def visit(self) -> None:
+        """A stranger's model needs a place, and leaves. One that is idle is parked for it, if all places are taken."""
+        self._drain()
+        self._come_back()
+        if all(any(entry.answer is None for entry in model.entries.values()) for model in self.plain):
+            return  # none is idle
+        self.visits += 1
+        stranger = EngineDriver(self.world.store, "toy", session_id=f"v{self.visits}", tenant=f"v{self.visits}")
+        self.runner.run(stranger.open_session())
+        created = self._finished(self.runner.run(stranger.create_model()))
+        assert created is None or created.state == OperationState.SUCCEEDED
+        unload = self.runner.run(self.world.store.unload_run(stranger.model_id()))
+        self._finished(unload)
+
+    def _come_back(self) -> None:
+        """Models that wait for a place while what they accepted waits behind a gap: they get it without an answer."""
+
+        async def until_back(model_id: str) -> None:
+            async with asyncio.timeout(60):
+                while (await self.world.store.get_run(model_id)).state == RunState.PARKED:
+                    await self.world.start()
+                    await asyncio.sleep(0.001)
+
+        for model in self.plain:
+            if any(entry.answer is None for entry in model.entries.values()):
+                self.runner.run(until_back(model.model_id))
+
     # time
 
     @rule()
     def wait_too_long_for_a_gap(self) -> None:
         """Nothing that can run stands before the gap any more."""
         self._drain()
+        self._come_back()
         for client in self.clients:
             self.runner.run(self.world.store.hear_session(client.session_id, datetime.now(UTC)))
         failed = self.runner.run(self.world.store.fail_gaps("toy", older_than=datetime.now(UTC) + LATER))
@@ -330,9 +361,10 @@ class Protocol(RuleBasedStateMachine):
             self.directory.cleanup()
 
     def _score_once_more(self) -> None:
-        """Something to wait for, so that an engine lives and has recovered. The first model's session never ends."""
-        model = self.plain[0]
-        self._send(0, model.next_seq_id, an_operation(model.model_id, "score", [1]))
+        """Something to wait for, so that an engine lives, has recovered, and holds all models whose session lives."""
+        for number, model in enumerate(self.plain):
+            if not model.ended:
+                self._send(number, model.next_seq_id, an_operation(model.model_id, "score", [1]))
         self._drain()  # its number may have been the one for which others waited
 
     def _compare_counts(self) -> None:

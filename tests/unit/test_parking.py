@@ -19,7 +19,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import RunState, StoreContext
 from tinsmith.store.codec import encode_result
-from tinsmith.testing.engine_driver import EngineDriver, make_engine
+from tinsmith.testing.engine_driver import EngineDriver, make_engine, take_over
 
 LOSSES = {loss.name: loss for loss in BUILTIN_LOSSES}
 
@@ -247,6 +247,28 @@ async def test_a_state_that_the_disk_has_no_room_for_stays(store: SqlStore, tmp_
         await tried.wait()
         assert isinstance(await ann.run(a_pass(ann, 1)), ops.ForwardBackwardOutput)
         assert (await store.waiting(creation)).place is not None
+
+
+async def test_a_model_whose_return_was_cut_short_comes_back_before_anything_else_runs(
+    store: SqlStore, tmp_path: Path
+) -> None:
+    """What ran beside it may have ended those engines; alone, it is not lost for that."""
+    ann, bob = await a_client(store, "ann"), await a_client(store, "bob")
+    async with engine_on(store, tmp_path, a_backend(tmp_path, 1)):
+        await ann.result(await ann.create_model())
+        await bob.result(await bob.create_model())
+        await bob.result(await store.unload_run(bob.model_id()))
+    passed = await ann.submit(a_pass(ann, 1))
+    for _ in range(5):
+        lease = await take_over(store, "toy")
+        await store.begin_rebuild(lease, ann.model_id(), interrupted=False)
+        backend = a_backend(tmp_path, 1)
+        engine = await make_engine(store, backend, tmp_path, sampler=backend)
+        await engine.recover("it crashed", lambda _what, _share: None)
+        assert backend.held == {ann.model_id()}
+        assert (await store.get_run(ann.model_id())).state is RunState.READY
+    async with engine_on(store, tmp_path, a_backend(tmp_path, 1)):
+        assert isinstance(await ann.result(passed), ops.ForwardBackwardOutput)
 
 
 async def test_a_parked_model_whose_state_is_damaged_is_replayed(store: SqlStore, tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ class Models:
     def lora(self, model_id: str) -> ops.LoraConfig:
         return self._loras[model_id]
 
+    def has_room(self, lora: ops.LoraConfig) -> bool:
+        """Return whether one more model of this configuration fits on the backend."""
+        limits, full = self._backend.trainer_capabilities, sum(each.rank == 0 for each in self._loras.values())
+        full_fits = lora.rank > 0 or not limits.max_full_models or full < limits.max_full_models
+        return full_fits and len(self._loras) < limits.max_models
+
     def why_not(self, model_id: str, operation: ops.Operation | None) -> ops.Failed | None:
         """Return why an operation must not reach the backend: it would not know its model, or its loss."""
         if isinstance(operation, ops.CreateModel | ops.UnloadModel):

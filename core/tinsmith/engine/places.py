@@ -97,10 +97,4 @@ class Places:
 
     @durable_boundary("places.bring_back")
     async def _bring_back(self, model_id: str) -> bool:
-        if not await self.recovery.bring_back(model_id):
-            return False
-        if await with_retries(self.engine.store.return_model, self.engine.lease, model_id):
-            return True
-        with ending_the_engine(self.engine.base_model, "in unload_model"):
-            await self.models.unload(model_id)  # it has ended meanwhile
-        return False
+        return await self.recovery.bring_back(model_id)

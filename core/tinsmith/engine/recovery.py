@@ -39,8 +39,9 @@ class Recovery:
     interrupted: bool = False  # the previous engine was killed from outside
 
     async def run(self, progress: RecoveryProgress, *, interrupted: bool) -> None:
-        """Rebuild every model that has a place. One that cannot be rebuilt is lost by itself, with the reason.
+        """Rebuild every model that has a place, or was coming back to one.
 
+        A model that cannot be rebuilt is lost by itself, with the reason.
         `interrupted` means that the previous engine was killed from outside. Raise EngineFailedError if the backend
         fails, and StoreError if the store fails for too long: no model is lost, the next engine tries again. A model in
         whose rebuild too many engines have ended is lost.
@@ -53,11 +54,27 @@ class Recovery:
         for number, live in enumerate(with_place, start=1):
             tell = partial(_tell, progress, live.run, number, len(with_place))
             await self._rebuild_or_lose(live, tell, after="its engine had ended")
+        for live in live_models:
+            # An engine has ended while this one came back. It tries again alone, so that the next end is its own fault.
+            if live.run.state is RunState.PARKED and live.rebuilds and self.models.has_room(live.run.lora):
+                await self._return(live)
 
     async def bring_back(self, model_id: str) -> bool:
-        """Rebuild a parked model, of which nothing runs meanwhile. Return False if it is lost. Raise as `run` does."""
-        parked = await with_retries(self.engine.store.run_log, model_id)
-        return await self._rebuild_or_lose(parked, lambda _seq_id: None, after="it had been parked")
+        """Rebuild a parked model, of which nothing runs meanwhile. Return False if it is lost, or has ended meanwhile.
+
+        Raise as `run` does.
+        """
+        return await self._return(await with_retries(self.engine.store.run_log, model_id))
+
+    async def _return(self, parked: LiveModel | RunLog) -> bool:
+        model_id = parked.run.model_id
+        if not await self._rebuild_or_lose(parked, lambda _seq_id: None, after="it had been parked"):
+            return False
+        if await with_retries(self.engine.store.return_model, self.engine.lease, model_id):
+            return True
+        with ending_the_engine(self.engine.base_model, "in unload_model"):
+            await self.models.unload(model_id)
+        return False
 
     async def _rebuild_or_lose(self, recorded: LiveModel | RunLog, tell: Callable[[int], None], *, after: str) -> bool:
         with ending_the_engine(self.engine.lease.base_model, "while it rebuilt a model"):

@@ -788,6 +788,7 @@ class MemoryStore(RequestStore):
             LiveModel(
                 run=run.record,
                 pruned_seq_id=run.pruned,
+                rebuilds=run.rebuilds,
                 recovery_points=self._memory.newest_points(run.record.model_id),
                 ephemeral=tuple(
                     each.sampling_session_id

@@ -168,6 +168,7 @@ class LiveModel:
     pruned_seq_id: int  # operations up to here may be gone from the log
     recovery_points: tuple[RecoveryPointRecord, ...]  # newest first
     ephemeral: tuple[str, ...]  # ids of the sampling snapshots that live as long as the model
+    rebuilds: int = 0  # begun since the last one that finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,7 +274,8 @@ class PlacesContract(StoreSuite):
         other = await _applies(store, "bob", 1)
         await _admit(store, 1)
         await _created(store, other)
-        assert (await store.live_models(BASE))[0].run.state is RunState.PARKED
+        (live, _) = await store.live_models(BASE)
+        assert (live.run.state, live.rebuilds) == (RunState.PARKED, 0)
         assert await _admit(store, 1) == PlaceMoves(), "it asks for nothing"
         asked = [await store.submit(an_operation("ann0:train:0", seq_id)) for seq_id in (1, 2)]
         assert await claim(store) == []
@@ -289,6 +290,9 @@ class PlacesContract(StoreSuite):
         moves = await _admit(store, 1)
         assert (moves.come_back, moves.waiting) == (("ann0:train:0",), True)
         assert await claim(store) == [], "it is not on the backend yet"
+        await store.begin_rebuild(await lease_of(store), "ann0:train:0", interrupted=False)
+        assert (await store.live_models(BASE))[0].rebuilds == 1
+        await store.end_rebuild(await lease_of(store), "ann0:train:0")
         assert await _return(store)
         assert await _return(store), "a repeat"
         assert (await store.get_run("ann0:train:0")).state is RunState.READY

@@ -25,6 +25,7 @@ _READY = Query(
     "ORDER BY created_at, model_id",
     RunRecord,
 )
+_REBUILDS = Query("SELECT rebuilds FROM runs WHERE model_id = :model", int)
 _EPHEMERAL = Query(
     "SELECT sampling_session_id FROM sampling_sessions WHERE session_id = :session AND model_id = :model "
     "AND snapshot_id = sampling_session_id",
@@ -97,6 +98,7 @@ def live_models(connection: Connection, base_model: str) -> list[LiveModel]:
         LiveModel(
             run=run,
             pruned_seq_id=runs.PRUNED.one(connection, model=run.model_id),
+            rebuilds=_REBUILDS.one(connection, model=run.model_id),
             recovery_points=tuple(models.POINTS.all(connection, model_id=run.model_id)),
             ephemeral=tuple(_EPHEMERAL.all(connection, session=run.session_id, model=run.model_id)),
         )
