@@ -43,6 +43,9 @@ _WITH_PROGRAMS_OF_THEIR_OWN = (
     "test_tokens_without_experts_are_the_routers",
     "test_replay_does_not_reach_others",
     "test_routers_own_choice_is_counted",
+    "test_given_experts_compute_in_any_order",
+    "test_gradient_is_that_of_the_given_experts",
+    "test_metrics_tell_how_evenly_experts_were_used",
 )
 _OF_FAMILIES = "test_logprobs"
 _QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -90,7 +93,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave tests of the shipped suites to `make test-all` that need programs of their own.
 
     In `make test`, test_jax_parity.py compares several targets per token with torch, and test_jax_routing_replay.py
-    replayed sequences beside others, and what was counted of them. test_families.py compares logprobs.
+    logprobs, gradients and metrics of replayed sequences, the given experts in another order, too. test_families.py
+    compares logprobs.
     """
     for item in items:
         here = item.path.parent == Path(__file__).parent and isinstance(item, pytest.Function)

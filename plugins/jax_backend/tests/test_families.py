@@ -73,11 +73,13 @@ class TestQwen2(OneCache):
     settings: ClassVar = {"tie_word_embeddings": True}
 
 
+@pytest.mark.thorough  # test_jax_parity.py compares one with torch
 class TestQwen3(OneCache):
     architecture = "Qwen3ForCausalLM"
     settings: ClassVar = {"head_dim": 32}
 
 
+@pytest.mark.thorough  # the hybrid has these layers, too
 class TestQwen35(OneCache):
     architecture = "Qwen3_5ForCausalLM"
     settings: ClassVar = {"head_dim": 32, "layer_types": ["full_attention"] * 2, "attention_bias": True}
@@ -91,6 +93,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.thorough  # the one that sees has these layers, too
 class TestQwen35Moe(OneCache):
     architecture = "Qwen3_5MoeForCausalLM"
     settings: ClassVar = {"head_dim": 32, "layer_types": ["full_attention"] * 2, **EXPERTS}
@@ -154,6 +157,7 @@ class TestHybridQwen35(OneCache):
         "initializer_range": 0.08,
         "layer_types": PERIOD * 2,
         "head_dim": 32,
+        "attention_bias": True,
         **SMALL_DELTA,
     }
 
