@@ -12,6 +12,7 @@ import pytest
 import torch
 from jax._src import hardware_utils  # where JAX counts TPU chips
 from jax_harness import LOSSES, add_model, make_backend, make_op
+from safetensors import torch as torch_files
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -19,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tinsmith import BackendContext, ConfigError, Forward, LoraConfig, Placement
 from tinsmith.testing.int8_model import write_int8_model
-from tinsmith_checkpoints.huggingface import WeightFiles, read_rope
+from tinsmith_checkpoints.huggingface import StoredTensors, WeightFiles, read_rope
 from tinsmith_checkpoints.huggingface.int8 import Int8
 from tinsmith_jax import plugin, runtime
 from tinsmith_jax.backend import JaxBackend
@@ -266,3 +267,28 @@ def test_mxfp4_is_read_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
         np.testing.assert_array_equal(files.whole("x", (3, 64, 8)), theirs)
         cut = (slice(1, 3), slice(40, 64), slice(0, 4))
         np.testing.assert_array_equal(files.part("x", (3, 64, 8), cut), theirs[cut])
+
+
+def test_fp8_is_read_as_the_numbers_it_stands_for(directory: Path) -> None:
+    """Of blocks that do not divide a matrix, rows and columns too; merging reads them whole."""
+    torch.manual_seed(0)
+    every = torch.randint(0, 256, (210, 150), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = every.nan_to_num(1.0).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2) + 0.5
+    of_numbers = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:210, :150]
+    expected = (numbers.float() * of_numbers).numpy()
+    torch_files.save_file({"x.weight": numbers, "x.weight_scale_inv": scales}, directory / "model.safetensors")
+    with WeightFiles(directory, framework="numpy") as files:
+        np.testing.assert_array_equal(files.whole("x.weight", (210, 150)), expected)
+        cut = (slice(120, 140), slice(100, 131))
+        np.testing.assert_array_equal(files.part("x.weight", (210, 150), cut), expected[cut])
+        with pytest.raises(ConfigError, match=r"has shape \(210, 150\), config.json says \(210, 151\)"):
+            files.whole("x.weight", (210, 151))
+    stored = StoredTensors.of(directory, "model")
+    assert stored.shapes() == {"x.weight": (210, 150)}
+    np.testing.assert_array_equal(stored["x.weight"], expected)
+    edit(directory, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert read_config(directory).int8 is None
+    edit(directory, quantization_config={"quant_method": "fp8", "weight_block_size": [1, 64]})
+    with pytest.raises(ConfigError, match=r"weight_block_size is \[1, 64\], supported is \[128, 128\]"):
+        read_config(directory)

@@ -17,6 +17,7 @@ from tinsmith_checkpoints.huggingface.decoder import (
     ExpertShape,
     decoder_shape,
 )
+from tinsmith_checkpoints.huggingface.fp8 import without_fp8
 from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
 from tinsmith_checkpoints.huggingface.known_shapes import known_config
 from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL, decoder_names, language_config
@@ -68,4 +69,5 @@ __all__ = [
     "read_rope",
     "weight_counts",
     "weight_name",
+    "without_fp8",
 ]

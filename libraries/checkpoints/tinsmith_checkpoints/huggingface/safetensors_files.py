@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith_checkpoints.errors import ServerError
-from tinsmith_checkpoints.huggingface import int8
+from tinsmith_checkpoints.huggingface import fp8, int8
 from tinsmith_checkpoints.huggingface.outside_files import open_regular, parse_json, read_json
 from tinsmith_checkpoints.values import Array, FloatArray, Json
 
@@ -82,6 +82,11 @@ class StoredTensor:
         row = math.prod(self.shape[1:])
         return self._raw(start * row, (stop - start) * row, np.dtype("<i4")).reshape(stop - start, *self.shape[1:])
 
+    def load_bytes(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Read some rows of numbers of one byte as they are. Raise ServerError as `load` does."""
+        row = math.prod(self.shape[1:])
+        return self._raw(start * row, (stop - start) * row, np.dtype("u1")).reshape(stop - start, *self.shape[1:])
+
     def load_integers(self) -> list[int]:
         """Read a small tensor of int64."""
         return [int(number) for number in self._raw(0, math.prod(self.shape), np.dtype("<i8"))]
@@ -124,6 +129,20 @@ class Int8Tensor(StoredTensor):
         columns = slice(0, self.shape[1])
         integers = int8.unpacked(self.packed.load_packed(start, stop), columns)
         return int8.dequantised(integers, self.scale.load_rows(start, stop), columns, self.shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Tensor(StoredTensor):
+    """A matrix of 8-bit floating-point numbers: the matrix that it represents, as if it were stored in bfloat16."""
+
+    numbers: StoredTensor
+    scale: StoredTensor
+
+    def load(self) -> FloatArray:
+        return self.load_rows(0, self.shape[0])
+
+    def load_rows(self, start: int, stop: int) -> FloatArray:
+        return fp8.dequantised(self.numbers.load_bytes(start, stop), self.scale.load(), start)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -185,10 +204,10 @@ class StoredTensors(Mapping[str, Array]):
     def of(cls, directory: Path, stem: str) -> Self:
         """Open `<stem>.safetensors` or the shards listed in `<stem>.safetensors.index.json`; else empty.
 
-        A matrix of 8-bit integers is listed as the matrix that it represents.
+        A matrix of 8-bit numbers is listed as the matrix that it represents.
         """
         found = {name: tensor for file in shard_files(directory, stem) for name, tensor in read_header(file).items()}
-        return cls(_with_int8(found))
+        return cls(_with_fp8(_with_int8(found)))
 
     def __getitem__(self, name: str) -> Array:
         tensor = self.stored[name]
@@ -226,6 +245,32 @@ def _with_int8(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     whole = {name: _int8_tensor(name, found) for name in int8.quantised_matrices(found)}
     parts = {f"{name}{end}" for name in whole for end in (int8.PACKED, int8.SCALE, int8.SHAPE)}
     return {name: tensor for name, tensor in found.items() if name not in parts} | whole
+
+
+def _with_fp8(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    whole = {name: fp8_tensor(found[name], found[f"{name}{fp8.SCALE}"]) for name in fp8.quantised_matrices(found)}
+    scales = {f"{name}{fp8.SCALE}" for name in whole}
+    return {name: tensor for name, tensor in found.items() if name not in scales} | whole
+
+
+def fp8_tensor(numbers: StoredTensor, scale: StoredTensor) -> Fp8Tensor:
+    """Join the two. Raise ServerError if they do not fit."""
+    if numbers.dtype != fp8.DTYPE or len(numbers.shape) != 2 or scale.shape != fp8.num_scales(numbers.shape):
+        msg = (
+            f"{numbers.file.name}: {numbers.name} is stored as {numbers.dtype} {list(numbers.shape)} with scales "
+            f"{list(scale.shape)}; it must be {fp8.DTYPE} with a scale for each {fp8.BLOCK} x {fp8.BLOCK} block"
+        )
+        raise ServerError(msg)
+    return Fp8Tensor(
+        name=numbers.name,
+        file=numbers.file,
+        dtype="BF16",
+        shape=numbers.shape,
+        start=numbers.start,
+        num_bytes=2 * numbers.num_bytes,
+        numbers=numbers,
+        scale=scale,
+    )
 
 
 def _int8_tensor(name: str, found: Mapping[str, StoredTensor]) -> Int8Tensor:

@@ -1,5 +1,6 @@
 """Reads the weights of a base model tensor by tensor with the safetensors package, as arrays of any framework."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -10,10 +11,10 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from tinsmith_checkpoints.errors import ConfigError, ServerError
-from tinsmith_checkpoints.huggingface import mxfp4
+from tinsmith_checkpoints.huggingface import fp8, mxfp4
 from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, Int8, dequantised, packed_columns, unpacked
 from tinsmith_checkpoints.huggingface.language_part import decoder_names
-from tinsmith_checkpoints.huggingface.safetensors_files import tensor_files
+from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensor, fp8_tensor, read_header, tensor_files
 
 # Any below: the arrays of the framework, and safetensors' handles, which are untyped.
 
@@ -27,11 +28,12 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
     """
 
     def __init__(self, directory: Path, *, framework: Literal["numpy", "pt"], int8: Int8 | None = None) -> None:
-        """With `numpy`, matrices in MXFP4 are read as float32; with `int8`, matrices of 8-bit integers, too."""
+        """With `numpy`, matrices in MXFP4 or FP8 are read as float32; with `int8`, matrices of 8-bit integers, too."""
         self._directory = directory
         self._framework = framework
         self._int8 = int8
         self._handles: dict[Path, Any] = {}
+        self._headers: dict[Path, Mapping[str, StoredTensor]] = {}
         self._open = ExitStack()
         try:
             found = tensor_files(directory, "model")
@@ -63,7 +65,29 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
             return self._dequantised(name, shape, cut, self._int8)
         if self._framework == "numpy" and name not in self._files and f"{name}{mxfp4.BLOCKS}" in self._files:
             return self._of_mxfp4(name, shape, cut)
+        if self._framework == "numpy" and f"{name}{fp8.SCALE}" in self._files:
+            return self._of_fp8(name, shape, cut)
         return self._read(name, shape, cut)
+
+    def _of_fp8(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
+        """Read some rows, and cut the rest. safetensors has no such numbers for NumPy."""
+        try:
+            numbers, scale = (
+                self._header(self._files[each])[self._stored[each]] for each in (name, f"{name}{fp8.SCALE}")
+            )
+            found = fp8_tensor(numbers, scale)
+            if found.shape == shape:
+                rows = cut[0] if cut else slice(0, shape[0])
+                return found.load_rows(rows.start, rows.stop)[(slice(None), *cut[1:])]
+        except ServerError as error:
+            msg = f"{str(self._files[name])!r}: tensor {name!r} cannot be read: {error}"
+            raise ConfigError(msg) from error
+        raise _other_shape(self._files[name], name, found.shape, shape)
+
+    def _header(self, path: Path) -> Mapping[str, StoredTensor]:
+        if path not in self._headers:
+            self._headers[path] = read_header(path)
+        return self._headers[path]
 
     def _dequantised(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...], how: Int8) -> Any:
         rows = cut[0] if cut else slice(0, shape[0])
@@ -105,10 +129,13 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         except (OSError, SafetensorError) as error:
             msg = f"{str(path)!r}: tensor {name!r} cannot be read: {error}"
             raise ConfigError(msg) from error
-        msg = f"{str(path)!r}: tensor {name!r} has shape {found}, config.json says {shape}"
-        raise ConfigError(msg)
+        raise _other_shape(path, name, found, shape)
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
             self._handles[path] = self._open.enter_context(safe_open(path, framework=self._framework))
         return self._handles[path]
+
+
+def _other_shape(path: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ConfigError:
+    return ConfigError(f"{str(path)!r}: tensor {name!r} has shape {found}, config.json says {wanted}")
