@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from few_programs import make_jax_cache
 from jax_harness import add_model, as_shipped, make_backend
+from safetensors.numpy import load_file, save_file
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import ConfigError, Failed, LoraConfig, SampleOutput
@@ -133,6 +135,48 @@ class TestDeepseekV3(OneCache):
 
     architecture = "DeepseekV3ForCausalLM"
     settings: ClassVar = {**LATENTS, "num_hidden_layers": 3, "first_k_dense_replace": 1, "rope_parameters": YARN}
+
+
+class TestKimiK25(OneCache):
+    """The language part, and no groups."""
+
+    architecture = "Kimi_K25ForConditionalGeneration"
+    settings: ClassVar = {**TestDeepseekV3.settings, "n_group": 1, "topk_group": 1}
+    other_parts: ClassVar = {"vision_config": {**VISION, "patch_size": 2}, "tie_word_embeddings": False}
+
+    @classmethod
+    def settle(cls, directory: Path) -> None:
+        """Transformers 5.19 writes the layers of the language part under the name of the vision tower's."""
+        file = directory / "model.safetensors"
+        named = {
+            name.replace("language_model.model.blocks.", "language_model.model.layers."): each
+            for name, each in load_file(file).items()
+        }
+        save_file(named, file)
+
+
+@pytest.mark.thorough
+class TestQueriesOfInputs(OneCache):
+    """Queries are products of the input, and rotate in halves; all layers have experts."""
+
+    architecture = "DeepseekV3ForCausalLM"
+    settings: ClassVar = {**LATENTS, "q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0}
+
+
+class TestQwen3VLMoe(OneCache):
+    architecture = "Qwen3VLMoeForConditionalGeneration"
+    settings: ClassVar = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    other_parts: ClassVar = {"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]}}
+
+    @classmethod
+    def settle(cls, directory: Path) -> None:
+        """Published files have the matrices of experts [in, out]."""
+        file = directory / "model.safetensors"
+        named = {
+            name: np.ascontiguousarray(each.swapaxes(1, 2)) if ".mlp.experts." in name else each
+            for name, each in load_file(file).items()
+        }
+        save_file(named, file)
 
 
 class TestGptOss(OneCache):

@@ -86,17 +86,23 @@ def load_base(
                 return tensor.astype(np.float32, copy=False)  # experts whose scores are near would change places
             return tensor.astype(np.dtype(dtype if len(shape) == 1 else of_matrices), copy=False)
 
-        in_one = f"model.layers.{config.dense_layers}.{_joined_tensor('expert_down')}" in files
+        down = f"model.layers.{config.dense_layers}.{_joined_tensor('expert_down')}"
+        in_one = files.shape(down) if down in files else None
         return _Loader(read, config, layout, experts_in_one=in_one).load(progress)
 
 
 class _Loader:
-    def __init__(self, read: Read, config: ModelConfig, layout: MeshLayout | None, *, experts_in_one: bool) -> None:
+    def __init__(
+        self, read: Read, config: ModelConfig, layout: MeshLayout | None, *, experts_in_one: tuple[int, ...] | None
+    ) -> None:
+        """`experts_in_one`: the shape of the tensor with the last matrix of all experts of a layer, if there is one."""
         self._read = read
         self._config = config
         self._layout = layout
         self._shapes = config.linear_shapes()
-        self._experts_in_one = experts_in_one or config.mixture.alternate
+        alternate = config.mixture.alternate
+        self._experts_in_one = experts_in_one is not None or alternate
+        self._turned = alternate or (experts_in_one is not None and experts_in_one[1] != config.hidden_size)
         self._within = {module: each for each in config.joined for module in each.modules}
         mixer = _mixer(config)
         self._matrices: Mapping[str, Sequence[str]] = {**mixer, **_MLP}
@@ -242,14 +248,17 @@ class _Loader:
         return self._experts_of(name, spec, read)
 
     def _of_experts_in_one(self, name: str, spec: Spec) -> Jax:
-        """Load matrices that files hold together: [E, out, in], or [E, in, out] where gate and up alternate."""
+        """Load matrices that files hold together: [E, out, in], or [E, in, out], where gate and up may alternate."""
         tensor, number, (out, hidden) = _joined_tensor(name), len(self._experts[name]), self._expert_shape(name)
         alternate, experts = self._config.mixture.alternate, self._config.experts
         assert experts is not None, "the model has experts"
-        shape = (experts.num_experts, *((hidden, number * out) if alternate else (number * out, hidden)))
+        shape = (experts.num_experts, *((hidden, number * out) if self._turned else (number * out, hidden)))
 
         def read(layer: int, expert: int, inputs: slice, outputs: slice) -> Array:
             path, one = f"model.layers.{layer}.{tensor}", slice(expert, expert + 1)
+            if self._turned and not alternate:
+                whole_inputs: Array = self._read(path, shape, (one, inputs, outputs))[0]
+                return whole_inputs
             if not alternate:
                 own: Array = self._read(path, shape, (one, outputs, inputs))[0]
                 return own.T

@@ -55,6 +55,10 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         """Return whether there is such a tensor, as it is stored."""
         return name in self._files
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that is there, as it is stored."""
+        return tuple(self._handle(self._files[name]).get_slice(self._stored[name]).get_shape())
+
     def whole(self, name: str, shape: tuple[int, ...]) -> Any:
         """Read a tensor, which must have the given shape."""
         return self.part(name, shape, ())

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from tinsmith_checkpoints.huggingface.decoder import EXPERT_MODULES
 from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
-from tinsmith_checkpoints.huggingface.language_part import decoder_names
+from tinsmith_checkpoints.huggingface.language_part import decoder_names, language_config
 from tinsmith_checkpoints.values import Array, Json
 
 _EXPERTS: Final = ".mlp.experts."
@@ -34,21 +34,35 @@ def weight_places(config: Mapping[str, Json], shapes: Mapping[str, tuple[int, ..
     vision tower, are left out.
     """
     joined = joined_matrices(config)
-    alternate = "GptOssForCausalLM" in (config.get("architectures") or ())
+    alternate, transposed = "GptOssForCausalLM" in (config.get("architectures") or ()), _transposed(config, shapes)
     return {
         own: place
         for name, stored in decoder_names(shapes).items()
-        for own, place in _parts(name, stored, shapes[stored], joined, alternate=alternate)
+        for own, place in _parts(name, stored, shapes[stored], joined, alternate=alternate, transposed=transposed)
     }
 
 
+def _transposed(config: Mapping[str, Json], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether files have the matrices of experts as [in, out], which their shapes tell: Qwen3-VL's do."""
+    hidden = language_config(config).get("hidden_size")
+    down = next((shape for name, shape in shapes.items() if name.endswith(f"{_EXPERTS}down_proj")), ())
+    return bool(down) and down[-1] == hidden != down[-2]
+
+
 def _parts(
-    name: str, stored: str, shape: tuple[int, ...], joined: Sequence[JoinedMatrix], *, alternate: bool
+    name: str,
+    stored: str,
+    shape: tuple[int, ...],
+    joined: Sequence[JoinedMatrix],
+    *,
+    alternate: bool,
+    transposed: bool,
 ) -> Iterator[tuple[str, Place]]:
     layer, _, rest = name.partition(_EXPERTS)
     matrix = next((each for each in joined if name.endswith(f".{each.path}.weight")), None)
     if rest in {"gate_up_proj", "down_proj"}:
-        yield from _of_experts(f"{layer}{_EXPERTS}", rest, stored, shape, alternate=alternate)
+        experts = f"{layer}{_EXPERTS}"
+        yield from _of_experts(experts, rest, stored, shape, alternate=alternate, transposed=transposed)
     elif matrix is None:
         yield name, Place(stored, shape)
     else:
@@ -61,15 +75,16 @@ def _parts(
 
 
 def _of_experts(
-    experts: str, what: str, stored: str, shape: tuple[int, ...], *, alternate: bool
+    experts: str, what: str, stored: str, shape: tuple[int, ...], *, alternate: bool, transposed: bool
 ) -> Iterator[tuple[str, Place]]:
-    """Take tensors [E, 2 I, H] and [E, H, I], or [E, H, 2 I] and [E, I, H] where gate and up alternate."""
+    """Take tensors [E, 2 I, H] and [E, H, I], or [E, H, 2 I] and [E, I, H] if `alternate` or `transposed`."""
     number, *of_one = shape
-    outputs, inputs = reversed(of_one) if alternate else of_one
+    turned = alternate or transposed
+    outputs, inputs = reversed(of_one) if turned else of_one
     modules = (_DOWN,) if what == "down_proj" else (_GATE, _UP)
     size = outputs // len(modules)
     for expert in range(number):
         for i, module in enumerate(modules):
             own = slice(i, None, len(modules)) if alternate else slice(i * size, (i + 1) * size)
-            index = (expert, slice(None), own) if alternate else (expert, own)
-            yield f"{experts}{expert}.{module}.weight", Place(stored, (size, inputs), index, transposed=alternate)
+            index = (expert, slice(None), own) if turned else (expert, own)
+            yield f"{experts}{expert}.{module}.weight", Place(stored, (size, inputs), index, transposed=turned)

@@ -1,6 +1,6 @@
 """DeepSeek V3 and its like: attention by latents; experts chosen by groups, and shared ones without a gate.
 
-The first layers have a dense MLP.
+The first layers have a dense MLP. Kimi-K2 is such a model, and so is the language part of Kimi-K2.5.
 """
 
 import math
@@ -13,6 +13,8 @@ from tinsmith_jax import Attention, Groups, Latent, LayerKind, Mixture, ModelCon
 
 
 @family("DeepseekV3ForCausalLM")
+@family("KimiK25ForConditionalGeneration")
+@family("Kimi_K25ForConditionalGeneration")
 def deepseek_v3(config: Mapping[str, Json], path: Path) -> ModelConfig:
     refuse(config, path, "attention_bias")
     config = {"n_shared_experts": 1, "norm_topk_prob": True, **config}
