@@ -3,6 +3,7 @@
 import random
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,33 @@ def test_everything_is_killed_while_a_client_waits_for_many_samples(launcher: La
         service.close("success").result(timeout=WAIT_S)
 
 
-@pytest.mark.thorough
-def test_an_engine_of_the_jax_backend_is_killed(launcher: Launcher, tmp_path: Path) -> None:
-    """The engine finds the programs that the undisturbed run compiled, as an engine does that is started again."""
+def write_qwen3(directory: Path) -> None:
     shape = TinyShape(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
     )
-    write_tiny_model(tmp_path / "tiny", shape)
+    write_tiny_model(directory, shape)
+
+
+def write_deepseek_v3(directory: Path) -> None:
+    """Attention by latents; a dense layer before one with experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM  # here: the other tests need neither
+
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    latents = {"q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 6}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "bos_token_id": None, "eos_token_id": 2}
+    config = DeepseekV3Config(**sizes, **heads, **latents, **experts, **layers)
+    DeepseekV3ForCausalLM(config).save_pretrained(directory)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("write", [write_qwen3, write_deepseek_v3])
+def test_an_engine_of_the_jax_backend_is_killed(
+    launcher: Launcher, tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    """The engine finds the programs that the undisturbed run compiled, as an engine does that is started again."""
+    write(tmp_path / "tiny")
     options = {"plugin": "jax", "max_lora_rank": 8, "max_context_tokens": 128, "max_batch_tokens": 128}
     model = ModelSettings(
         name="tiny", path=tmp_path / "tiny", backend=PluginSection.model_validate({**options, "warm_up": False})
