@@ -259,9 +259,11 @@ def failpoint_table() -> str:
 
 
 def package_table() -> str:
-    """Return every package of the core and of its libraries, with the first paragraph of its docstring."""
+    """Return every package of core, libraries, plugins and tools, with the first paragraph of its docstring."""
     rows = ["| Package | Subject |", "|---|---|"]
-    found = ((root.parent, file) for root in (CORE, *LIBRARIES) for file in sorted(root.rglob("__init__.py")))
+    others = (DOCS.parent.glob(f"{folder}/*/tinsmith_*") for folder in ("plugins", "tools"))
+    roots = [CORE, *LIBRARIES, *sorted(root for each in others for root in each if root.is_dir())]
+    found = ((root.parent, file) for root in roots for file in sorted(root.rglob("__init__.py")))
     for root, file in found:
         name = ".".join(file.parent.relative_to(root).parts)
         if "migrations" not in name:  # Alembic's folders

@@ -1,0 +1,1 @@
+"""The FSDP backend: trains dense models of transformers with PyTorch FSDP2."""

@@ -1,0 +1,1 @@
+"""The Megatron backend: trains large models, divided by tensors, layers and experts."""

@@ -1,0 +1,1 @@
+"""The vLLM sampler: vLLM processes that sample for any trainer."""

@@ -1,0 +1,1 @@
+"""Kernels for accelerators, in Pallas, and the choice among them."""
