@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_harness import MODE, ON_CPU, VOCAB
 
-from tinsmith_checkpoints.huggingface.tiny_model import Family, TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 
 def pytest_sessionstart() -> None:
@@ -43,9 +43,9 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    families: tuple[Family, ...] = ("qwen3", "qwen3_moe")
+    families: tuple[str, ...] = ("qwen3", "qwen3_moe")
     for family in families:
         write_tiny_model(root / family, TinyShape(family=family, vocab_size=VOCAB, num_layers=3))
     return {family: root / family for family in families}

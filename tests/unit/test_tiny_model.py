@@ -1,5 +1,6 @@
 """The tiny model: made without a framework, read by transformers, the same bytes for the same seed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.errors import UserError
+from tinsmith_checkpoints.huggingface import TINY_CLASSES
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 SMALL = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, head_dim=16, num_heads=2, num_kv_heads=1)
@@ -27,17 +29,32 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False), ("qwen2", True), ("mistral", False)])
+SHORT = ("Gemma3ForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        *[("qwen3", True), ("llama", False), ("qwen2", True), ("mistral", False)],
+        *(
+            pytest.param(name, bool(number % 2), marks=() if name in SHORT else pytest.mark.thorough)
+            for number, name in enumerate(TINY_CLASSES)
+        ),
+    ],
+)
 def test_transformers_reads_it(tmp_path: Path, family: str, tied: bool) -> None:
     torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    transformers = pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
 
     shape = replace(SMALL, family=family, tied=tied)
     num_parameters = write_tiny_model(tmp_path, shape)
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    class_name = CLASSES.get(family, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == [class_name]
+    model, report = getattr(transformers, class_name).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert model.num_parameters() == num_parameters
-    assert type(model).__name__ == CLASSES[family]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer(TEXT)["input_ids"]
     assert tokenizer.decode(ids) == TEXT
@@ -82,6 +99,7 @@ def test_it_overwrites_only_when_told(tmp_path: Path) -> None:
         ({"family": "qwen2", "head_dim": 8}, "hidden_size is 32; in the family 'qwen2' it is num_heads"),
         ({"head_dim": 5}, "rotary positions need an even one"),
         ({"vocab_size": 256}, "needs at least 300"),
+        ({"settings": {"sliding_window": 8}}, "settings are for classes of transformers"),
     ],
 )
 def test_impossible_shapes_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:

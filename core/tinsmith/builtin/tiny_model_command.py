@@ -1,7 +1,7 @@
 """The command `tinsmith tiny-model`, added as a stranger's plugin would add one: a model for trying things out."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 from tinsmith.errors import UserError
 from tinsmith.hookspecs import hookimpl
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 def tinsmith_register_commands(group: "Typer") -> None:
     import typer  # here, since other processes make no models
 
-    from tinsmith_checkpoints.huggingface.tiny_model import Family, TinyShape, write_tiny_model
+    from tinsmith_checkpoints.huggingface.tiny_classes import TINY_CLASSES
+    from tinsmith_checkpoints.huggingface.tiny_model import FAMILIES, TinyShape, write_tiny_model
 
     tiny = TinyShape()
+    known = f"one of {', '.join(FAMILIES)}; or, with torch and transformers, a class: {', '.join(TINY_CLASSES)}"
 
     @group.command("tiny-model")
     def tiny_model(
         directory: Annotated[Path, typer.Argument(help="where to write it")],
-        family: Annotated[str, typer.Option(help=f"one of {', '.join(get_args(Family))}")] = "qwen3",
+        family: Annotated[str, typer.Option(help=known)] = "qwen3",
         vocab_size: int = tiny.vocab_size,
         hidden_size: int = tiny.hidden_size,
         intermediate_size: int = tiny.intermediate_size,
@@ -36,7 +38,7 @@ def tinsmith_register_commands(group: "Typer") -> None:
     ) -> None:
         """Write a tiny random model with a tokenizer, in Hugging Face format: for trying things out."""
         shape = TinyShape(
-            family=cast("Family", family),
+            family=family,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,

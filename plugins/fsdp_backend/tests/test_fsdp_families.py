@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from tinsmith import ConfigError, ForwardBackward
 from tinsmith.testing import assert_close_arrays, ragged_data
+from tinsmith_checkpoints.huggingface import tiny_causal_lm, tiny_config
 from tinsmith_fsdp import probe
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.mesh import Mesh, join_mesh
@@ -31,42 +32,26 @@ pytestmark = [
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
     "pad_token_id": None,
-    "bos_token_id": None,
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
-WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "Gemma2ForCausalLM": WINDOW,
-    "Qwen2ForCausalLM": {},
-    "MistralForCausalLM": {"sliding_window": 20},
-    "LlamaForCausalLM": {},
-    "Qwen3ForCausalLM": {},
-    "GemmaForCausalLM": {},
-    "Gemma3ForCausalLM": WINDOW,
-    "Olmo2ForCausalLM": {},
-    "Olmo3ForCausalLM": WINDOW,
-    "SmolLM3ForCausalLM": {"no_rope_layer_interval": 2},
-    "GraniteForCausalLM": {
-        "attention_multiplier": 0.1,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 2.5,
-    },
-    "Cohere2ForCausalLM": WINDOW,
-    "SeedOssForCausalLM": {},
-}
+FAMILIES = (
+    "Gemma2ForCausalLM",
+    "Qwen2ForCausalLM",
+    "MistralForCausalLM",
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "GraniteForCausalLM",
+    "Cohere2ForCausalLM",
+    "SeedOssForCausalLM",
+)
 SHORT = 3  # of these, for `make test`
-HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +64,11 @@ def mesh() -> Iterator[Mesh]:
 
 
 def config_of(name: str, **settings: Any) -> Any:
-    return getattr(transformers, name).config_class(**{**SIZES, **settings})
+    return tiny_config(name, {**SIZES, **settings})
 
 
 def write_model(name: str, directory: Path) -> Any:
-    torch.manual_seed(0)
-    model = getattr(transformers, name)(config_of(name, **FAMILIES[name])).eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model = tiny_causal_lm(name, SIZES)
     model.set_attn_implementation("eager")  # the only one that knows soft caps
     model.save_pretrained(directory)
     return model
@@ -124,8 +105,7 @@ def test_a_family_trains_as_transformers_does(name: str, mesh: Mesh, tmp_path: P
 
 def test_windows_and_sinks_are_those_of_transformers() -> None:
     """Of a class whose experts adapters cannot train: it is refused for them alone."""
-    sizes = {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}
-    require_packing("GptOssForCausalLM", config_of("GptOssForCausalLM", **sizes), None)
+    require_packing("GptOssForCausalLM", config_of("GptOssForCausalLM"), None)
 
 
 def test_layers_that_let_neighbours_leak_are_refused() -> None:
@@ -133,7 +113,7 @@ def test_layers_that_let_neighbours_leak_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"Qwen3_5ForCausalLM of transformers .* packed side by side change each other"
     ):
-        require_packing("Qwen3_5ForCausalLM", config_of("Qwen3_5ForCausalLM", **HYBRID), None)
+        require_packing("Qwen3_5ForCausalLM", config_of("Qwen3_5ForCausalLM"), None)
 
 
 def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,3 +185,13 @@ def test_sizes_of_chunks_agree() -> None:
     stream, first_n, _ = packed(sequences())
     whole, parts = (jax.jit(gated_delta, static_argnames="chunk")(stream, first_n, chunk=chunk) for chunk in (TILE, 16))
     assert gap(parts, np.asarray(whole)) < 1e-5
+
+
+def test_no_part_of_it_waits_for_other_threads_of_xla() -> None:
+    """LAPACK of jaxlib does, within one of them: programs side by side would wait for each other's threads."""
+    stream, first_n, _ = packed(sequences())
+
+    def total(inputs: DeltaInputs) -> Any:
+        return gated_delta(inputs, jnp.asarray(first_n)).sum()
+
+    assert "lapack" not in jax.jit(jax.value_and_grad(total)).lower(stream).compile().as_text()

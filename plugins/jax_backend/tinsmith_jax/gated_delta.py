@@ -77,7 +77,7 @@ def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     system = _dot("hik,hjk->hij", k * beta[..., None], k) * decays
     shrunk = jnp.exp(total)[..., None]
     joined = jnp.concatenate([v, k * shrunk], axis=-1) * beta[..., None]
-    solved = jax.lax.linalg.triangular_solve(system, joined, left_side=True, lower=True, unit_diagonal=True)
+    solved = _dot("hij,hjv->hiv", _inverse(system), joined)
     values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
     corrections = values - _dot("hik,hkv->hiv", keys, state)
     scores = _dot("hik,hjk->hij", q, k) * decays
@@ -85,6 +85,37 @@ def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     left = decays[:, -1, :, None]
     new = state * jnp.exp(total[:, -1])[:, None, None] + _dot("hik,hiv->hkv", k * left, corrections)
     return new, out.transpose(1, 0, 2)
+
+
+@jax.custom_jvp
+def _inverse(system: Jax) -> Jax:
+    """Return the inverses of matrices [H, c, c], which are lower triangular, with ones for what is on the diagonal.
+
+    Blocks of growing size are inverted, each from two of half the size. On a CPU, jax would have LAPACK solve the
+    systems: it divides them among XLA's threads and blocks one of these, so that programs side by side can block all.
+    """
+    c = system.shape[-1]
+    whole = 1 << (c - 1).bit_length()
+    padded = jnp.pad(system, ((0, 0), (0, whole - c), (0, whole - c)))
+    found = jnp.ones((system.shape[0], whole, 1, 1), system.dtype)
+    size = 1
+    while size < whole:
+        blocks = padded.reshape(-1, whole // (2 * size), 2 * size, whole // (2 * size), 2 * size)
+        pairs = jnp.diagonal(blocks, axis1=1, axis2=3)
+        below = jnp.moveaxis(pairs[:, size:, :size], -1, 1)
+        first, second = found[:, ::2], found[:, 1::2]
+        corner = -_dot("hnij,hnjk->hnik", _dot("hnij,hnjk->hnik", second, below), first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        found = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return found[:, 0, :c, :c]
+
+
+@_inverse.defjvp
+def _inverse_jvp(primals: tuple[Jax], tangents: tuple[Jax]) -> tuple[Jax, Jax]:
+    inverse = _inverse(*primals)
+    change = _dot("hij,hjk->hik", inverse, jnp.tril(tangents[0], -1))
+    return inverse, -_dot("hij,hjk->hik", change, inverse)
 
 
 def _decays(log_decay: Jax) -> Jax:

@@ -9,7 +9,7 @@ from openai_served import write_model
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tinsmith import UserError
-from tinsmith_checkpoints.huggingface.tiny_model import Family, TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_checkpoints.huggingface.tiny_tokenizer import chat_template
 from tinsmith_openai.answers import finished_text
 from tinsmith_openai.bodies import ChatRequest
@@ -136,7 +136,7 @@ def test_room_for_transcripts_is_taken_from_the_oldest_and_from_the_ends() -> No
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_growing_text_is_the_beginning_of_the_whole(tmp_path: Path, family: Family) -> None:
+def test_a_growing_text_is_the_beginning_of_the_whole(tmp_path: Path, family: str) -> None:
     """Random tokens, so many characters are never complete; with and without stop strings that half of them meet."""
     write_tiny_model(tmp_path / family, TinyShape(family=family, num_layers=1, hidden_size=16))
     text, rng = ModelText("tiny", tmp_path / family), np.random.default_rng(1)

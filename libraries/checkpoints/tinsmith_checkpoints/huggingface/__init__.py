@@ -28,6 +28,7 @@ from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, Stor
 from tinsmith_checkpoints.huggingface.sizes import WeightCounts, adapter_weights, weight_counts
 from tinsmith_checkpoints.huggingface.state_files import Kind, Targets
 from tinsmith_checkpoints.huggingface.stopping import StopRules, StopWatch
+from tinsmith_checkpoints.huggingface.tiny_classes import TINY, TINY_CLASSES, TinyClass, tiny_causal_lm, tiny_config
 from tinsmith_checkpoints.huggingface.weight_files import WeightFiles
 from tinsmith_checkpoints.values import Json
 
@@ -41,6 +42,8 @@ __all__ = [
     "MLP",
     "SHARED_EXPERT",
     "SHARED_EXPERTS",
+    "TINY",
+    "TINY_CLASSES",
     "DecoderShape",
     "Delta",
     "ExpertShape",
@@ -54,6 +57,7 @@ __all__ = [
     "StoredTensor",
     "StoredTensors",
     "Targets",
+    "TinyClass",
     "WeightCounts",
     "WeightFiles",
     "adapter_config",
@@ -67,6 +71,8 @@ __all__ = [
     "language_config",
     "read_model_config",
     "read_rope",
+    "tiny_causal_lm",
+    "tiny_config",
     "weight_counts",
     "weight_name",
     "without_fp8",

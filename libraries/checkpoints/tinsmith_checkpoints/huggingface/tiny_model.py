@@ -1,25 +1,25 @@
 """Write a tiny random model, for demos and tests, that every Hugging Face tool can read.
 
-No ML framework is needed. The same shape and seed give the same files, byte for byte.
+No ML framework is needed for `FAMILIES`, and the same shape and seed give the same files, byte for byte. Classes of
+transformers (`tiny_classes`) are made by transformers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from tinsmith_checkpoints.errors import UserError
 from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter
+from tinsmith_checkpoints.huggingface.tiny_classes import TINY_CLASSES, tiny_causal_lm
 from tinsmith_checkpoints.huggingface.tiny_tokenizer import chat_template, special_tokens, train_tokenizer
 from tinsmith_checkpoints.values import FloatArray, Json
-
-Family = Literal["qwen3", "llama", "qwen3_moe", "qwen2", "mistral"]
 
 _ARCHITECTURES: Final = {
     "qwen3": "Qwen3ForCausalLM",
@@ -28,6 +28,8 @@ _ARCHITECTURES: Final = {
     "qwen2": "Qwen2ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+FAMILIES: Final = tuple(_ARCHITECTURES)
+"""Those that need no framework."""
 _ROPE_THETA: Final = {
     "qwen3": 1_000_000.0,
     "llama": 500_000.0,
@@ -36,7 +38,7 @@ _ROPE_THETA: Final = {
     "mistral": 1_000_000.0,
 }
 _WITH_HEAD_NORMS: Final = ("qwen3", "qwen3_moe")  # of queries and keys
-_LIKE_LLAMA: Final = ("llama", "mistral")
+_LIKE_LLAMA: Final = ("llama", "mistral", "LlamaForCausalLM", "MistralForCausalLM")
 _ONE_SHARD: Final = 1 << 40  # bytes
 _BIAS_STD: Final = 0.5  # as large as queries and keys, so that a bias that is left out shows
 _EMBEDDING_STD: Final = 0.02  # small relative to the layers' outputs, so that hidden states mix the whole context
@@ -46,7 +48,7 @@ _EMBEDDING_STD: Final = 0.02  # small relative to the layers' outputs, so that h
 class TinyShape:
     """The shape of the model. The defaults give about a million parameters, which a laptop trains in seconds."""
 
-    family: Family = "qwen3"
+    family: str = "qwen3"  # of `FAMILIES`, or a class of `TINY_CLASSES`
     vocab_size: int = 512
     hidden_size: int = 128
     intermediate_size: int = 384  # of one expert, if the family has experts
@@ -60,16 +62,20 @@ class TinyShape:
     tied: bool = True  # the output head is the embedding
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of config.json in addition, of a class alone
 
     def __post_init__(self) -> None:
-        others = {"family", "tied", "dtype", "seed"}
+        others = {"family", "tied", "dtype", "seed", "settings"}
         sizes = {name: getattr(self, name) for name in self.__slots__ if name not in others}
         for name, size in sizes.items():
             if size < 1:
                 msg = f"{name} is {size}; it must be at least 1"
                 raise UserError(msg)
-        if self.family not in _ARCHITECTURES:
-            msg = f"no family {self.family!r}, known: {', '.join(_ARCHITECTURES)}"
+        if self.family not in FAMILIES and self.family not in TINY_CLASSES:
+            msg = f"no family {self.family!r}, known: {', '.join((*FAMILIES, *TINY_CLASSES))}"
+            raise UserError(msg)
+        if self.settings and self.family in FAMILIES:
+            msg = f"settings are for classes of transformers ({', '.join(TINY_CLASSES)}), not for {self.family!r}"
             raise UserError(msg)
         if self.num_heads % self.num_kv_heads:
             msg = f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
@@ -101,9 +107,45 @@ def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = Fal
     tokenizer.save(str(directory / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab()
     ids = {name: vocabulary[token] for name, token in special_tokens(_like(shape.family)).items()}
-    weights = dict(_weights(shape))
     for stale in directory.glob("model*.safetensors*"):
         stale.unlink()
+    size = _write_class(directory, shape, ids) if shape.family in TINY_CLASSES else _write_family(directory, shape, ids)
+    _write_json(directory / "generation_config.json", _generation_config(ids))
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config(shape))
+    return size
+
+
+def _write_class(directory: Path, shape: TinyShape, ids: Mapping[str, int]) -> int:
+    known = TINY_CLASSES[shape.family]
+    settings: dict[str, Any] = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_context_tokens,
+        "tie_word_embeddings": shape.tied,
+        **{f"{name}_id": number for name, number in ids.items()},
+    }
+    if known.experts:
+        settings[known.experts] = shape.num_experts
+        settings["num_experts_per_tok"] = shape.experts_per_token
+        settings |= {key: shape.intermediate_size for key in known.settings if key.endswith("intermediate_size")}
+    if "qk_rope_head_dim" in known.settings:  # heads of latents have sizes of their own
+        settings["num_key_value_heads"] = shape.num_heads
+        del settings["head_dim"]
+    tied = {"tie_word_embeddings": shape.tied}
+    model = tiny_causal_lm(shape.family, {**settings, **shape.settings}, tied, seed=shape.seed)
+    if shape.dtype == "bfloat16":
+        model = model.bfloat16()
+    model.save_pretrained(directory)
+    return int(model.num_parameters())
+
+
+def _write_family(directory: Path, shape: TinyShape, ids: Mapping[str, int]) -> int:
+    weights = dict(_weights(shape))
     if shape.dtype == "float32":
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     else:
@@ -111,8 +153,6 @@ def write_tiny_model(directory: Path, shape: TinyShape, *, overwrite: bool = Fal
             for name, array in weights.items():
                 writer.add(name, array)
     _write_json(directory / "config.json", _config(shape, ids))
-    _write_json(directory / "generation_config.json", _generation_config(ids))
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(shape))
     return sum(array.size for array in weights.values())
 
 
@@ -163,7 +203,7 @@ def _attention_weights(
             yield f"{prefix}.{name}.weight", np.ones(shape.head_dim, np.float32)
 
 
-def _config(shape: TinyShape, ids: dict[str, int]) -> dict[str, Json]:
+def _config(shape: TinyShape, ids: Mapping[str, int]) -> dict[str, Json]:
     return {
         "architectures": [_ARCHITECTURES[shape.family]],
         "model_type": shape.family,
@@ -204,7 +244,7 @@ def _expert_config(shape: TinyShape) -> dict[str, Json]:
     }
 
 
-def _generation_config(ids: dict[str, int]) -> dict[str, Json]:
+def _generation_config(ids: Mapping[str, int]) -> dict[str, Json]:
     return {
         "bos_token_id": ids["bos_token"],
         "eos_token_id": [ids["eos_token"], ids["pad_token"]],
@@ -224,7 +264,7 @@ def _tokenizer_config(shape: TinyShape) -> dict[str, Json]:
     }
 
 
-def _like(family: Family) -> str:
+def _like(family: str) -> str:
     """Return the family whose tokenizer and chat template this one uses."""
     return "llama" if family in _LIKE_LLAMA else "qwen3"
 

@@ -4,6 +4,6 @@ import pytest
 
 pytest.register_assert_rewrite("tinsmith_jax.testing.family_contract")
 
-from tinsmith_jax.testing.family_contract import TINY, FamilyContract  # noqa: E402 - after that
+from tinsmith_jax.testing.family_contract import FamilyContract  # noqa: E402 - after that
 
-__all__ = ["TINY", "FamilyContract"]
+__all__ = ["FamilyContract"]

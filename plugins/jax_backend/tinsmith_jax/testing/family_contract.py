@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final, TypeVar
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from tinsmith import (
     BUILTIN_LOSSES,
@@ -31,26 +30,17 @@ from tinsmith import (
     SampleOutput,
     SamplingParams,
 )
-from tinsmith_checkpoints.huggingface import StoredTensors, adapter_weights, decoder_names, weight_counts
+from tinsmith_checkpoints.huggingface import (
+    StoredTensors,
+    adapter_weights,
+    decoder_names,
+    tiny_causal_lm,
+    weight_counts,
+)
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.families import read_config
 from tinsmith_jax.testing.torch_reference import TorchModel
-
-TINY: Final[Mapping[str, Any]] = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.15,  # far from zero, so that attention and the loss have structure
-}
-"""Sizes for the configuration of a tiny model. Windows should be of some 40 tokens: the suite's sequences have 130."""
 
 _LIMITS: Final = {"max_context_tokens": 192, "max_batch_tokens": 256, "max_lora_rank": 8, "decode_slots": 2}
 _LORA: Final = LoraConfig(rank=4, seed=7)
@@ -63,7 +53,10 @@ Output = TypeVar("Output")
 
 
 class FamilyContract:
-    """Subclass it as `Test...`; name the class in transformers, and its settings in addition to `TINY`."""
+    """Subclass it as `Test...`; name the class in transformers, and its settings, as for `tiny_causal_lm`.
+
+    Windows should be of some 40 tokens: the suite's sequences have 130.
+    """
 
     architecture: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}
@@ -72,18 +65,7 @@ class FamilyContract:
     @pytest.fixture(scope="class")
     @classmethod
     def model_path(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Write a model with random weights, including norms and biases."""
-        torch.manual_seed(0)
-        made = getattr(transformers, cls.architecture)
-        settings = {**TINY, **cls.settings}
-        has_parts = "text_config" in made.config_class.sub_configs
-        model = made(made.config_class(**({"text_config": settings, **cls.other_parts} if has_parts else settings)))
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("bias"):
-                parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("bias"):
-                buffer.uniform_(-0.5, 0.5)
+        model = tiny_causal_lm(cls.architecture, cls.settings, cls.other_parts)
         directory = tmp_path_factory.mktemp("family")
         model.save_pretrained(directory)
         cls.settle(directory)
