@@ -27,6 +27,7 @@ from tinsmith_jax.model_config import DeltaRule, ModelConfig
 from tinsmith_jax.tiles import TILE
 
 _SMALL = 1e-6  # is added to the square of a length
+_BLOCK = 16  # rows that are solved at once, a power of 2
 
 
 class DeltaInputs(NamedTuple):
@@ -77,7 +78,7 @@ def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     system = _dot("hik,hjk->hij", k * beta[..., None], k) * decays
     shrunk = jnp.exp(total)[..., None]
     joined = jnp.concatenate([v, k * shrunk], axis=-1) * beta[..., None]
-    solved = _dot("hij,hjv->hiv", _inverse(system), joined)
+    solved = _solve(system, joined)
     values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
     corrections = values - _dot("hik,hkv->hiv", keys, state)
     scores = _dot("hik,hjk->hij", q, k) * decays
@@ -88,34 +89,53 @@ def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
 
 
 @jax.custom_jvp
-def _inverse(system: Jax) -> Jax:
-    """Return the inverses of matrices [H, c, c], which are lower triangular, with ones for what is on the diagonal.
+def _solve(system: Jax, right: Jax) -> Jax:
+    """Return X [H, c, v] of system X = right. Systems are lower triangular, with ones for what is on the diagonal.
 
-    Blocks of growing size are inverted, each from two of half the size. On a CPU, jax would have LAPACK solve the
-    systems: it divides them among XLA's threads and blocks one of these, so that programs side by side can block all.
+    On a CPU, jax would have LAPACK solve them: it divides them among XLA's threads and blocks one of these, so that
+    programs side by side can block all.
     """
-    c = system.shape[-1]
-    whole = 1 << (c - 1).bit_length()
-    padded = jnp.pad(system, ((0, 0), (0, whole - c), (0, whole - c)))
-    found = jnp.ones((system.shape[0], whole, 1, 1), system.dtype)
+    return _substituted(_inverses(system), system, right)
+
+
+@_solve.defjvp
+def _solve_jvp(primals: tuple[Jax, Jax], tangents: tuple[Jax, Jax]) -> tuple[Jax, Jax]:
+    system, right = primals
+    inverses = _inverses(system)
+    found = _substituted(inverses, system, right)
+    change = tangents[1] - _dot("hij,hjv->hiv", jnp.tril(tangents[0], -1), found)
+    return found, _substituted(inverses, system, change)
+
+
+def _substituted(inverses: Jax, system: Jax, right: Jax) -> Jax:
+    """Solve block by block of rows, given the inverses of the blocks on the diagonal."""
+    found = right[:, :0]
+    for i in range(inverses.shape[1]):
+        before = i * _BLOCK
+        rest = right[:, before : before + _BLOCK]
+        rest -= _dot("hij,hjv->hiv", system[:, before : before + _BLOCK, :before], found)
+        inverse = inverses[:, i, : rest.shape[1], : rest.shape[1]]
+        found = jnp.concatenate([found, _dot("hij,hjv->hiv", inverse, rest)], axis=1)
+    return found
+
+
+def _inverses(system: Jax) -> Jax:
+    """Return the inverses [H, blocks, _BLOCK, _BLOCK]. Smaller ones are joined to those of twice the size."""
+    number = -(-system.shape[-1] // _BLOCK)
+    more = number * _BLOCK - system.shape[-1]
+    blocks = jnp.pad(system, ((0, 0), (0, more), (0, more))).reshape(-1, number, _BLOCK, number, _BLOCK)
+    own = jnp.moveaxis(jnp.diagonal(blocks, axis1=1, axis2=3), -1, 1).reshape(-1, _BLOCK, _BLOCK)
+    found = jnp.ones((own.shape[0], _BLOCK, 1, 1), system.dtype)
     size = 1
-    while size < whole:
-        blocks = padded.reshape(-1, whole // (2 * size), 2 * size, whole // (2 * size), 2 * size)
-        pairs = jnp.diagonal(blocks, axis1=1, axis2=3)
-        below = jnp.moveaxis(pairs[:, size:, :size], -1, 1)
+    while size < _BLOCK:
+        pairs = own.reshape(-1, _BLOCK // (2 * size), 2 * size, _BLOCK // (2 * size), 2 * size)
+        below = jnp.moveaxis(jnp.diagonal(pairs, axis1=1, axis2=3)[:, size:, :size], -1, 1)
         first, second = found[:, ::2], found[:, 1::2]
         corner = -_dot("hnij,hnjk->hnik", _dot("hnij,hnjk->hnik", second, below), first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         found = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         size *= 2
-    return found[:, 0, :c, :c]
-
-
-@_inverse.defjvp
-def _inverse_jvp(primals: tuple[Jax], tangents: tuple[Jax]) -> tuple[Jax, Jax]:
-    inverse = _inverse(*primals)
-    change = _dot("hij,hjk->hik", inverse, jnp.tril(tangents[0], -1))
-    return inverse, -_dot("hij,hjk->hik", change, inverse)
+    return found.reshape(-1, number, _BLOCK, _BLOCK)
 
 
 def _decays(log_decay: Jax) -> Jax:
