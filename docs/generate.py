@@ -455,6 +455,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "comparison": partial(measured, "comparison.json", "comparison/page"),
     "sdk-versions": sdk_versions.markdown,
     "where-time-goes": partial(measured, "where-time-goes.json", "comparison/split_page"),
+    "models": partial(measured, "models.json", "matrix/page", "No model was tried yet."),
     "gpu": partial(measured, "gpu.json", "gpu_parts/page", "Nothing was measured on a GPU yet."),
     "failpoints": failpoint_table,
     "packages": package_table,

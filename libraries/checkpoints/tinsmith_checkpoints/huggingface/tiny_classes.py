@@ -33,7 +33,7 @@ _DELTA: Final = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
     "head_dim": 32,
-    "initializer_range": 0.08,
+    "initializer_range": 0.06,
 }
 _VISION: Final = {
     "hidden_size": 32,
