@@ -129,7 +129,7 @@ def test_a_store_that_fails_is_a_503_without_sql(
     def fail(*_: object, **__: object) -> None:
         raise OperationalError("INSERT INTO sessions", {"tenant": SECRET}, OSError("database or disk is full"))
 
-    monkeypatch.setattr(sessions, "_INSERT", SimpleNamespace(run=fail))
+    monkeypatch.setattr(sessions, "INSERT", SimpleNamespace(run=fail))
     answer = Tenant(server, "sender").post("create_session")
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1

@@ -131,7 +131,7 @@ async def test_a_store_without_room(
     assert await ready(http, "ann") == (200, "")
     with monkeypatch.context() as patched:
         patched.setattr(sessions, "touch_all", fail)
-        patched.setattr(sessions, "_INSERT", SimpleNamespace(run=fail))
+        patched.setattr(sessions, "INSERT", SimpleNamespace(run=fail))
         patched.setattr(upkeep, "check_writing", fail)
         beats = [(await post(http, "session_heartbeat", session_id=each)).status_code for each in (session, ended, "x")]
         assert beats == [200, 410, 404]

@@ -30,7 +30,7 @@ _GET = Query("SELECT FIELDS FROM sessions WHERE session_id = :wanted", SessionRe
 _LOCK = Query(f"{_GET.text} FOR UPDATE", SessionRecord)
 _FIND = Query("SELECT FIELDS FROM sessions WHERE session_id IN :ids", SessionRecord)
 _SAME = Query("SELECT FIELDS FROM sessions WHERE tenant = :tenant AND idempotency_key = :key", SessionRecord)
-_INSERT = Change(insert_into("sessions", *fields_of(SessionRecord), "idempotency_key", "heard_since"))
+INSERT = Change(insert_into("sessions", *fields_of(SessionRecord), "idempotency_key", "heard_since"))
 _TOUCH = Change(
     "UPDATE sessions SET heard_since = CASE WHEN last_seen_at < :silent_since THEN :at ELSE heard_since END, "
     "heard_by = CASE WHEN last_seen_at < :at THEN :server ELSE heard_by END, "
@@ -52,7 +52,7 @@ def create(tx: Transaction, session: SessionRecord, *, idempotency_key: str | No
         if first is not None:
             return first
     more = {"idempotency_key": idempotency_key, "heard_since": session.created_at}
-    _INSERT.run(tx.connection, **values_of(session), **more)
+    INSERT.run(tx.connection, **values_of(session), **more)
     return session
 
 
