@@ -281,26 +281,26 @@ FAULTS = {
     ),
     "all snapshots of a model are the first": Fault(
         _BACKEND,
-        "self._device.snapshots.get(op.snapshot_id)",
-        "list(self._device.snapshots.values())[op.snapshot_id is not None]",
+        "self.device.snapshots.get(op.snapshot_id)",
+        "list(self.device.snapshots.values())[op.snapshot_id is not None]",
         "Several saved snapshots of a run are served, each with its own weights",
     ),
     "the base model is sampled": Fault(
         _BACKEND,
-        "self._device.snapshots.get(op.snapshot_id)",
-        "self._device.snapshots[None]",
+        "self.device.snapshots.get(op.snapshot_id)",
+        "self.device.snapshots[None]",
         "A sampler scores as its model does",
     ),
     # The engine
     "a failed pass does not fail its step": Fault(
         "tinsmith.engine.training",
-        "            if failed is not None:\n                await self._models.drop",
-        "            if False:\n                await self._models.drop",
+        "            if failed is not None:\n                await self.models.drop",
+        "            if False:\n                await self.models.drop",
         "A step after a failed pass applies no part of its batch",
     ),
     "a discarded step keeps its gradient": Fault(
         "tinsmith.engine.training",
-        "await self._models.drop_gradient(record.subject_id)",
+        "await self.models.drop_gradient(record.subject_id)",
         "pass",
         "The gradient of a failed window does not count in the next one",
     ),

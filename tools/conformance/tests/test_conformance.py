@@ -82,6 +82,13 @@ def test_faults_are_found(toy: RunningServer) -> None:
     assert missed(toy.url, FAST_FAULTS) == {}
 
 
+def test_every_fault_can_be_planted() -> None:
+    """So that whoever changes a line that a fault is planted in learns it here, not from the long test."""
+    for fault in FAULTS.values():
+        with fault.planted():
+            pass
+
+
 @pytest.mark.thorough
 def test_every_fault_is_found(toy: RunningServer) -> None:
     assert len(FAULTS) >= 40
