@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 from few_programs import make_jax_cache
 from jax_harness import add_model, as_shipped, make_backend
-from safetensors.numpy import load_file, save_file
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, sample_all
 
 from tinsmith import ConfigError, Failed, LoraConfig, SampleOutput
@@ -21,15 +19,6 @@ from tinsmith_jax.sampling_values import Drawn
 from tinsmith_jax.slots import Slot
 from tinsmith_jax.testing import FamilyContract
 
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -89,20 +78,6 @@ class TestQwen2Moe(OneCache):
     architecture = "Qwen2MoeForCausalLM"
 
 
-LATENTS = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -124,18 +99,7 @@ class TestKimiK25(OneCache):
     """The language part, and no groups."""
 
     architecture = "Kimi_K25ForConditionalGeneration"
-    settings: ClassVar = {**LATENTS, **TestDeepseekV3.settings, "n_group": 1, "topk_group": 1}
-    other_parts: ClassVar = {"vision_config": {**VISION, "patch_size": 2}, "tie_word_embeddings": False}
-
-    @classmethod
-    def settle(cls, directory: Path) -> None:
-        """Transformers 5.19 writes the layers of the language part under the name of the vision tower's."""
-        file = directory / "model.safetensors"
-        named = {
-            name.replace("language_model.model.blocks.", "language_model.model.layers."): each
-            for name, each in load_file(file).items()
-        }
-        save_file(named, file)
+    settings: ClassVar = TestDeepseekV3.settings
 
 
 @pytest.mark.thorough
@@ -143,23 +107,13 @@ class TestQueriesOfInputs(OneCache):
     """Queries are products of the input, and rotate in halves; all layers have experts."""
 
     architecture = "DeepseekV3ForCausalLM"
-    settings: ClassVar = {**LATENTS, "q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0}
+    settings: ClassVar = {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0}
 
 
 class TestQwen3VLMoe(OneCache):
-    architecture = "Qwen3VLMoeForConditionalGeneration"
-    settings: ClassVar = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    other_parts: ClassVar = {"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]}}
+    """Published files have the matrices of experts [in, out]."""
 
-    @classmethod
-    def settle(cls, directory: Path) -> None:
-        """Published files have the matrices of experts [in, out]."""
-        file = directory / "model.safetensors"
-        named = {
-            name: np.ascontiguousarray(each.swapaxes(1, 2)) if ".mlp.experts." in name else each
-            for name, each in load_file(file).items()
-        }
-        save_file(named, file)
+    architecture = "Qwen3VLMoeForConditionalGeneration"
 
 
 class TestGptOss(OneCache):

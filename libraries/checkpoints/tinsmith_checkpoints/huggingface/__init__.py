@@ -28,7 +28,13 @@ from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, Stor
 from tinsmith_checkpoints.huggingface.sizes import WeightCounts, adapter_weights, weight_counts
 from tinsmith_checkpoints.huggingface.state_files import Kind, Targets
 from tinsmith_checkpoints.huggingface.stopping import StopRules, StopWatch
-from tinsmith_checkpoints.huggingface.tiny_classes import TINY, TINY_CLASSES, tiny_causal_lm, tiny_config
+from tinsmith_checkpoints.huggingface.tiny_classes import (
+    TINY,
+    TINY_CLASSES,
+    save_as_published,
+    tiny_causal_lm,
+    tiny_config,
+)
 from tinsmith_checkpoints.huggingface.weight_files import WeightFiles
 from tinsmith_checkpoints.values import Json
 
@@ -70,6 +76,7 @@ __all__ = [
     "language_config",
     "read_model_config",
     "read_rope",
+    "save_as_published",
     "tiny_causal_lm",
     "tiny_config",
     "weight_counts",

@@ -5,8 +5,9 @@ They need torch and transformers, which are imported when a model is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from tinsmith_checkpoints.errors import UserError
@@ -57,6 +58,17 @@ class TinyClass:
     layers: Sequence[str] = ()  # kinds of layers, in a pattern that is repeated
     experts: str = ""  # the setting with their number, of a class that has them
     other_parts: Mapping[str, Any] = field(default_factory=dict)  # beside `text_config`, if the class sees
+    as_published: Callable[[str, Any], tuple[str, Any]] | None = None
+    """Makes the name and the tensor of published files of those that transformers writes, where they differ."""
+
+
+def _experts_in_out(name: str, tensor: Any) -> tuple[str, Any]:
+    return name, tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+
+
+def _layers_named_as_layers(name: str, tensor: Any) -> tuple[str, Any]:
+    """Transformers 5.19 writes the layers of the language part under the name of the vision tower's."""
+    return name.replace("language_model.model.blocks.", "language_model.model.layers."), tensor
 
 
 _EXPERTS: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -64,6 +76,24 @@ _SHARED: Final = {**_EXPERTS, "shared_expert_intermediate_size": 48}
 _GEMMA3: Final = {**_WINDOW, "head_dim": 32, "query_pre_attn_scalar": 20}
 _QWEN3_5: Final = TinyClass(settings=_DELTA, layers=_HYBRID)
 _QWEN3_5_MOE: Final = TinyClass(settings={**_DELTA, **_SHARED}, layers=_HYBRID, experts="num_experts")
+_DEEPSEEK_V3: Final = TinyClass(
+    settings={
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    },
+    experts="n_routed_experts",
+)
 
 TINY_CLASSES: Final[Mapping[str, TinyClass]] = {
     "LlamaForCausalLM": TinyClass(),
@@ -88,23 +118,18 @@ TINY_CLASSES: Final[Mapping[str, TinyClass]] = {
         experts="num_experts",
         other_parts={"vision_config": _QWEN_VISION},
     ),
-    "DeepseekV3ForCausalLM": TinyClass(
-        settings={
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 20,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-        },
-        experts="n_routed_experts",
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "Kimi_K25ForConditionalGeneration": TinyClass(
+        settings={**_DEEPSEEK_V3.settings, "n_group": 1, "topk_group": 1},
+        experts=_DEEPSEEK_V3.experts,
+        other_parts={"vision_config": {**_VISION, "patch_size": 2}, "tie_word_embeddings": False},
+        as_published=_layers_named_as_layers,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": TinyClass(
+        settings={**_EXPERTS, "head_dim": 32},
+        experts="num_experts",
+        other_parts={"vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}},
+        as_published=_experts_in_out,
     ),
     "Cohere2ForCausalLM": TinyClass(settings=_WINDOW, layers=_LOCAL),
     "GemmaForCausalLM": TinyClass(settings={"head_dim": 32}),
@@ -196,6 +221,18 @@ def tiny_causal_lm(
         if name.endswith("bias"):
             buffer.uniform_(-_BIAS, _BIAS)
     return model.eval()
+
+
+def save_as_published(model: Any, directory: Path) -> None:
+    """Write a model of transformers as it writes it, but for what published files of its class have otherwise."""
+    model.save_pretrained(directory)
+    as_published = TINY_CLASSES.get(type(model).__name__, TinyClass()).as_published
+    if as_published is not None:
+        from safetensors.torch import load_file, save_file
+
+        file = directory / "model.safetensors"
+        tensors = dict(as_published(name, tensor) for name, tensor in load_file(file).items())
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _class(name: str) -> Any:

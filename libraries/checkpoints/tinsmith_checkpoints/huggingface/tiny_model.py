@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from tinsmith_checkpoints.errors import UserError
 from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter
-from tinsmith_checkpoints.huggingface.tiny_classes import TINY_CLASSES, tiny_causal_lm
+from tinsmith_checkpoints.huggingface.tiny_classes import TINY_CLASSES, save_as_published, tiny_causal_lm
 from tinsmith_checkpoints.huggingface.tiny_tokenizer import chat_template, special_tokens, train_tokenizer
 from tinsmith_checkpoints.values import FloatArray, Json
 
@@ -140,7 +140,7 @@ def _write_class(directory: Path, shape: TinyShape, ids: Mapping[str, int]) -> i
     model = tiny_causal_lm(shape.family, {**settings, **shape.settings}, tied, seed=shape.seed)
     if shape.dtype == "bfloat16":
         model = model.bfloat16()
-    model.save_pretrained(directory)
+    save_as_published(model, directory)
     return int(model.num_parameters())
 
 

@@ -34,6 +34,7 @@ from tinsmith_checkpoints.huggingface import (
     StoredTensors,
     adapter_weights,
     decoder_names,
+    save_as_published,
     tiny_causal_lm,
     weight_counts,
 )
@@ -67,13 +68,8 @@ class FamilyContract:
     def model_path(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = tiny_causal_lm(cls.architecture, cls.settings, cls.other_parts)
         directory = tmp_path_factory.mktemp("family")
-        model.save_pretrained(directory)
-        cls.settle(directory)
+        save_as_published(model, directory)
         return directory
-
-    @classmethod
-    def settle(cls, directory: Path) -> None:
-        """Override it where published files differ from what transformers writes."""
 
     @pytest.fixture(scope="class")
     @classmethod
