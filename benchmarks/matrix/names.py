@@ -32,7 +32,6 @@ _LONGROPE: Final = {
 _TIED: Final = {"tie_word_embeddings": True}
 _UNTIED: Final = {"tie_word_embeddings": False}
 _AS_BEFORE: Final = "class assumed, its predecessor's"
-_IN_INT4: Final = "in BF16: INT4 weights are refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +98,9 @@ COOKBOOK: Final[tuple[Name, ...]] = (
         "DeepseekV3ForCausalLM",
         {**_UNTIED, "n_group": 1, "topk_group": 1},
         "moonshotai/Kimi-K2-Thinking",
-        note=_IN_INT4,
     ),
     *_names("DeepseekV41ForCausalLM", {}, "deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017"),
-    *_names("Kimi_K25ForConditionalGeneration", _UNTIED, "moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6", note=_IN_INT4),
+    *_names("Kimi_K25ForConditionalGeneration", _UNTIED, "moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6"),
     *_names("KimiK3ForConditionalGeneration", {}, "moonshotai/Kimi-K3.1-Pro", note=_AS_BEFORE),
     *_names("GlmMoeDsaForCausalLM", {}, "zai-org/GLM-5.3", note=_AS_BEFORE),
     *_names("Glm5NextForConditionalGeneration", {}, "zai-org/GLM-5.3-Flash", note="class assumed"),

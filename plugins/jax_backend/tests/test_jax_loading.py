@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tinsmith import BackendContext, ConfigError, Forward, LoraConfig, Placement
 from tinsmith.testing.int8_model import write_int8_model
 from tinsmith_checkpoints.huggingface import StoredTensors, WeightFiles, read_rope
-from tinsmith_checkpoints.huggingface.int8 import Int8
+from tinsmith_checkpoints.huggingface.int8 import W8A16, Int8
 from tinsmith_jax import plugin, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
@@ -291,4 +291,38 @@ def test_fp8_is_read_as_the_numbers_it_stands_for(directory: Path) -> None:
     assert read_config(directory).int8 is None
     edit(directory, quantization_config={"quant_method": "fp8", "weight_block_size": [1, 64]})
     with pytest.raises(ConfigError, match=r"weight_block_size is \[1, 64\], supported is \[128, 128\]"):
+        read_config(directory)
+
+
+@pytest.mark.parametrize("strategy", ["group", "channel"])
+def test_int4_is_read_as_the_numbers_it_stands_for(directory: Path, strategy: str) -> None:
+    """Of a number of columns that does not fill the last integer, with the shape in either type of integers."""
+    torch.manual_seed(0)
+    integers = torch.randint(-8, 8, (6, 76), dtype=torch.int8)
+    scales = torch.rand(6, 4 if strategy == "group" else 1) + 0.5
+    expected = (integers * (scales.repeat_interleave(19, 1) if strategy == "group" else scales)).numpy()
+    padded = torch.nn.functional.pad(integers + 8, (0, 4)).reshape(6, 10, 8).to(torch.int64)
+    words = (padded << torch.arange(0, 32, 4)).sum(-1)
+    packed = {
+        "x.weight_packed": (words - (words >> 31 << 32)).to(torch.int32),
+        "x.weight_scale": scales,
+        "x.weight_shape": torch.tensor([6, 76], dtype=torch.int32 if strategy == "group" else torch.int64),
+    }
+    torch_files.save_file(packed, directory / "model.safetensors")
+    with WeightFiles(directory, framework="numpy") as files:
+        np.testing.assert_array_equal(files.whole("x.weight", (6, 76)), expected)
+        cut = (slice(2, 5), slice(19, 31))
+        np.testing.assert_array_equal(files.part("x.weight", (6, 76), cut), expected[cut])
+        with pytest.raises(ConfigError, match=r"has shape \(6, 76\), config.json says \(6, 80\)"):
+            files.whole("x.weight", (6, 80))
+    stored = StoredTensors.of(directory, "model")
+    assert stored.shapes() == {"x.weight": (6, 76)}
+    np.testing.assert_array_equal(stored["x.weight"], expected)
+    weights = {**W8A16["config_groups"]["group_0"]["weights"], "num_bits": 4, "group_size": 32, "strategy": strategy}
+    groups = {"group_0": {**W8A16["config_groups"]["group_0"], "weights": weights}}
+    edit(directory, quantization_config={**W8A16, "config_groups": groups})
+    assert read_config(directory).int8 is None
+    weights["symmetric"] = False
+    edit(directory, quantization_config={**W8A16, "config_groups": groups})
+    with pytest.raises(ConfigError, match=r"weights.symmetric is False, supported is True"):
         read_config(directory)

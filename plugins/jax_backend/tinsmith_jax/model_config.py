@@ -22,6 +22,7 @@ from tinsmith_checkpoints.huggingface import (
     joined_matrices,
     read_rope,
     without_fp8,
+    without_int4,
 )
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -376,7 +377,7 @@ def decoder(
     `layer_types` names the kind of each layer. By default, all see every token before them, and encode positions as
     config.json says. Raise ConfigError for what is missing or not supported.
     """
-    config = without_fp8(config, path)
+    config = without_int4(without_fp8(config, path), path)
     shape = decoder_shape(config, path, supported=[next(iter(config["architectures"]))])
     if kinds is None:
         kinds, layer_types = {"": LayerKind(rope=read_rope(config, shape.head_dim, str(path)))}, ("",)

@@ -18,6 +18,7 @@ from tinsmith_checkpoints.huggingface.decoder import (
     decoder_shape,
 )
 from tinsmith_checkpoints.huggingface.fp8 import without_fp8
+from tinsmith_checkpoints.huggingface.int4 import without_int4
 from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
 from tinsmith_checkpoints.huggingface.known_shapes import known_config
 from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL, decoder_names, language_config
@@ -82,4 +83,5 @@ __all__ = [
     "weight_counts",
     "weight_name",
     "without_fp8",
+    "without_int4",
 ]

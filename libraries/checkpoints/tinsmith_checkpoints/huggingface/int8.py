@@ -68,16 +68,21 @@ def read_int8(config: Mapping[str, Json], path: Path) -> Int8 | None:
     found = config.get("quantization_config")
     if not found:
         return None
-    for key, value, allowed in _settings(found):
-        if value not in allowed:
-            supported = " or ".join(repr(each) for each in allowed if each not in (None, {}) or len(allowed) == 1)
-            msg = f"{path}: quantization_config.{key} is {value!r}, supported is {supported or 'none'}; {_MAKE_ONE}"
-            raise ConfigError(msg)
+    check_packing(found, path, num_bits=8)
     (group,) = found["config_groups"].values()
     return Int8(int(group["weights"]["group_size"]) if group["weights"]["strategy"] == "group" else None)
 
 
-def _settings(config: Mapping[str, Json]) -> list[tuple[str, Json, tuple[Json, ...]]]:
+def check_packing(found: Mapping[str, Json], path: Path, *, num_bits: int) -> None:
+    """Raise ConfigError unless a quantization_config packs integers of so many bits as this module says."""
+    for key, value, allowed in _settings(found, num_bits):
+        if value not in allowed:
+            supported = " or ".join(repr(each) for each in allowed if each not in (None, {}) or len(allowed) == 1)
+            msg = f"{path}: quantization_config.{key} is {value!r}, supported is {supported or 'none'}; {_MAKE_ONE}"
+            raise ConfigError(msg)
+
+
+def _settings(config: Mapping[str, Json], num_bits: int) -> list[tuple[str, Json, tuple[Json, ...]]]:
     """List the settings that decide the layout: each one's place, its value, and the values allowed."""
     groups = config.get("config_groups") or {}
     name: str = next(iter(groups), "group_0")
@@ -95,7 +100,7 @@ def _settings(config: Mapping[str, Json]) -> list[tuple[str, Json, tuple[Json, .
         (f"{of_group}.format", group.get("format"), ("pack-quantized", None)),
         (f"{of_group}.input_activations", group.get("input_activations"), (None,)),
         (f"{of_group}.output_activations", group.get("output_activations"), (None,)),
-        (f"{of_weights}.num_bits", weights.get("num_bits"), (8,)),
+        (f"{of_weights}.num_bits", weights.get("num_bits"), (num_bits,)),
         (f"{of_weights}.type", weights.get("type"), ("int",)),
         (f"{of_weights}.strategy", weights.get("strategy"), ("channel", "group")),
         (f"{of_weights}.symmetric", weights.get("symmetric"), (True,)),

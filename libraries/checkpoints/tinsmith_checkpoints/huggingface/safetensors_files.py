@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith_checkpoints.errors import ServerError
-from tinsmith_checkpoints.huggingface import fp8, int8
+from tinsmith_checkpoints.huggingface import fp8, int4, int8
 from tinsmith_checkpoints.huggingface.outside_files import open_regular, parse_json, read_json
 from tinsmith_checkpoints.values import Array, FloatArray, Json
 
@@ -88,8 +88,9 @@ class StoredTensor:
         return self._raw(start * row, (stop - start) * row, np.dtype("u1")).reshape(stop - start, *self.shape[1:])
 
     def load_integers(self) -> list[int]:
-        """Read a small tensor of int64."""
-        return [int(number) for number in self._raw(0, math.prod(self.shape), np.dtype("<i8"))]
+        """Read a small tensor of int64 or int32."""
+        stored = np.dtype("<i4" if self.dtype == "I32" else "<i8")
+        return [int(number) for number in self._raw(0, math.prod(self.shape), stored)]
 
     def _raw(self, first: int, count: int, stored: np.dtype[Any]) -> npt.NDArray[Any]:
         whole = math.prod(self.shape) * stored.itemsize == self.num_bytes
@@ -129,6 +130,15 @@ class Int8Tensor(StoredTensor):
         columns = slice(0, self.shape[1])
         integers = int8.unpacked(self.packed.load_packed(start, stop), columns)
         return int8.dequantised(integers, self.scale.load_rows(start, stop), columns, self.shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Tensor(Int8Tensor):
+    """A matrix of 4-bit integers, likewise."""
+
+    def load_rows(self, start: int, stop: int) -> FloatArray:
+        integers = int4.unpacked(self.packed.load_packed(start, stop), self.shape[1])
+        return int8.dequantised(integers, self.scale.load_rows(start, stop), slice(0, self.shape[1]), self.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +214,10 @@ class StoredTensors(Mapping[str, Array]):
     def of(cls, directory: Path, stem: str) -> Self:
         """Open `<stem>.safetensors` or the shards listed in `<stem>.safetensors.index.json`; else empty.
 
-        A matrix of 8-bit numbers is listed as the matrix that it represents.
+        A matrix of 8-bit or 4-bit numbers is listed as the matrix that it represents.
         """
         found = {name: tensor for file in shard_files(directory, stem) for name, tensor in read_header(file).items()}
-        return cls(_with_fp8(_with_int8(found)))
+        return cls(_with_fp8(_with_integers(found)))
 
     def __getitem__(self, name: str) -> Array:
         tensor = self.stored[name]
@@ -240,9 +250,9 @@ class StoredTensors(Mapping[str, Array]):
         return StoredTensors(found, wait=self.wait)
 
 
-def _with_int8(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _with_integers(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Put one entry in the place of each matrix's three."""
-    whole = {name: _int8_tensor(name, found) for name in int8.quantised_matrices(found)}
+    whole = {name: packed_tensor(name, found) for name in int8.quantised_matrices(found)}
     parts = {f"{name}{end}" for name in whole for end in (int8.PACKED, int8.SCALE, int8.SHAPE)}
     return {name: tensor for name, tensor in found.items() if name not in parts} | whole
 
@@ -273,21 +283,25 @@ def fp8_tensor(numbers: StoredTensor, scale: StoredTensor) -> Fp8Tensor:
     )
 
 
-def _int8_tensor(name: str, found: Mapping[str, StoredTensor]) -> Int8Tensor:
+def packed_tensor(name: str, found: Mapping[str, StoredTensor]) -> Int8Tensor:
+    """Join the three of `found`. Raise ServerError if they do not fit."""
     packed, scale = found[f"{name}{int8.PACKED}"], found[f"{name}{int8.SCALE}"]
     try:
         rows, columns = found[f"{name}{int8.SHAPE}"].load_integers()
     except KeyError as error:
         msg = f"{packed.file.name} is damaged: {name}{int8.SHAPE} is missing"
         raise ServerError(msg) from error
-    if packed.dtype != "I32" or packed.shape != (rows, -(-columns // 4)) or scale.shape[:1] != (rows,):
+    kinds: dict[tuple[int, ...], type[Int8Tensor]]
+    kinds = {(rows, -(-columns // int4.EACH)): Int4Tensor, (rows, -(-columns // 4)): Int8Tensor}
+    made = kinds.get(packed.shape)
+    if packed.dtype != "I32" or made is None or scale.shape[:1] != (rows,):
         msg = (
             f"{packed.file.name}: {name} is stored as {packed.dtype} {list(packed.shape)} with scales "
             f"{list(scale.shape)}; 8-bit integers of its shape {[rows, columns]} are I32 {[rows, -(-columns // 4)]} "
-            f"with scales for each of the {rows} rows"
+            f"with scales for each of the {rows} rows, and 4-bit integers half as wide"
         )
         raise ServerError(msg)
-    return Int8Tensor(
+    return made(
         name=name,
         file=packed.file,
         dtype=scale.dtype,

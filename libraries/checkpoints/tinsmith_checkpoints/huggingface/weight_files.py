@@ -1,6 +1,6 @@
 """Reads the weights of a base model tensor by tensor with the safetensors package, as arrays of any framework."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +12,15 @@ from safetensors import SafetensorError, safe_open
 
 from tinsmith_checkpoints.errors import ConfigError, ServerError
 from tinsmith_checkpoints.huggingface import fp8, mxfp4
-from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, Int8, dequantised, packed_columns, unpacked
+from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, SHAPE, Int8, dequantised, packed_columns, unpacked
 from tinsmith_checkpoints.huggingface.language_part import decoder_names
-from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensor, fp8_tensor, read_header, tensor_files
+from tinsmith_checkpoints.huggingface.safetensors_files import (
+    StoredTensor,
+    fp8_tensor,
+    packed_tensor,
+    read_header,
+    tensor_files,
+)
 
 # Any below: the arrays of the framework, and safetensors' handles, which are untyped.
 
@@ -28,7 +34,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
     """
 
     def __init__(self, directory: Path, *, framework: Literal["numpy", "pt"], int8: Int8 | None = None) -> None:
-        """With `numpy`, matrices in MXFP4 or FP8 are read as float32; with `int8`, matrices of 8-bit integers, too."""
+        """With `numpy`, matrices in MXFP4, FP8 or INT4 are read as float32; with `int8`, also 8-bit integers."""
         self._directory = directory
         self._framework = framework
         self._int8 = int8
@@ -70,23 +76,31 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         if self._framework == "numpy" and name not in self._files and f"{name}{mxfp4.BLOCKS}" in self._files:
             return self._of_mxfp4(name, shape, cut)
         if self._framework == "numpy" and f"{name}{fp8.SCALE}" in self._files:
-            return self._of_fp8(name, shape, cut)
+            return self._of_parts(name, shape, cut, ("", fp8.SCALE), lambda found: fp8_tensor(*found.values()))
+        if self._framework == "numpy" and self._int8 is None and f"{name}{PACKED}" in self._files:
+            return self._of_parts(name, shape, cut, (PACKED, SCALE, SHAPE), lambda found: packed_tensor(name, found))
         return self._read(name, shape, cut)
 
-    def _of_fp8(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
-        """Read some rows, and cut the rest. safetensors has no such numbers for NumPy."""
+    def _of_parts(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: tuple[slice, ...],
+        ends: Sequence[str],
+        join: Callable[[Mapping[str, StoredTensor]], StoredTensor],
+    ) -> Any:
+        """Read some rows of the matrix that tensors with these ends of names make up, and cut the rest."""
+        file = self._files[name + ends[0]]
         try:
-            numbers, scale = (
-                self._header(self._files[each])[self._stored[each]] for each in (name, f"{name}{fp8.SCALE}")
-            )
-            found = fp8_tensor(numbers, scale)
+            parts = [name + end for end in ends if name + end in self._files]
+            found = join({each: self._header(self._files[each])[self._stored[each]] for each in parts})
             if found.shape == shape:
                 rows = cut[0] if cut else slice(0, shape[0])
                 return found.load_rows(rows.start, rows.stop)[(slice(None), *cut[1:])]
         except ServerError as error:
-            msg = f"{str(self._files[name])!r}: tensor {name!r} cannot be read: {error}"
+            msg = f"{str(file)!r}: tensor {name!r} cannot be read: {error}"
             raise ConfigError(msg) from error
-        raise _other_shape(self._files[name], name, found.shape, shape)
+        raise _other_shape(file, name, found.shape, shape)
 
     def _header(self, path: Path) -> Mapping[str, StoredTensor]:
         if path not in self._headers:
