@@ -51,7 +51,7 @@ STAGES: Final = (
     ("tinsmith.server.submitting:_prepared", "parse, check, encode", 0),
     ("tinsmith.sql_store.store:SqlStore.submit", "submit, until durable", 0),
     ("tinsmith.engine.claims:Claims.claim", "claim", 0),
-    ("tinsmith.engine.claims:Decoder._decode_all", "decode", 1),
+    ("tinsmith.engine.claims:Claims._decoded", "decode", 1),
     ("tinsmith.engine.training:TrainingQueue.take", "plan", 0),
     ("tinsmith.engine.models:Models.run_batch", "run, with the way to its thread", 0),
     ("tinsmith.engine.model_operations:ModelOperations.run", "run what reads or writes files", 0),

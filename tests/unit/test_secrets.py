@@ -168,6 +168,7 @@ COMMANDS = (
     ("track", "absent", "--once", "--url", "http://127.0.0.1:9", "--key", KEY),
     ("runs", "plot", "absent"),
     ("conformance", "--url", "http://127.0.0.1:9", "--model", "tiny", "--key", KEY, "--list"),
+    ("trackers", "tensorboard", "--dir", "out", "--url", "http://127.0.0.1:9", "--key", KEY, "--once"),
     ("checkpoint", "show", "tinker://run/weights/one"),
     ("checkpoint", "verify", "tinker://run/weights/one"),
     ("checkpoint", "convert", "tinker://run/weights/one", "out"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from tinsmith.lifeline import Tethered
 from tinsmith.processes.data_dir_lock import read_server_url
 from tinsmith.settings import DataDir
 from tinsmith.settings.sources import ENV_PREFIX
@@ -36,8 +37,7 @@ def served_process(directory: Path, settings: Mapping[str, Any]) -> Iterator[Ser
     config, data_dir, log = directory / "tinsmith.yaml", directory / "data", directory / "log"
     config.write_text(yaml.safe_dump({**settings, "server": {"port": 0, "data_dir": str(data_dir)}}))
     command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(config)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stderr=output, env=without_settings(), start_new_session=True)
+    with log.open("wb") as output, Tethered(command, stderr=output, env=without_settings()) as process:
         try:
             yield ServedProcess(process, wait_for_url(process, data_dir), data_dir, log)
         finally:
