@@ -34,7 +34,7 @@ _DELTA: Final = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
     "head_dim": 32,
-    "initializer_range": 0.06,
+    "initializer_range": 0.08,
 }
 _VISION: Final = {
     "hidden_size": 32,
@@ -126,7 +126,8 @@ TINY_CLASSES: Final[Mapping[str, TinyClass]] = {
         as_published=_layers_named_as_layers,
     ),
     "Qwen3VLMoeForConditionalGeneration": TinyClass(
-        settings={**_EXPERTS, "head_dim": 32},
+        # transformers tells by the shape of gate and up whether files have them as published: it must be no square
+        settings={**_EXPERTS, "moe_intermediate_size": 24, "head_dim": 32},
         experts="num_experts",
         other_parts={"vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}},
         as_published=_experts_in_out,
