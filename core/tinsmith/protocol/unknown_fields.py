@@ -45,6 +45,7 @@ class UnknownFieldError(UnsupportedError):
     def __init__(self, message: str, fields: tuple[UnknownField, ...]) -> None:
         super().__init__(message)
         self.fields = fields
+        self.field = fields[0].name
 
 
 def validated(model: type[Model], content: dict[str, Json]) -> Model:

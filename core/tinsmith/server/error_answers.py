@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 
 from tinsmith.errors import CapacityError, DiskError, InvalidTokenError, StoreError, TinsmithError, UnsupportedError
 from tinsmith.hook_values import ErrorAnswer
-from tinsmith.protocol.unknown_fields import UnknownFieldError
 from tinsmith.references import Told, log_privately, told
 from tinsmith.server.auth import known_caller
 from tinsmith.server.context import context_of
@@ -58,8 +57,7 @@ async def tinsmith_error(request: Request, error: Exception) -> JSONResponse:
     more = {}
     if isinstance(error, CapacityError):
         more = {"queue_state": error.queue_state, "queue_state_reason": text}
-    field = error.fields[0].name if isinstance(error, UnknownFieldError) else None
-    answer = ErrorAnswer(status=error.http_status, detail=text, field=field)
+    answer = ErrorAnswer(status=error.http_status, detail=text, field=error.field)
     return _answer(request, answer, more=more, headers=_headers_of(error))
 
 

@@ -168,7 +168,8 @@ def test_a_call_of_a_tool_is_a_block_and_comes_whole() -> None:
         ({"max_tokens": 0}, 422, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 422, "image"),
         ({"messages": [*HI, {"role": "assistant", "content": "The answer is"}]}, 422, "continuing it is not offered"),
-        ({"model": "other"}, 400, "other"),
+        ({"model": "other"}, 404, "other"),
+        ({"model": "tinker://no path"}, 404, "no path"),
     ],
 )
 def test_what_is_not_offered_is_refused_in_anthropics_form(
@@ -177,7 +178,7 @@ def test_what_is_not_offered_is_refused_in_anthropics_form(
     answer = post(server, {"model": "toy", "messages": HI, "max_tokens": 1, **change})
     assert answer.status_code == status, answer.text
     assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.json()["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     assert re.search(match, answer.json()["error"]["message"])
 
 

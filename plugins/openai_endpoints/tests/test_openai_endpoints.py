@@ -273,7 +273,8 @@ def test_a_stop_string_ends_a_text_and_is_not_part_of_it(ann: openai.OpenAI, pat
         ({"model": "toy", "prompt": "a", "suffix": "b"}, 400, "suffix"),
         ({"model": "toy", "prompt": "a", "best_of": None, "logit_bias": {}, "max_tokens": 1}, 200, None),
         ({"model": "toy", "prompt": "a", "n": "many"}, 422, "n"),
-        ({"model": "other", "prompt": "a"}, 400, None),
+        ({"model": "other", "prompt": "a"}, 404, "model"),
+        ({"model": "tinker://no path", "prompt": "a"}, 404, "model"),
         ({"model": "toy", "prompt": ""}, 400, None),
         (b"{", 422, None),
     ],
@@ -288,6 +289,12 @@ def test_what_is_not_offered_is_refused_by_name(
     if status != 200:
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
         assert answer.json()["error"]["param"] == named
+
+
+def test_what_is_no_endpoint_is_no_unknown_model(server: RunningServer) -> None:
+    headers = {"Authorization": "Bearer tml-ann"}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "toy"}, headers=headers, timeout=300)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
 def test_a_stranger_gets_openais_form_of_a_401(server: RunningServer) -> None:
@@ -315,6 +322,7 @@ def test_a_checkpoint_does_not_exist_for_another_key(server: RunningServer, ann:
             ):
                 with pytest.raises(openai.NotFoundError) as refused:
                     ask(form.format(name))
+                assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
                 told.append(str(refused.value).replace(name, "it"))
     assert told[: len(told) // 2] == told[len(told) // 2 :], "nothing tells one from the other"
 

@@ -11,15 +11,27 @@ _PATH: Final = "tinker://"
 _MOST_LISTED: Final = 1000
 
 
+class NoSuchModelError(tinsmith.UserError):
+    """No model of this name. Whether one does not exist or is another tenant's cannot be told."""
+
+    http_status = 404
+    field = "model"
+
+
 async def open_model(sampling: tinsmith.RouteSampling, caller: tinsmith.Principal, name: str) -> SamplingSessionRecord:
     """Return the sampling session of `base`, `tinker://...` or `base;tinker://...`.
 
-    Raise UserError if there is no such model.
+    Raise NoSuchModelError if the name is no model's, whatever is wrong with it.
     """
     base, separator, path = name.partition(";")
     if not separator and name.startswith(_PATH):
         base, path = "", name
-    return await sampling.open(caller, base_model=base or None, model_path=path or None)
+    try:
+        return await sampling.open(caller, base_model=base or None, model_path=path or None)
+    except tinsmith.UserError as error:
+        if error.http_status not in {400, 404}:  # a limit
+            raise
+        raise NoSuchModelError(str(error)) from error
 
 
 async def listed_models(

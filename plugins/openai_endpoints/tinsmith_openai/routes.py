@@ -55,7 +55,7 @@ class Endpoints:
             found = next((each for each in await self._models(caller) if each["id"] == name), None)
             if found is None:
                 msg = f"no model named {name!r}; GET {prefix}/models lists those that there are"
-                raise NoSuchModelError(msg)
+                raise models.NoSuchModelError(msg)
             return JSONResponse(found)
 
         @router.post("/completions")
@@ -166,12 +166,6 @@ class Endpoints:
             "logprobs": answers.chat_logprobs(text, sequence, body.top_logprobs) if body.logprobs else None,
             **({"token_ids": answers.as_list(tokens)} if body.return_token_ids else {}),
         }
-
-
-class NoSuchModelError(tinsmith.UserError):
-    """Whether a model does not exist or is another tenant's cannot be told."""
-
-    http_status = 404
 
 
 async def _answered(

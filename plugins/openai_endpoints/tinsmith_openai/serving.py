@@ -22,7 +22,7 @@ class Serving:
         self._texts = Texts(context.sampling.model_directory)
 
     async def opened(self, caller: tinsmith.Principal, name: str) -> tuple[SamplingSessionRecord, ModelText]:
-        """Return the sampling session of a model, and its text. Raise UserError if there is none."""
+        """Return the sampling session of a model, and its text. Raise NoSuchModelError if there is none."""
         session = await open_model(self.context.sampling, caller, name)
         return session, await self._texts.of(session.base_model)
 

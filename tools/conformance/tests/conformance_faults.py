@@ -384,6 +384,12 @@ FAULTS = {
         "record",
         "A checkpoint's time to live can be set, and taken back",
     ),
+    "an unknown model is a bad request": Fault(
+        "tinsmith_openai.models",
+        "raise NoSuchModelError(str(error)) from error",
+        "raise",
+        "A model that is not there gets a 404, in the form of OpenAI's errors",
+    ),
     "metadata of runs are dropped": Fault(
         f"{_ROUTES}.runs",
         "user_metadata=wire.as_text(run.user_metadata)",
