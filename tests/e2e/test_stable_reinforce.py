@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -42,6 +43,33 @@ def test_samples_are_recorded_and_trained_on(server: RunningServer, caplog: pyte
     asked_for = training.forward(twin, "gspo", THRESHOLDS).result(timeout=300)
     assert stood_in.metrics["loss:sum"] == asked_for.metrics["loss:sum"] != 0.0
     assert "stable_reinforce_is_gspo:max" not in asked_for.metrics
+
+
+def test_sequences_are_their_tenants_and_outlive_the_server(tmp_path: Path) -> None:
+    """Nothing is stored for them, so a server that starts again knows them by their signatures."""
+    losses = {"stable_reinforce": "ppo"}
+    with running_server(tmp_path, losses=losses) as running:
+        recorded, plain = (_sampled(running, "tml-ann", record=record) for record in (True, False))
+    with running_server(tmp_path, losses=losses) as running:
+        assert "loss:sum" in _trained(running, "tml-ann", recorded).metrics
+        with pytest.raises(tinker.RequestFailedError, match="sampled without record_stability_info"):
+            _trained(running, "tml-ann", plain)
+        with pytest.raises(tinker.RequestFailedError, match=r"data\[0\]: model_input_spans: sequence .* is not known"):
+            _trained(running, "tml-bob", recorded)
+
+
+def _sampled(server: RunningServer, key: str, *, record: bool) -> tinker.Datum:
+    with tinker.ServiceClient(base_url=server.url, api_key=key) as client:
+        sampler = client.create_sampling_client(base_model="toy", record_stability_info=record).result(timeout=300)
+        prompt, params = [3, 4, 5], types.SamplingParams(max_tokens=4, stop=[])
+        sampled = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result(timeout=300)
+        return _datum(prompt, sampled.sequences[0], 1.0)
+
+
+def _trained(server: RunningServer, key: str, datum: tinker.Datum) -> types.ForwardBackwardOutput:
+    with tinker.ServiceClient(base_url=server.url, api_key=key) as client:
+        model = client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=300)
+        return model.forward_backward([datum], "stable_reinforce").result(timeout=300)
 
 
 def test_capabilities_and_metrics_name_what_stands_in(server: RunningServer) -> None:

@@ -42,6 +42,7 @@ from tinsmith.server.routes import (
     usage,
     weights,
 )
+from tinsmith.server.sequence_ids import SequenceIds
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import KeySource, Settings
 from tinsmith.store import RequestStore
@@ -80,6 +81,7 @@ async def create_app(
         losses=plugins.losses.all(),
         stand_in=StandIn.of(settings.losses, plugins.losses.all()),
         signer=UrlSigner(await store.secret("download links")),
+        sequence_ids=SequenceIds(await store.secret("sequence ids"), settings.losses.sequence_lifetime_s),
         engines=Engines(store),
         figures=figures or Figures(),
         quotas=Quotas(store, settings.quotas, read_space=partial(space_at, settings.data_dir.root)),

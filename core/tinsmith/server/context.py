@@ -22,6 +22,7 @@ from tinsmith.server.kept import Engines, Known, KnownOwner, KnownRun, Reading, 
 from tinsmith.server.limits.heavy_work import HeavyWork, LargeAnswers
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.metrics import Metrics
+from tinsmith.server.sequence_ids import SequenceIds
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.storage_health import StorageHealth
 from tinsmith.settings import Settings
@@ -43,6 +44,7 @@ class ServerContext:
     losses: Mapping[str, LossSpec]
     stand_in: StandIn | None  # for stable_reinforce
     signer: UrlSigner
+    sequence_ids: SequenceIds
     engines: Engines
     quotas: Quotas
     figures: Figures = field(default_factory=Figures)

@@ -474,6 +474,12 @@ class LossSettings(_Section):
     stable_reinforce_config: dict[str, float] = Field(
         {}, description="its settings, such as `clip_low_threshold`; those without a default are required"
     )
+    sequence_lifetime_s: float = Field(
+        86400.0,
+        ge=60,
+        description="seconds for which a sequence sampled with `record_stability_info` can be trained on with "
+        "`stable_reinforce`; nothing is stored for it",
+    )
 
 
 class TurnSettings(_Section):

@@ -330,8 +330,8 @@ FAULTS = {
         "The result of a step that succeeded has no `error`",
     ),
     "sequence ids are left out": Fault(
-        f"{_ROUTES}.sampling",
-        "for index in range(body.num_samples)]",
+        "tinsmith.server.sequence_ids",
+        "for index in range(num_samples)]",
         "for index in range(0)]",
         "A call of asample answers with one sequence id for each sample",
     ),
@@ -365,6 +365,12 @@ FAULTS = {
         '_readable(await context.requests.get(request_id), caller, "request", request_id)',
         "await context.requests.get(request_id)",
         "Nobody can read another's result",
+    ),
+    "recorded sequences are anybody's": Fault(
+        "tinsmith.server.sequence_ids",
+        'f"{tenant}\\0{signed}".encode()',
+        "signed.encode()",
+        "stable_reinforce trains on sequences that its user had recorded, or is refused by name",
     ),
     "every checkpoint is public": Fault(
         "tinsmith.server.auth",

@@ -80,8 +80,9 @@ async def asample(request: Request, body: wire.SampleRequest, caller: Caller, co
         stand_in=context.stand_in,
     )
     request_id = await submit_sample(context, sampler, body.seq_id, decode, body_bytes=body.num_bytes)
-    sequences = [f"{request_id}:{index}" for index in range(body.num_samples)]
-    return wire.Submitted(request_id=request_id, sample_sequence_ids=sequences)
+    recorded = sum(len(chunk.tokens) for chunk in body.prompt.chunks) if body.record_stability_info else None
+    ids = context.sequence_ids.of_sample(sampler.tenant, request_id, body.num_samples, recorded_prompt=recorded)
+    return wire.Submitted(request_id=request_id, sample_sequence_ids=ids)
 
 
 async def open_sampling_session(

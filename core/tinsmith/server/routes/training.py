@@ -107,8 +107,13 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
     run = await own_known_run(context, caller, parsed.head.model_id)
     num_bytes = max(_WORK_PER_BYTE * len(body), len(body) + _SPARSE_ELEMENT_BYTES * parsed.sparse_elements)
     decode = partial(translate.forward_backward, parsed, context.stand_in)
-    submitted = await submit_decoded(context, run, parsed.head.seq_id, decode, body_bytes=num_bytes)
-    if (stand_in := context.stand_in) is not None and parsed.head.loss_fn == stable_reinforce.NAME:
+    stand_in = context.stand_in if parsed.head.loss_fn == stable_reinforce.NAME else None
+    problem = None
+    if stand_in is not None:
+        check = partial(context.sequence_ids.problem, parsed, run.tenant, context.now())
+        problem = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), check)
+    submitted = await submit_decoded(context, run, parsed.head.seq_id, decode, body_bytes=num_bytes, problem=problem)
+    if stand_in is not None:
         names = {"loss_fn": stable_reinforce.NAME, "stand_in": stand_in.loss.name}
         context.metrics.stand_ins.labels(base_model=run.base_model, **names).inc()
     return submitted

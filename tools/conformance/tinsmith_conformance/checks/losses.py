@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import httpx
 import numpy as np
+from tinker.proto import tinker_public_pb2 as pb
 
 from tinsmith_conformance import oracle
 from tinsmith_conformance.data import OTHER_TOKENS, TOKENS, Sequence, learned, ragged, rewarded
 from tinsmith_conformance.oracle import Floats
 from tinsmith_conformance.registry import Group
-from tinsmith_conformance.tester import Model, Tester
+from tinsmith_conformance.tester import PROTOBUF, Model, Tester, floats, tokens_of
 from tinsmith_conformance.verdicts import RequestFailedError, expect, skip
 
 GROUP: Final = Group("losses", "Losses and their gradients against float64, through LoRA training.")
@@ -24,6 +26,7 @@ _CONFIGS: Final[Mapping[str, Mapping[str, float]]] = {
     "dro": {"beta": 0.1},
     "gspo": _CLIPS,
 }
+_STABLE: Final = "stable_reinforce"
 _N: Final = len(TOKENS) - 1
 _SHIFTS: Final = np.array([0.0, 0.3, -0.3, 0.05, -0.05, 0.8, -0.8])
 _ADVANTAGES: Final = np.array([1.0, 1.0, 1.0, -0.5, 2.0, -1.0, -1.0])
@@ -408,3 +411,42 @@ def inputs_of_other_losses(t: Tester) -> None:
     whole = learned()
     more = Sequence(whole.tokens, {**whole.inputs, "advantages": np.ones(_N)})
     t.refused(model.send_pass(model.pass_body([more], seq_id=model.number())))
+
+
+@GROUP.check
+def recorded_sequences(t: Tester) -> None:
+    """stable_reinforce trains on sequences that its user had recorded, or is refused by name.
+
+    Runs with the cookbook's default loss fail after the first rollout, or train on what nobody sampled.
+    """
+    model, sampler = t.model(), t.sampler()
+    request = sampler.body(TOKENS[:4], max_tokens=4, _record_stability_info=True)
+    answer = t.http.post("asample", json=request)
+    if not answer.is_success:
+        words = t.refused(answer)
+        expect("record_stability_info" in words, f"the refusal does not name it: {words}")
+        return
+    mine = t.future(answer).submitted["sample_sequence_ids"][0]
+    sampled = sampler.send(request).result().sequences[0]
+    whole = [*TOKENS[:4], *tokens_of(sampled)]
+    logprobs = [0.0] * 3 + floats(sampled.logprobs).tolist()
+    sequence = rewarded(logprobs, [0.0] * 3 + [1.0] * (len(whole) - 4), whole)
+
+    def send(number: int, name: str) -> httpx.Response:
+        message = pb.ForwardBackwardRequest.FromString(model.pass_body([sequence], _STABLE, seq_id=number))
+        for spans, first, sampled_tokens in (
+            (message.data[0].model_input_spans, 0, len(whole) - 5),
+            (message.data[0].loss_fn_input_spans, 1, len(whole) - 4),
+        ):
+            prompt, drawn = spans.add().prompt_tokens, spans.add().sampled_tokens
+            prompt.sequence_id, prompt.offset, prompt.length = name, first, 4 - first
+            drawn.sequence_id, drawn.length = name, sampled_tokens
+        return model.send_pass(message.SerializeToString())
+
+    trained = t.future(send(model.number(), mine)).finished()
+    expect(PROTOBUF in trained.headers.get("content-type", ""), f"a pass over them fails: {trained.text[:300]}")
+    other = t.other().sampler()
+    theirs = other.send(other.body(TOKENS[:4], _record_stability_info=True)).submitted["sample_sequence_ids"][0]
+    for name in (theirs, "no-such-sequence"):
+        words = t.refused(send(model.number(), name))
+        expect(name in words, f"the refusal does not name it: {words}")
