@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -65,9 +64,16 @@ class Tracker:
 
 def track(training_client: Any) -> Tracker:  # Any: a TrainingClient of the SDK, which tinsmith does not require
     """Return what logs to the run of a training client, with the URL and the key of that client."""
+    from tinker.lib.client_connection_pool_type import ClientConnectionPoolType  # there is a client, so there is an SDK
+
     holder = training_client.holder
-    key = holder._api_key or os.environ.get("TINKER_API_KEY", "")  # noqa: SLF001 - the SDK has no public name for them
-    return Tracker(holder._base_url, key, training_client.get_info().model_id)  # noqa: SLF001
+
+    async def credentials() -> tuple[str, str]:
+        with holder.aclient(ClientConnectionPoolType.TRAIN) as client:
+            return str(client.base_url), await client.custom_auth.get_token() or ""
+
+    url, key = holder.run_coroutine_threadsafe(credentials()).result()
+    return Tracker(url, key, training_client.get_info().model_id)
 
 
 def _as_json(values: Mapping[str, float]) -> dict[str, float | None]:
