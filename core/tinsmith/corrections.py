@@ -128,6 +128,34 @@ def metrics_of(op: ForwardBackward) -> Mapping[str, float]:
     return {name: _REDUCTIONS[name.rpartition(":")[2]]([each[name] for each in every]) for name in every[0]}
 
 
+def has_sampler_logprobs(op: ForwardBackward) -> bool:
+    """Return whether the loss gets logprobs to compare the trainer's with: in an RL script, the sampler's."""
+    return not are_sent(op) and any("logprobs" in datum.loss_inputs for datum in op.data)
+
+
+def sampler_kl(op: ForwardBackward, outputs: Sequence[Mapping[str, Array]]) -> Mapping[str, float]:
+    """Estimate the KL of the sampler and the trainer, in nats for each token, on the tokens that were sampled.
+
+    These have a logprob in `logprobs` that is not 0, which stands at prompts. Means are over sequences, and the
+    estimators are the same as of `rollout_kl`.
+    """
+    drifts = [_drift(datum.loss_inputs, output) for datum, output in zip(op.data, outputs, strict=True)]
+    drifts = [drift for drift in drifts if drift.size]
+    if not drifts:
+        return {}
+    with np.errstate(over="ignore", invalid="ignore"):  # of a diverged model, it is no number either
+        kl = [-float(drift.mean()) for drift in drifts]
+        kl_k3 = [float((np.exp(drift) - 1.0 - drift).mean()) for drift in drifts]
+    return {"sampler_kl:mean": sum(kl) / len(kl), "sampler_kl_k3:mean": sum(kl_k3) / len(kl_k3)}
+
+
+def _drift(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Float64Array:
+    """Return the trainer's logprobs less the sampler's, of sampled tokens."""
+    sampled_T = inputs["logprobs"].reshape(-1).astype(np.float64)
+    drift_T: Float64Array = (outputs["logprobs"].reshape(-1) - sampled_T)[sampled_T != 0]
+    return drift_T
+
+
 def of_sequence(inputs: Mapping[str, Array], settings: Mapping[str, float]) -> Correction:
     """Compute the corrections of one sequence, of its tokens that are marked."""
     ratios = _Ratios.of(inputs)

@@ -21,7 +21,7 @@ from tinsmith.server.routes import metrics
 from tinsmith.server.run_views import thinned
 from tinsmith.store import SessionRecord
 from tinsmith.testing.harness import RunningServer, running_server
-from tinsmith.testing.sdk_data import datum
+from tinsmith.testing.sdk_data import datum, rl_datum
 
 WAIT_S = 300
 
@@ -71,6 +71,29 @@ def test_a_run_has_the_curves_of_what_it_measured(curves: Curves) -> None:
     assert list(curves.get(name="loss:sum", max_points=2)) == ["loss:sum"]
     (run,) = (each for each in curves.http.get("/runs").json()["runs"] if each["run_id"] == curves.run_id)
     assert (run["steps"], run["base_model"], run["state"]) == (3, "toy", "ready")
+
+
+def test_a_pass_of_reinforcement_learning_shows_how_far_sampler_and_trainer_are_apart(curves: Curves) -> None:
+    """The client is told nothing else than before."""
+    client = tinker.ServiceClient(base_url=curves.url, api_key="tml-rl")
+    training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+    sampler = training.save_weights_and_get_sampling_client().result(WAIT_S)
+    params = tinker.SamplingParams(max_tokens=4, seed=1)
+    (drawn,) = sampler.sample(tinker.ModelInput.from_ints([1, 2, 3]), 1, params).result(WAIT_S).sequences
+    apart = [0.0, 0.0, *[logprob + 0.5 for logprob in drawn.logprobs]]
+    for logprobs in ([0.0, 0.0, *drawn.logprobs], apart):
+        passed = training.forward_backward([rl_datum([1, 2, 3, *drawn.tokens], logprobs, 1.0)], "importance_sampling")
+        training.optim_step(tinker.AdamParams(learning_rate=0.0)).result(WAIT_S)
+        assert not [name for name in passed.result(WAIT_S).metrics if "kl" in name]
+    path = f"/runs/{training.get_info().model_id}/metrics"
+    found = curves.http.get(path, headers={"x-api-key": "tml-rl"}).json()["series"]
+    series = {each["name"]: each for each in found}
+    assert series["sampler_kl:mean"]["values"] == pytest.approx([0.0, 0.5], abs=1e-5)
+    assert series["sampler_kl_k3:mean"]["values"] == pytest.approx([0.0, math.exp(-0.5) - 0.5], abs=1e-5)
+    times = series["engine_s:sum"]["times"]
+    assert series["step_s"]["steps"] == [1]
+    assert series["step_s"]["values"] == pytest.approx([times[1] - times[0]], abs=0.01)
+    assert "sampler_kl:mean" not in curves.get()
 
 
 def test_a_script_adds_its_reward_in_two_lines(curves: Curves) -> None:

@@ -52,7 +52,9 @@ def test_the_page_needs_no_key_and_no_other_host(server: RunningServer) -> None:
     assert "default-src 'self'" in page.headers["content-security-policy"]
     names = re.findall(r'(?:src|href)="(/page/[^"]+)"', page.text)
     assert len(names) == 4
-    for name in (*names, "/page/uPlot.LICENSE"):
+    modules = re.findall(r'from "\./([^"]+)"', httpx.get(f"{server.url}/page/page.js", timeout=WAIT_S).text)
+    assert {"api.js", "curves.js", "engines.js", "runs.js"} <= set(modules)
+    for name in (*names, *(f"/page/{module}" for module in modules), "/page/uPlot.LICENSE"):
         file = httpx.get(server.url + name, timeout=WAIT_S).raise_for_status()
         assert name.startswith("/page/uPlot") or not re.search(r"https?://", file.text)
     for secret in ("/page/page.py", "/page/..%2fpage.py", "/page/%2e%2e/page.py"):
@@ -87,7 +89,8 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     browser.evaluate("document.querySelectorAll('#rows input').forEach((each) => each.click())")
     browser.evaluate("document.querySelector('#compare').click()")
     browser.until("document.querySelectorAll('#legend li').length === 2 && document.querySelector('figure')")
-    assert browser.evaluate("state.charts.get('loss:sum').plot.data.map((each) => each.length)") == [3, 3, 3]
+    data = "import('/page/curves.js').then((view) => view.charts.get('loss:sum').plot.data.map((each) => each.length))"
+    assert browser.evaluate(data) == [3, 3, 3]
     take("compare")
     assert browser.problems == []
 

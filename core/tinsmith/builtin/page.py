@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tinsmith.hook_values import RoutesContext
 
 _FILES: Final = Path(__file__).parent / "page_files"
-_ASSETS: Final = ("page.css", "page.js", "uPlot.LICENSE", "uPlot.iife.min.js", "uPlot.min.css")
+_ASSETS: Final = frozenset(each.name for each in _FILES.iterdir() if each.name != "index.html")
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",

@@ -15,7 +15,7 @@ from tinsmith.protocol import wire
 from tinsmith.server.run_views import joined, read_measured, series_of
 from tinsmith.store import RequestStore
 
-_FIRST: Final = ("loss", "reward", "norm", "kl", "tokens_per_s")  # as on the page
+_FIRST: Final = ("reward", "loss", "kl", "norm", "tokens_per_s")  # as on the page
 _DEFAULT: Final = 4  # charts, unless metrics are named
 _LINES: Final = 8  # of a chart
 _WIDTH: Final = 100  # columns, if the output is no terminal

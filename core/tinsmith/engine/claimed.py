@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tinsmith import operations as ops
@@ -56,6 +56,7 @@ class Outcome:
     comparing: asyncio.Task[ops.Consistency | None] | None = None  # of an ephemeral one: ends with the verdict
     loaded_steps: int = 0  # of the state that the operation has loaded into its model
     applied: bool = False  # the result is a failure, but the operation has changed its model
+    seen: Mapping[str, float] = field(default_factory=dict)  # measured for the run's curves, not for the client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class Finished:
         took = {ENGINE_S: usage.engine_s, QUEUED_S: _queued_s(self.claimed.record)}
         if usage.trained_tokens:
             took[TOKENS] = float(usage.trained_tokens)
-        return Measured(step=self.step, values={**metrics, **took})
+        return Measured(step=self.step, values={**metrics, **self.outcome.seen, **took})
 
     def event(self, run_s: float, *, batch_size: int) -> OperationFinished:
         """Return what observers are told."""
@@ -105,7 +106,7 @@ class Finished:
             consistency=self.outcome.consistency,
             seq_id=record.seq_id if record.ordered else None,
             step=self.step if record.ordered else None,
-            metrics=_metrics_of(self.claimed.operation, result),
+            metrics={**_metrics_of(self.claimed.operation, result), **self.outcome.seen},
         )
 
 

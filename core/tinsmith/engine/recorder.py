@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from tinsmith import operations as ops
+from tinsmith.corrections import has_sampler_logprobs, sampler_kl
 from tinsmith.engine.claimed import Finished, usage_of
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.context import EngineContext
@@ -84,7 +85,8 @@ class Recorder:
     @durable_boundary("engine.record")
     async def _record(self, batches: Sequence[_Batch]) -> None:
         batches = [
-            replace(each, finished=[await self._recordable(finished) for finished in each.finished]) for each in batches
+            replace(each, finished=[await self._recordable(await _seen(one)) for one in each.finished])
+            for each in batches
         ]
         completions = [each.completion(usage) for batch in batches for each, usage in batch.used()]
         await with_retries(self.engine.store.complete, self.engine.lease, completions)
@@ -144,3 +146,14 @@ class Recorder:
                 hits = result.prompt_cache_hit_tokens
                 figures.count(PREFIX_TOKENS, hits, "hit")
                 figures.count(PREFIX_TOKENS, usage.prefilled_tokens - hits, "miss")
+
+
+async def _seen(finished: Finished) -> Finished:
+    """Add what a pass of reinforcement learning shows. The device does not wait for this."""
+    operation, result = finished.claimed.operation, finished.outcome.result
+    if not isinstance(operation, ops.ForwardBackward) or not isinstance(result, ops.ForwardBackwardOutput):
+        return finished
+    if not has_sampler_logprobs(operation):
+        return finished
+    seen = await asyncio.to_thread(sampler_kl, operation, result.loss_fn_outputs)
+    return replace(finished, outcome=replace(finished.outcome, seen=seen))

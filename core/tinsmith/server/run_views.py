@@ -14,6 +14,10 @@ from tinsmith.store.records import OF_CLIENT
 TOKENS_PER_S: Final = "tokens_per_s"
 """Trained tokens of a step, for each second that its passes and the step took on the device."""
 
+STEP_S: Final = "step_s"
+"""Seconds from the optimizer step before to this one: of passes, samples, waiting, and the script's own work."""
+
+_LOSSES: Final = frozenset({"loss:sum", "forward/loss:sum"})
 _PAGE: Final = 2000  # rows of one read
 
 Step = tuple[int, datetime, Mapping[str, float]]
@@ -67,7 +71,19 @@ def joined(rows: Iterable[MetricsRow]) -> list[Step]:
     found: dict[int, list[MetricsRow]] = {}
     for row in rows:
         found.setdefault(row.step, []).append(row)
-    return [(step, max(row.time for row in of_step), _joined(of_step)) for step, of_step in found.items()]
+    steps, before = list[Step](), None
+    for step, of_step in found.items():
+        values, ended = _joined(of_step), _ended(of_step)
+        if before is not None and ended is not None and before[0] == step - 1:
+            values.setdefault(STEP_S, (ended - before[1]).total_seconds())
+        before = None if ended is None else (step, ended)
+        steps.append((step, max(row.time for row in of_step), values))
+    return steps
+
+
+def _ended(rows: Sequence[MetricsRow]) -> datetime | None:
+    """Return when the optimizer step was made, if it was: every pass has a loss."""
+    return max((row.time for row in rows if row.seq_id != OF_CLIENT and not _LOSSES & row.values.keys()), default=None)
 
 
 def _joined(rows: Sequence[MetricsRow]) -> dict[str, float]:

@@ -1,0 +1,62 @@
+// The API, asked with the key of this tab, and the stream of what is new.
+
+export function readKey() {
+  const hash = new URLSearchParams(location.hash.slice(1));
+  if (hash.get("key")) { // a link may carry it; no server sees it there
+    sessionStorage.setItem("key", hash.get("key"));
+    hash.delete("key");
+    history.replaceState(null, "", `${location.pathname}#${hash}`);
+  }
+  return sessionStorage.getItem("key");
+}
+
+export async function ask(path, options = {}) {
+  const key = readKey(); // a server without keys asks for none
+  const answer = await fetch(`/api/v1${path}`, { ...options, headers: { ...options.headers, ...(key ? { "x-api-key": key } : {}) } });
+  if (answer.ok) return answer;
+  const detail = await answer.json().then((body) => body.detail ?? body.message, () => answer.statusText);
+  throw Object.assign(new Error(typeof detail === "string" ? detail : answer.statusText), { status: answer.status });
+}
+
+export async function read(path) {
+  return (await ask(path)).json();
+}
+
+let stream = null;
+
+// Call `told` with each event of these runs until `unfollow`, and `failed` if the server refuses.
+export function follow(ids, told, failed) {
+  unfollow();
+  if (!ids.length) return;
+  const own = (stream = new AbortController());
+  listen(ids, told, own.signal).catch((error) => own.signal.aborted || failed(error));
+}
+
+export function unfollow() {
+  stream?.abort();
+  stream = null;
+}
+
+async function listen(ids, told, signal) {
+  const path = `/run_events?${new URLSearchParams(ids.map((id) => ["run", id]))}`;
+  const live = document.getElementById("live");
+  for (let wait = 0; !signal.aborted;) {
+    try {
+      const reader = (await ask(path, { signal })).body.pipeThrough(new TextDecoderStream()).getReader();
+      live.textContent = "live";
+      wait = 0;
+      let text = "";
+      for (let part = await reader.read(); !part.done; part = await reader.read()) {
+        const events = (text + part.value).split("\n\n");
+        text = events.pop();
+        for (const event of events) if (event.startsWith("data: ")) told(JSON.parse(event.slice(6)));
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error.status && error.status < 500 && error.status !== 429) throw error;
+      live.textContent = "not connected, trying again";
+      wait = Math.min(2 * wait + 1, 30); // seconds
+      await new Promise((done) => setTimeout(done, 1000 * wait));
+    }
+  }
+}
