@@ -126,13 +126,13 @@ FAULTS = {
         _TRAINING,
         "(1 - adam.beta2) * gradient**2",
         "0.05 * gradient**2",
-        "Two steps with beta2 are those of AdamW in float64",
+        "Two steps with beta2 equal AdamW's in float64",
     ),
     "eps is inside the root": Fault(
         _TRAINING,
         "(np.sqrt(v_hat) + adam.eps)",
         "np.sqrt(v_hat + adam.eps)",
-        "Two steps with a large eps are those of AdamW in float64",
+        "Two steps with a large eps equal AdamW's in float64",
     ),
     "moments are not kept": Fault(
         _TRAINING,
@@ -187,13 +187,13 @@ FAULTS = {
         _LOSSES,
         "-xp.minimum(plain, clipped), gradient",
         "-xp.maximum(plain, clipped), gradient",
-        "The value of ppo is that of its formula in float64",
+        "The value of ppo equals its formula in float64",
     ),
     "ppo's gradient is not clipped": Fault(
         _LOSSES,
         "xp.where(plain <= clipped, -plain, 0.0 * plain)",
         "-plain",
-        "The gradient of ppo is that of its formula in float64",
+        "The gradient of ppo equals its formula's in float64",
     ),
     "importance sampling is clipped": Fault(
         _LOSSES,
@@ -205,13 +205,13 @@ FAULTS = {
         _LOSSES,
         "0.5 * beta * drift * drift",
         "beta * drift * drift",
-        "The value of dro is that of its formula in float64",
+        "The value of dro equals its formula in float64",
     ),
     "gspo ignores its mask": Fault(
         _LOSSES,
         'inputs["sequence_ratio_mask"] != 0',
         'inputs["sequence_ratio_mask"] > -1',
-        "The value of gspo is that of its formula in float64",
+        "The value of gspo equals its formula in float64",
     ),
     # Sampling
     "logprobs are those at temperature 1": Fault(
