@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import conformance_cards
 import field_status
 import sdk_versions
 import syntax_trees
@@ -447,6 +448,7 @@ def measured(figures: str, page: str, otherwise: str = "No run on an idle machin
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "conformance": conformance_checks,
+    "conformance-cards": conformance_cards.markdown,
     "settings": settings_tables,
     "plugin-options": plugin_tables,
     "commands": command_tables,

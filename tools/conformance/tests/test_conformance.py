@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import syntax_trees
@@ -18,12 +19,12 @@ import tinsmith_conformance
 from tinsmith.commands.cli import build_group
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.harness import RunningServer, running_server
-from tinsmith_conformance import plugin
+from tinsmith_conformance import plugin, tester
 from tinsmith_conformance.checks import CHECKS
 from tinsmith_conformance.command import main, run
 from tinsmith_conformance.registry import Check, selected
 from tinsmith_conformance.runner import Runner
-from tinsmith_conformance.tester import Target
+from tinsmith_conformance.tester import Model, Target
 from tinsmith_conformance.verdicts import Outcome, Verdict
 
 PACKAGE = Path(tinsmith_conformance.__file__).parent
@@ -146,6 +147,30 @@ def test_a_broken_server_fails_its_checks_and_the_run_goes_on() -> None:
     assert "not JSON" in outcomes["wire/1"].detail
     assert outcomes["wire/7"].detail == "no end after 5 s"
     assert "not JSON" in outcomes["wire/8"].detail
+
+
+class _WithoutEnds(_Broken):
+    """Has no call that ends a session."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.asked.append(self.path.rpartition("/")[2])
+        self.send_response(404 if self.path.endswith("/finish") else 200)
+        self.send_header("content-length", "19")
+        self.end_headers()
+        self.wfile.write(b'{"session_id": "s"}')
+
+
+def test_models_are_unloaded_where_sessions_do_not_end() -> None:
+    """They would fill a server that has few places."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _WithoutEnds) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with tester.Tester(target(f"http://127.0.0.1:{server.server_port}")) as opened:
+            Model(opened, f"{opened.session}:train:0")
+        server.shutdown()
+    assert _WithoutEnds.asked == ["create_session", "finish", "unload_model"]
 
 
 def test_an_interrupted_run_shows_what_was_done(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +27,7 @@ from tinsmith_conformance.verdicts import CheckError, RequestFailedError, expect
 PROTOBUF: Final = "application/x-protobuf"
 POLL_S: Final = 45.0  # the SDK gives up a poll after this time
 _CALL_S: Final = 60.0
+_NOT_FOUND: Final = 404
 _PAUSE_S: Final = 0.01
 _RESULT_DTYPES: Final = {1: "<f4", 2: "<i8", 3: "<i4"}
 _VALUES: Final = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
@@ -131,6 +133,7 @@ class Model:
         self.id = model_id
         self._tester = tester
         self._numbers = iter(range(1, 1 << 30))
+        tester.model_ids.append(model_id)
 
     def number(self) -> int:
         return next(self._numbers)
@@ -296,6 +299,7 @@ class Tester:
         self.http = httpx.Client(
             base_url=f"{target.url.rstrip('/')}/api/v1/", headers={"X-API-Key": self.key}, timeout=_CALL_S
         )
+        self.model_ids: list[str] = []
         self._sessions: list[str] = []
         self._clients: list[tinker.ServiceClient] = []
         self._others: list[Tester] = []
@@ -306,16 +310,21 @@ class Tester:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for session in self._sessions:
-            try:
-                self.http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}, "detail": None})
-            except httpx.HTTPError:  # it is not what the check is about
-                break
+        with suppress(httpx.HTTPError):  # it is not what the check is about
+            self._end_sessions()
         for client in self._clients:
             client.close("success")
         for other in self._others:
             other.__exit__()
         self.http.close()
+
+    def _end_sessions(self) -> None:
+        """End them, and so their models. Where sessions do not end, unload the models: they would fill the server."""
+        reason = {"reason": {"type": "success"}, "detail": None}
+        ended = [self.http.post(f"sessions/{session}/finish", json=reason) for session in self._sessions]
+        if any(each.status_code == _NOT_FOUND for each in ended):
+            for model_id in self.model_ids:
+                self.http.post("unload_model", json={"model_id": model_id})
 
     # HTTP -------------------------------------------------------------------------------------------------------------
 
