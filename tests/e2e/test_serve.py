@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import tinker
@@ -20,6 +21,7 @@ from forked import Forked
 from processes import Launcher
 
 from tinsmith import failpoints
+from tinsmith.log_fields import FIELDS
 
 START_S = 300
 
@@ -56,9 +58,12 @@ class Served:
             self._ended = True
             self._news.notify_all()
 
-    def wait_for_line(self, start: str) -> str:
+    def wait_for_line(self, start: str, *, logged: bool = False) -> str:
+        """Wait for a line with this beginning. `logged`: of the message, with `--log-format json`."""
+        start = f'"message": "{start}' if logged else start
+
         def found() -> str | None:
-            return next((line for line in self.lines if line.startswith(start)), None)
+            return next((line for line in self.lines if (start in line if logged else line.startswith(start))), None)
 
         with self._news:
             self._news.wait_for(lambda: found() or self._ended, START_S)
@@ -130,6 +135,48 @@ def test_a_life(serve: Callable[..., Served], launcher: Launcher) -> None:
     assert server.wait() == 0
     assert not psutil.wait_procs(engines, START_S)[1]
     assert "stopping; press Ctrl-C again to stop at once" in server.text
+
+
+@pytest.mark.slow
+def test_the_log_as_json(serve: Callable[..., Served], launcher: Launcher) -> None:
+    """Every line is an object. Sessions, runs, saves and refusals have one each, and none has what a tenant sent."""
+    server = serve("--log-format", "json", "--log-level", "debug", launcher=launcher)
+    server.wait_for_line("ready tiny", logged=True)
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
+    training = client.create_lora_training_client("tiny", rank=4).result()
+    training.save_state("first").result()
+    text, token = "planted-text-7f3a", 7_654_321
+    prompt = tinker.ModelInput.from_ints([token])
+    with pytest.raises(tinker.TinkerError):  # the trainer has no such token
+        training.forward_backward([tinker.Datum(model_input=prompt, loss_fn_inputs={})], "cross_entropy").result()
+    headers = {"X-API-Key": "tml-test", "X-Request-Id": "proxy-1"}
+    body = {"session_id": text, "model_seq_id": text, "base_model": text}
+    refused = httpx.post(f"{server.url}/api/v1/create_model", json=body, headers=headers)
+    assert refused.status_code == 422
+    client.close("success").result(timeout=START_S)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+    lines = [json.loads(line) for line in server.lines]
+    assert {"time", "level", "logger", "message"} <= set.intersection(*(set(line) for line in lines))
+    informed = [line for line in lines if line["level"] == "info"]
+    session, run = training.model_id.partition(":")[0], training.model_id
+
+    tenant = next(line["tenant"] for line in informed if "tenant" in line)
+
+    def of(start: str) -> dict[str, str]:
+        (found,) = [line for line in informed if line["message"].startswith(start)]
+        return {name: found[name] for name in FIELDS if name in found}
+
+    assert of(f"session {session} began") == {"tenant": tenant}
+    assert of(f"session {session} ended: success") == {"tenant": tenant}
+    for kind in ("create_model request=", "save_state request="):
+        found = of(kind)
+        assert found.pop("request_id")
+        assert found == {"base_model": "tiny", "tenant": tenant, "run": run}
+    assert of("refused forward_backward") == {"tenant": tenant, "run": run}
+    assert of(f"refused POST /api/v1/create_model of {tenant}: 422") == {"tenant": tenant, "x_request_id": "proxy-1"}
+    assert [line for line in server.lines if text in line or str(token) in line] == []
 
 
 @pytest.mark.slow

@@ -1,21 +1,31 @@
-"""One log line per finished operation: what it was, whose, how long it waited and ran."""
+"""One log line per finished operation: what it was, whose, how long it waited and ran.
+
+No line has a text or a token of a tenant: a request's failure may quote them, so the log has its category alone.
+"""
 
 import logging
+from typing import Final
 
 from tinsmith.hook_values import OperationFinished
 from tinsmith.hookspecs import hookimpl
+from tinsmith.log_fields import about
+
+_TOLD: Final = frozenset({"create_model", "save_state", "save_for_sampler", "export_adapter"})
 
 _log = logging.getLogger("tinsmith.operations")
 
 
 @hookimpl
 def tinsmith_operation_finished(event: OperationFinished) -> None:
-    """A failure is logged as a warning if the server is at fault, and as information if the request is."""
-    level = logging.DEBUG
+    """Log runs, saves and refusals as information, failures of the server as warnings, all else for debugging."""
+    level = logging.INFO if event.kind in _TOLD else logging.DEBUG
     if event.failed is not None:
         level = logging.INFO if event.failed.category == "user" else logging.WARNING
     if _log.isEnabledFor(level):
-        _log.log(level, "%s", _line(event))
+        fields = about(
+            base_model=event.base_model, tenant=event.tenant, run=event.model_id, request_id=event.request_id
+        )
+        _log.log(level, "%s", _line(event), extra=fields)
 
 
 def _line(event: OperationFinished) -> str:
@@ -32,5 +42,6 @@ def _line(event: OperationFinished) -> str:
     if event.consistency is not None:
         words.append(f"consistency={event.consistency.verdict}")
     if event.failed is not None:
-        words.append(f"failed={event.failed.category}: {event.failed.message}")
+        quoted = event.failed.category == "user"
+        words.append(f"failed={event.failed.category}" + ("" if quoted else f": {event.failed.message}"))
     return " ".join(words)

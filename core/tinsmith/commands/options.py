@@ -54,6 +54,7 @@ Name = Annotated[
 Backend = Annotated[str | None, typer.Option(help="installed backend that trains the first model")]
 DataDir = Annotated[Path | None, setting_flag("server.data_dir")]
 LogLevel = Annotated[str | None, setting_flag("server.log_level")]
+LogFormat = Annotated[str | None, setting_flag("server.log_format")]
 AsJson = Annotated[bool, typer.Option("--json", help="print everything as JSON, for scripts")]
 
 

@@ -16,6 +16,7 @@ from tinsmith.commands.options import (
     BaseModel,
     ConfigFile,
     DataDir,
+    LogFormat,
     LogLevel,
     ModelAndSettings,
     Name,
@@ -45,6 +46,7 @@ def serve(
     data_dir: DataDir = None,
     store: Annotated[str | None, setting_flag("store")] = None,
     log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Serve base models to Tinker clients. A model that is not on this machine is downloaded from the hub."""
     from tinsmith.processes.serve import serve as run_server  # here, because `version` needs no web framework
@@ -57,6 +59,7 @@ def serve(
         ("--data-dir", "server.data_dir", data_dir),
         ("--store", "store.plugin", store),
         ("--log-level", "server.log_level", log_level),
+        ("--log-format", "server.log_format", log_format),
         arguments=model,
         base_model=base_model,
         name=name,
@@ -76,6 +79,7 @@ def engine(
     backend: Backend = None,
     data_dir: DataDir = None,
     log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Run the engine of one base model by hand, on the same database as the server."""
     from tinsmith.processes.engine import misconfiguration_told_once, run_engine
@@ -86,6 +90,7 @@ def engine(
             config,
             ("--data-dir", "server.data_dir", data_dir),
             ("--log-level", "server.log_level", log_level),
+            ("--log-format", "server.log_format", log_format),
             base_model=base_model,
             backend=backend,
         )

@@ -51,7 +51,7 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     if supervised:
         end_with(0)
     sys.setswitchinterval(SWITCH_S)
-    log_to_stderr(settings.server.log_level)
+    log_to_stderr(settings.server.log_level, settings.server.log_format)
     try:
         make_shared_store(settings, plugins)  # raises if an engine can be no process of its own
         plan = make_plan(settings, plugins, this_machine(), [model_name])  # or as the server

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -15,6 +16,7 @@ from typing import Final
 
 from tinsmith.failpoints import durable_boundary
 from tinsmith.lifeline import end_group
+from tinsmith.log_fields import about
 from tinsmith.processes.deaths import Cause, Death, Witness, is_stopped
 from tinsmith.settings import ModelSettings, Settings, child_environment
 from tinsmith.settings.environment import HUB_TOKENS, WORKER_KEY
@@ -49,6 +51,8 @@ and a virtual machine get it from its host again: a fifth of the time of a train
 
 _LAST_WORDS_S: Final = 2.0
 _LINE_BYTES: Final = 1 << 16
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,12 @@ class EngineChild:
                 self._last_lines.append(line.removeprefix(LAST_WORDS))
             if line.startswith(LAST_WORDS):  # the judge of the end logs them
                 continue
-            print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
+            if self._settings.server.log_format == "text":
+                print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
+            elif line.startswith('{"time"'):  # a line of its log
+                print(line, file=sys.stderr, flush=True)  # noqa: T201 - the same
+            else:
+                _log.info("%s", line, extra=about(base_model=self.model.name))
 
 
 def new_engine_id() -> str:

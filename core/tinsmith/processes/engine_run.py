@@ -27,6 +27,7 @@ from tinsmith.processes.deaths import Cause
 from tinsmith.processes.figure_reports import reporting
 from tinsmith.processes.lease import Taken
 from tinsmith.processes.reports import EngineReports
+from tinsmith.processes.throughput import Throughput
 from tinsmith.processes.watchdog import Watchdog
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, Settings
@@ -187,6 +188,8 @@ class EngineRun:
         _log.info("ready: %s, on %s in %s", self.model.name, capabilities.device, capabilities.dtype or "its own type")
         async with AsyncExitStack() as beside:
             await beside.enter_async_context(alongside(_call_when_set(stopping, engine.stop), name="stop"))
+            throughput = Throughput(self.model.name, self.store, self.figures)
+            await beside.enter_async_context(alongside(throughput.run(), name="throughput"))
             if sampler is not None:
                 watching = self.reports.watch_sampler(sampler, self.watch)
                 await beside.enter_async_context(alongside(watching, name="sampler-watch"))

@@ -4,17 +4,21 @@ Names of files and tensors, metadata, and what plugins and tenants say may hold 
 client can cause, such as a malformed request, must not flood the log.
 """
 
+import io
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final
 
 from rich import markup
 from rich.console import Console
 
-from tinsmith.settings.secrets import CleanFormatter
+from tinsmith.log_fields import FIELDS, of_request
+from tinsmith.settings.secrets import CleanFormatter, cleaned
 
 _UNBOUNDED: Final = 10_000  # columns
 EVERY_S: Final = 60.0
@@ -31,14 +35,32 @@ class StderrHandler(logging.Handler):
             self.handleError(record)
 
 
-def log_to_stderr(level: str) -> None:
+class JsonFormatter(logging.Formatter):
+    """Formats a log record as an object on one line, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        known = {**of_request(), **vars(record)}
+        fields |= {name: str(known[name]) for name in FIELDS if name in known}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps({name: cleaned(value) for name, value in fields.items()})  # cleaned before it is escaped
+
+
+def log_to_stderr(level: str, log_format: str = "text") -> None:
     """Log with time and logger name, and without secrets. A file, pipe or journal gets dates as well.
 
-    Of others than tinsmith and its plugins (`tinsmith...`), log warnings and errors only.
+    Of others than tinsmith and its plugins (`tinsmith...`), log warnings and errors only. `log_format`: text or json.
     """
     handler = StderrHandler()
     times = "%H:%M:%S" if sys.stderr.isatty() else "%Y-%m-%dT%H:%M:%S%z"
-    handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt=times))
+    as_text = CleanFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt=times)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else as_text)
     handler.addFilter(_is_ours_or_grave)
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
@@ -53,6 +75,30 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal:
         made.width = _UNBOUNDED
     return made
+
+
+class LogLines(io.TextIOBase):
+    """A file for `Console` that logs each line at INFO."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._begun = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in filter(str.strip, lines):
+            self._log.info("%s", line.strip())
+        return len(text)
+
+
+def console_of(log: logging.Logger, log_format: str) -> Console:
+    """Return the console for what a server shows on stderr. With `json` it writes lines of the log."""
+    if log_format != "json":
+        return console(stderr=True)
+    return Console(file=LogLines(log), width=_UNBOUNDED, emoji=False, highlight=False)  # type: ignore[arg-type]  # IO[str] is no class
 
 
 def printable(text: str) -> str:

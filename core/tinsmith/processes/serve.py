@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -34,7 +33,7 @@ from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
 from tinsmith.processes.engine_thread import EngineThread
 from tinsmith.processes.garbage import collect_old, collect_rarely
 from tinsmith.processes.housekeeping import Housekeeping
-from tinsmith.processes.logs import RepeatedWarnings, console, log_to_stderr
+from tinsmith.processes.logs import RepeatedWarnings, console_of, log_to_stderr
 from tinsmith.processes.supervisor import Supervisor, models_to_run
 from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server.app import begin_shutdown, create_app
@@ -66,7 +65,7 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     If the store is in this process, end it with the engine's exit code when the engine fails.
     `keys`: API keys that follow their files; default: a fixed set from the settings.
     """
-    configure_logging(settings.server.log_level)
+    configure_logging(settings.server)
     refuse([each for each in obstacles(settings, plugins) if not each.may_pass])
     settings = with_files_for_connections(settings)
     forget_settings_of_environment(settings.server)
@@ -103,13 +102,14 @@ def assign_devices(settings: Settings, plugins: Plugins) -> Settings:
     for fault in faults.values():
         _log.error("not placed: %s", fault)
     if plan:
-        console(stderr=True).print("[bold]placement[/]", *map(escape, lines_of(plan)), sep="\n", soft_wrap=True)
+        terminal = console_of(_log, settings.server.log_format)
+        terminal.print("[bold]placement[/]", *map(escape, lines_of(plan)), sep="\n", soft_wrap=True)
     return with_placement(settings, plan)
 
 
-def configure_logging(level: str) -> None:
+def configure_logging(server: ServerSettings) -> None:
     """Log to stderr, with time and logger name."""
-    log_to_stderr(level)
+    log_to_stderr(server.log_level, server.log_format)
     logging.getLogger("uvicorn.error").addFilter(_REPEATED_WARNINGS)  # a logger holds a filter once
 
 
@@ -177,9 +177,12 @@ async def _serve(
         app = await create_app(settings, store=store, plugins=plugins, keys=keys, figures=figures)
         context: ServerContext = app.state.context
         http = _HttpServer(app)
-        terminal = console(stderr=True)
-        show_banner(terminal, settings, plugins, url)
-        with _signals(http, supervisor):
+        terminal = console_of(_log, settings.server.log_format)
+        if settings.server.log_format == "json":
+            _log.info("serving %s at %s", ", ".join(model.name for model in settings.models), url)
+        else:
+            show_banner(terminal, settings, plugins, url)
+        with _signals(http, supervisor, terminal):
             collect_rarely()
             try:
                 async with asyncio.TaskGroup() as beside:
@@ -307,7 +310,7 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextmanager
-def _signals(http: _HttpServer, supervisor: Supervisor | EngineThread) -> Iterator[None]:
+def _signals(http: _HttpServer, supervisor: Supervisor | EngineThread, terminal: Console) -> Iterator[None]:
     """At the first signal, stop in order; at the second, kill the engines and exit."""
     loop = asyncio.get_running_loop()
 
@@ -316,7 +319,7 @@ def _signals(http: _HttpServer, supervisor: Supervisor | EngineThread) -> Iterat
             supervisor.kill()
             os._exit(_EXIT_INTERRUPTED)
         http.should_exit = True
-        print("\nstopping; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)  # noqa: T201 - for people
+        terminal.print("\nstopping; press Ctrl-C again to stop at once")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

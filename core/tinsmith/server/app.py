@@ -118,7 +118,7 @@ async def create_app(
         ),
     )
     app.add_middleware(Edge, limits=limits)
-    app.add_middleware(Measured, metrics=context.metrics)
+    app.add_middleware(Measured, metrics=context.metrics, refusal_log=context.refusal_log)
     return app
 
 

@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from tinsmith import log_fields
 from tinsmith.errors import AuthenticationError, NotFoundError, TinsmithError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.operations import ReadRight
@@ -43,6 +44,7 @@ def identified(scope: Scope, context: ServerContext) -> Principal:
     if known is None:
         try:
             known = _who_sent(Headers(scope=scope), context)
+            log_fields.note(tenant=known.tenant)
         except TinsmithError as error:
             known = error
         scope[_CALLER] = known

@@ -22,6 +22,7 @@ from tinsmith.server.kept import Engines, Known, KnownOwner, KnownRun, Reading, 
 from tinsmith.server.limits.heavy_work import HeavyWork, LargeAnswers
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.metrics import Metrics
+from tinsmith.server.refusal_log import RefusalLog
 from tinsmith.server.sequence_ids import SequenceIds
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.storage_health import StorageHealth
@@ -49,6 +50,7 @@ class ServerContext:
     quotas: Quotas
     figures: Figures = field(default_factory=Figures)
     metrics: Metrics = field(default_factory=Metrics)
+    refusal_log: RefusalLog = field(default_factory=RefusalLog)
     heavy: HeavyWork = field(default_factory=HeavyWork)
     large_answers: LargeAnswers = field(default_factory=LargeAnswers)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

@@ -5,13 +5,16 @@ import threading
 import time
 from collections.abc import Iterable
 from functools import partial
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tinsmith import log_fields
 from tinsmith.protocol.unknown_fields import UnknownField
+from tinsmith.server.refusal_log import RefusalLog
 from tinsmith.settings import Settings
 from tinsmith.store.disk_room import reserve_bytes, space_at
 
@@ -21,6 +24,7 @@ MOST_NAMES: Final = 100
 OTHER: Final = "(other)"
 
 _SHOWN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}|[0-9]{1,9}")
+_STILL_PENDING: Final = 408  # of a long poll
 _REQUEST_ID: Final = b"x-request-id"
 _SOUND_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -90,24 +94,27 @@ def show_space(metrics: Metrics, settings: Settings) -> None:
 
 
 class Measured:
-    """ASGI middleware that counts and times the answers of each route, and repeats the id that a request came with."""
+    """ASGI middleware that counts and times the answers of each route, logs refusals, and repeats requests' ids."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, refusal_log: RefusalLog) -> None:
         self._app = app
         self._metrics = metrics
+        self._refusal_log = refusal_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 500
+        given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+        x_request_id = given.decode() if _SOUND_ID.fullmatch(given) else None
+        log_fields.begin_request(x_request_id)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
-                if _SOUND_ID.fullmatch(given):
+                if x_request_id is not None:
                     message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, given)]
             await send(message)
 
@@ -117,3 +124,6 @@ class Measured:
             route = getattr(scope.get("route"), "path", "(none)")
             self._metrics.requests.labels(route=route, status=status).inc()
             self._metrics.seconds.labels(route=route).observe(time.perf_counter() - started)
+            if 400 <= status < 500 and status != _STILL_PENDING:
+                why = f"{status} {HTTPStatus(status).phrase}"
+                self._refusal_log.tell(f"{scope['method']} {route}", why, log_fields.of_request().get("tenant"))

@@ -251,6 +251,10 @@ def accepted(context: ServerContext, operation: NewOperation, request_id: str) -
     labels = {"base_model": operation.base_model, "kind": operation.kind}
     context.metrics.submitted.labels(**labels).inc()
     context.metrics.tokens.labels(**labels).inc(operation.num_tokens)
+    if operation.refused is not None:
+        context.refusal_log.tell(
+            f"{operation.kind} {request_id}", operation.refused.category, operation.tenant, run=operation.subject_id
+        )
 
 
 # What the store could not hold is refused before it is queued ---------------------------------------------------------

@@ -239,6 +239,10 @@ class ServerSettings(_Section):
         pattern="^(debug|info|warning|error)$",
         description="least severe messages to log: debug, info, warning or error",
     )
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="form of the log: text, or json, with an object for each line that names tenant, run and request",
+    )
 
 
 class SupervisorSettings(_Section):

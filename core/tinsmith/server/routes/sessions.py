@@ -1,5 +1,6 @@
 """Sessions, one per client process. They own models and samplers, and heartbeats keep them alive until they end."""
 
+import logging
 import secrets
 from typing import Annotated
 
@@ -7,6 +8,7 @@ from fastapi import APIRouter, Header, Query, Response
 
 from tinsmith.errors import ServerError, StoreFullError, UserError
 from tinsmith.hook_values import Principal
+from tinsmith.log_fields import about
 from tinsmith.protocol import bounds, wire
 from tinsmith.server.auth import AccessScope, Caller, own_known_session, own_session, readable_session, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
@@ -17,6 +19,7 @@ from tinsmith.store import RunRecord, SessionRecord
 router = APIRouter(prefix=API_PREFIX, tags=["sessions"], route_class=JsonRoute)
 
 _PAGE = 500
+_log = logging.getLogger(__name__)
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
@@ -61,8 +64,10 @@ async def finish_session(
     session_id: str, body: wire.FinishSessionRequest, caller: Caller, context: Context
 ) -> dict[str, str]:
     """End a session. If it has ended before, the first reason stays."""
-    await own_session(context, caller, session_id)
+    before = await own_session(context, caller, session_id)
     session = await context.store.end_session(session_id, body.reason.type, body.detail)
+    if before.ended is None:
+        _log.info("session %s ended: %s", session_id, session.ended, extra=about(tenant=caller.tenant))
     context.quotas.disk.freed(caller.tenant)
     return {"session_id": session_id, "ended": session.ended or body.reason.type}
 
@@ -131,7 +136,10 @@ async def open_session(
         display_name=body.display_name,
         heard_by=context.server_id,
     )
-    return await context.store.create_session(session, idempotency_key=idempotency_key)
+    created = await context.store.create_session(session, idempotency_key=idempotency_key)
+    if created.session_id == session.session_id:  # else it is a repeat
+        _log.info("session %s began: tenant %s", created.session_id, caller.tenant, extra=about(tenant=caller.tenant))
+    return created
 
 
 async def hear(context: ServerContext, session_id: str, caller: Principal | None = None) -> SessionRecord:
