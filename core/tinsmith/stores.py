@@ -47,6 +47,7 @@ __all__ = [  # noqa: F405
     "OperationState",
     "PendingCounts",
     "PendingWork",
+    "PlaceCounts",
     "PlaceLimits",
     "PlaceMoves",
     "PlaceWait",

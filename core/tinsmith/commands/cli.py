@@ -21,6 +21,7 @@ from tinsmith.commands.plan import plan
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
+from tinsmith.commands.status import add_status_commands
 from tinsmith.commands.track import track
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.plugins.loading import Plugins
@@ -88,6 +89,7 @@ def build_group(plugins: Plugins) -> typer.Typer:
     group.command("plan", context_settings=WITH_MODEL)(plan)
     group.command("doctor", context_settings=WITH_MODEL)(doctor)
     add_run_commands(group)
+    add_status_commands(group)
     group.command("track")(track)
     add_plugin_commands(group)
     group.command("demo")(demo)

@@ -11,11 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import typer
 
+from tinsmith.commands.client import DEFAULT_KEY, DEFAULT_URL, ApiKey, ServerUrl, get_json
 from tinsmith.errors import UserError
 from tinsmith.tracking import Point, Tracker
 
@@ -26,8 +25,8 @@ _LOOK_EVERY_S: Final = 1.0
 def track(
     log_dir: Annotated[Path, typer.Argument(help="directory of `metrics.jsonl`, as the cookbook writes it")],
     run: Annotated[str, typer.Option(help="id of the run; `last`: the newest of this key")] = "last",
-    url: Annotated[str, typer.Option(envvar="TINKER_BASE_URL", help="URL of the server")] = "http://127.0.0.1:8000",
-    key: Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key of the run's tenant")] = "tml-local",
+    url: ServerUrl = DEFAULT_URL,
+    key: ApiKey = DEFAULT_KEY,
     once: Annotated[bool, typer.Option("--once", help="end at the end of the file, instead of following it")] = False,
 ) -> None:
     """Add the metrics of a log directory to a run, and follow the file until Ctrl-C. Starting again repeats nothing."""
@@ -49,13 +48,7 @@ def track(
 
 
 def _newest_run(url: str, key: str) -> str:
-    request = Request(f"{url.rstrip('/')}/api/v1/runs?limit=1&access_scope=owned", headers={"x-api-key": key})
-    try:
-        with urlopen(request, timeout=30) as answer:
-            runs = json.load(answer)["runs"]
-    except (URLError, OSError) as error:
-        msg = f"cannot ask {url} for its runs: {error}; pass --url and --key, or set TINKER_BASE_URL and TINKER_API_KEY"
-        raise UserError(msg) from error
+    runs = get_json(url, "/api/v1/runs?limit=1&access_scope=owned", key)["runs"]
     if not runs:
         msg = f"{url} has no run of this key; start the script first, or pass --run"
         raise UserError(msg)

@@ -44,6 +44,7 @@ from tinsmith.store import (
     OperationState,
     PendingCounts,
     PendingWork,
+    PlaceCounts,
     PlaceLimits,
     PlaceMoves,
     RecoveryPointRecord,
@@ -319,6 +320,11 @@ class MemoryStore(RequestStore):
         memory.follow(run)
         memory.told.append(work_topic(run.record.base_model))
         return True
+
+    @_transaction
+    def count_places(self, base_model: str) -> PlaceCounts:
+        taken, waiting = self._memory.places(base_model)
+        return PlaceCounts(taken=taken.by_tenant.total(), waiting=len(waiting))
 
     async def wait_for_places(self, base_model: str, timeout_s: float) -> None:
         await self._wakeups.wait_for(places_topic(base_model), timeout_s)

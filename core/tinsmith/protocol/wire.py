@@ -682,6 +682,10 @@ class EngineView(BaseModel):
     turn: str | None = None  # training or sampling, if they take turns on the devices
     turn_awaited: bool | None = None  # whether the other side waits
     saves: ComparedSaves | None = None
+    last_failure: str | None = None  # how its last process ended that ended by itself
+    models: int = 0  # that have a place on the backend
+    models_waiting: int = 0  # for a place
+    max_models: int | None = None  # places; None: not known yet
     work: list[PendingView]
 
 

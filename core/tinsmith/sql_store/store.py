@@ -146,6 +146,7 @@ class SqlStore(RequestStore):
     admit_models = _over(places.admit_models)
     park_model = _durable(places.park, "store.park_model")
     return_model = _durable(places.bring_back, "store.return_model")
+    count_places = _read(places.count)
     run_log = _read(runs.run_log)
     list_log = _read(runs.list_log)
     log_totals = _select(runs.TOTALS.all, "model_id")

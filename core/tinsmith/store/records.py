@@ -545,6 +545,14 @@ class PlaceMoves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceCounts:
+    """Models with a place on a backend, and models that wait for one."""
+
+    taken: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceWait:
     """Why a model still waits for a place on the backend."""
 

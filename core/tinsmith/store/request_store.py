@@ -39,6 +39,7 @@ from tinsmith.store.records import (
     OperationRecord,
     PendingCounts,
     PendingWork,
+    PlaceCounts,
     PlaceLimits,
     PlaceMoves,
     RecoveryPointRecord,
@@ -378,6 +379,10 @@ class RequestStore(ABC):
 
         Return False if it has ended meanwhile. A repeat returns True.
         """
+
+    @abstractmethod
+    async def count_places(self, base_model: str) -> PlaceCounts:
+        """Return how many models have a place, and how many wait for one."""
 
     @abstractmethod
     async def wait_for_places(self, base_model: str, timeout_s: float) -> None:

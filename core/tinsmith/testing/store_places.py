@@ -11,6 +11,7 @@ from tinsmith.operations import LoraConfig
 from tinsmith.store import (
     WAITS_FOR_PLACE,
     OperationState,
+    PlaceCounts,
     PlaceLimits,
     PlaceMoves,
     PlaceWait,
@@ -119,6 +120,8 @@ class PlacesContract(StoreSuite):
         await _admit(store, 1)
         assert await claim(store) == []
         assert (await store.waiting(second)).place == PlaceWait(taken=1, taken_by_tenant=1, num_waiting=2)
+        assert await store.count_places(BASE) == PlaceCounts(taken=1, waiting=2)
+        assert await store.count_places("another") == PlaceCounts(taken=0, waiting=0)
         await store.end_session("ann0", "success", None)
         await _admit(store, 1)
         (unload,) = await claim(store)

@@ -15,7 +15,7 @@ from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import last_failure, with_causes
 from tinsmith.settings.secrets import cleaned
-from tinsmith.store import EngineRecord, PendingWork
+from tinsmith.store import EngineRecord, PendingWork, PlaceCounts
 
 router = APIRouter(prefix=API_PREFIX, tags=["engines"], route_class=JsonRoute)
 
@@ -32,10 +32,12 @@ async def list_engines(caller: Viewer, context: Context) -> wire.EngineList:
     trouble = await context.storage.trouble()
     operator = context.is_operator(caller)
     space = await context.quotas.disk.space()
+    names = [model.name for model in context.settings.models]
+    places = {name: await context.store.count_places(name) for name in names}
     return wire.EngineList(
         engines=[
-            _engine(model.name, records.get(model.name), pending, since, operator=operator, now=context.now())
-            for model in context.settings.models
+            _engine(name, records.get(name), pending, since, places[name], operator=operator, now=context.now())
+            for name in names
         ],
         storage=None if trouble is None else cleaned(trouble.to(operator=operator)),
         free_bytes=max(0, space.free_bytes),
@@ -48,13 +50,14 @@ def _engine(
     record: EngineRecord | None,
     pending: Sequence[PendingWork],
     since: Mapping[str, datetime],
+    places: PlaceCounts,
     *,
     operator: bool,
     now: datetime,
 ) -> wire.EngineView:
     work = [_work(each, now) for each in pending if each.base_model == name]
     if record is None:
-        return wire.EngineView(base_model=name, state=_STARTING, restarts=0, work=work)
+        return wire.EngineView(base_model=name, state=_STARTING, restarts=0, models_waiting=places.waiting, work=work)
     before, counts = last_failure(record), record.consistency
     return wire.EngineView(
         base_model=name,
@@ -69,6 +72,10 @@ def _engine(
         turn=None if record.turn is None else record.turn.side,
         turn_awaited=None if record.turn is None else record.turn.waiting,
         saves=None if counts is None else wire.ComparedSaves.model_validate(counts, from_attributes=True),
+        last_failure=None if record.failure is None else with_causes(record.failure.text, [record], operator=operator),
+        models=places.taken,
+        models_waiting=places.waiting,
+        max_models=None if record.capabilities is None else record.capabilities.trainer.max_models,
         work=work,
     )
 

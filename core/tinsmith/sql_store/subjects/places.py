@@ -19,6 +19,7 @@ from tinsmith.sql_store.transaction import Transaction, the_model
 from tinsmith.store import (
     WAITS_FOR_PLACE,
     Lease,
+    PlaceCounts,
     PlaceLimits,
     PlaceMoves,
     PlaceWait,
@@ -123,6 +124,11 @@ def wait_of(connection: Connection, run: Run) -> PlaceWait:
     """Return what a model that waits for a place waits for."""
     taken, waiting = _places(connection, run.base_model)
     return place_wait(run.model_id, run.tenant, waiting, taken)
+
+
+def count(connection: Connection, base_model: str) -> PlaceCounts:
+    taken, waiting = _places(connection, base_model)
+    return PlaceCounts(taken=taken.by_tenant.total(), waiting=len(waiting))
 
 
 def _places(connection: Connection, base_model: str) -> tuple[Taken, list[Applicant]]:
