@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 
 from tinsmith.figures import Figures
@@ -134,8 +135,13 @@ class OperationFinished:
     model_id: str | None
     num_tokens: int
     queued_s: float  # from submit to claim
-    run_s: float  # in the backend, shared by the whole batch
+    run_s: float  # in the backend, shared by the whole batch; of a sample without its wait for the snapshot
     batch_size: int
+    session_id: str = ""
+    arrived_at: datetime | None = None
+    claimed_at: datetime | None = None  # by the engine
+    ran_at: datetime | None = None  # when the call of the backend began
+    first_token_s: float | None = None  # of a sample: from then until its first token, if the sampler tells
     failed: Failed | None = None
     consistency: Consistency | None = None  # set for a save for sampling, even if it is refused
     seq_id: int | None = None  # of an operation of a model

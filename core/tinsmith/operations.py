@@ -338,6 +338,9 @@ class SampleOutput:
     target_prompt_logprobs: FloatArray | None = None  # [P - 1, K]; 0 if the target is -1
     target_layout: SparseLayout | None = None  # copied from the request by the engine; samplers leave it None
     prompt_cache_hit_tokens: int = 0
+    first_token_s: float | None = field(default=None, compare=False)
+    """Seconds from the call until the first token of any sequence was drawn, if the sampler tells. Not part of the
+    answer: the engine records it beside the result."""
 
 
 Result = (

@@ -71,6 +71,7 @@ __all__ = [  # noqa: F405
     "StoreFullError",
     "StoreSpec",
     "StoredCheckpoints",
+    "TimedOperation",
     "UsageRecord",
     "Waiting",
     "decode_result",

@@ -168,6 +168,7 @@ COMMANDS = (
     ("track", "absent", "--once", "--url", "http://127.0.0.1:9", "--key", KEY),
     ("status", "--url", "http://127.0.0.1:9", "--key", KEY),
     ("top", "--url", "http://127.0.0.1:9", "--key", KEY),
+    ("session", "export-trace", "absent", "--url", "http://127.0.0.1:9", "--key", KEY),
     ("runs", "plot", "absent"),
     ("conformance", "--url", "http://127.0.0.1:9", "--model", "tiny", "--key", KEY, "--list"),
     ("trackers", "tensorboard", "--dir", "out", "--url", "http://127.0.0.1:9", "--key", KEY, "--once"),

@@ -7,6 +7,7 @@ Array suffixes: V = vocabulary, P = prompt tokens, K = alternatives per token.
 """
 
 import asyncio
+import time
 
 import numpy as np
 
@@ -33,7 +34,9 @@ async def sample(
     model: ToyModel, adapter: Adapter, op: Sample, vocab_size: int, on_tokens: OnTokens | None = None
 ) -> SampleOutput:
     """Answer one request. Touches nothing shared: what it returns depends on its arguments alone."""
+    asked_at_s = time.monotonic()
     prompt = model.forward(op.prompt_P, adapter)
+    first_token_s = time.monotonic() - asked_at_s
     logp_PV = log_softmax(prompt.logits_TV)
     sequences = []
     for index in range(op.num_samples):
@@ -53,6 +56,7 @@ async def sample(
         prompt_logprobs=_prompt_logprobs(op, logp_PV) if op.prompt_logprobs else None,
         top_prompt_logprobs=_top_prompt_logprobs(op, logp_PV) if op.topk_prompt_logprobs else None,
         target_prompt_logprobs=_target_logprobs(targets, logp_PV) if targets is not None else None,
+        first_token_s=first_token_s,
     )
 
 

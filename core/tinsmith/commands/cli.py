@@ -21,6 +21,7 @@ from tinsmith.commands.plan import plan
 from tinsmith.commands.plugins import add_plugin_commands
 from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
+from tinsmith.commands.session import add_session_commands
 from tinsmith.commands.status import add_status_commands
 from tinsmith.commands.track import track
 from tinsmith.errors import TinsmithError, UserError
@@ -90,6 +91,7 @@ def build_group(plugins: Plugins) -> typer.Typer:
     group.command("doctor", context_settings=WITH_MODEL)(doctor)
     add_run_commands(group)
     add_status_commands(group)
+    add_session_commands(group)
     group.command("track")(track)
     add_plugin_commands(group)
     group.command("demo")(demo)

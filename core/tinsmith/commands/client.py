@@ -21,7 +21,9 @@ def get(url: str, path: str, key: str) -> bytes:
     """Return the body of an answer. Raise UserError if the server cannot be reached, or refuses the request."""
     remedy = "pass --url and --key, or set TINKER_BASE_URL and TINKER_API_KEY"
     try:
-        with urlopen(Request(f"{url.rstrip('/')}{path}", headers={"x-api-key": key}), timeout=_TIMEOUT_S) as answer:
+        with urlopen(
+            Request(f"{url.rstrip('/')}{path}", headers={"x-api-key": key} if key else {}), timeout=_TIMEOUT_S
+        ) as answer:
             return bytes(answer.read())
     except HTTPError as error:
         with error:
@@ -30,6 +32,11 @@ def get(url: str, path: str, key: str) -> bytes:
     except (URLError, OSError, ValueError) as error:
         msg = f"cannot ask {url}: {getattr(error, 'reason', error)}; {remedy}"
         raise UserError(msg) from error
+
+
+def download(link: str) -> bytes:
+    """Return what is behind a link that needs no key. Raise UserError as `get` does."""
+    return get(link, "", "")
 
 
 def get_json(url: str, path: str, key: str) -> Any:

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 
 from tinsmith import operations as ops
@@ -47,6 +49,25 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """The call of trainer or sampler that an operation was part of."""
+
+    at: datetime
+    took_s: float
+    first_token_s: float | None = None  # of a sample
+
+
+class Stopwatch:
+    """Measures a call from its making on."""
+
+    def __init__(self) -> None:
+        self._at, self._began_s = datetime.now(UTC), time.monotonic()
+
+    def read(self, first_token_s: float | None = None) -> Ran:
+        return Ran(at=self._at, took_s=time.monotonic() - self._began_s, first_token_s=first_token_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """A result, and its effects, which are recorded together with it."""
 
@@ -57,6 +78,7 @@ class Outcome:
     loaded_steps: int = 0  # of the state that the operation has loaded into its model
     applied: bool = False  # the result is a failure, but the operation has changed its model
     seen: Mapping[str, float] = field(default_factory=dict)  # measured for the run's curves, not for the client
+    ran: Ran | None = None  # of a sample, which waits for its snapshot in its own step; None: as the whole step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +90,9 @@ class Finished:
     step: int = 0  # of an operation of a model: the optimizer steps before it
     steps: int = 0  # and after it
 
-    def completion(self, usage: Usage) -> Completion:
+    def completion(self, usage: Usage, step: Ran) -> Completion:
+        """Return what is recorded. `step`: which it was part of."""
+        ran = self.outcome.ran or step
         return Completion(
             request_id=self.claimed.record.request_id,
             result=self.outcome.result,
@@ -77,6 +101,9 @@ class Finished:
             usage=usage,
             measured=self._measured(usage),
             steps=self.steps,
+            ran_at=ran.at,
+            run_s=ran.took_s,
+            first_token_s=ran.first_token_s,
         )
 
     def _measured(self, usage: Usage) -> Measured | None:
@@ -89,9 +116,9 @@ class Finished:
             took[TOKENS] = float(usage.trained_tokens)
         return Measured(step=self.step, values={**metrics, **self.outcome.seen, **took})
 
-    def event(self, run_s: float, *, batch_size: int) -> OperationFinished:
+    def event(self, step: Ran, *, batch_size: int) -> OperationFinished:
         """Return what observers are told."""
-        record, result = self.claimed.record, self.outcome.result
+        record, result, ran = self.claimed.record, self.outcome.result, self.outcome.ran or step
         return OperationFinished(
             request_id=record.request_id,
             base_model=record.base_model,
@@ -100,8 +127,13 @@ class Finished:
             model_id=record.subject_id if record.ordered else None,
             num_tokens=record.num_tokens,
             queued_s=_queued_s(record),
-            run_s=run_s,
+            run_s=ran.took_s,
             batch_size=batch_size,
+            session_id=record.session_id,
+            arrived_at=record.created_at,
+            claimed_at=record.started_at,
+            ran_at=ran.at,
+            first_token_s=ran.first_token_s,
             failed=result if isinstance(result, ops.Failed) else None,
             consistency=self.outcome.consistency,
             seq_id=record.seq_id if record.ordered else None,

@@ -10,7 +10,7 @@ from typing import Final
 
 from tinsmith import operations as ops
 from tinsmith.corrections import has_sampler_logprobs, sampler_kl
-from tinsmith.engine.claimed import Finished, usage_of
+from tinsmith.engine.claimed import Finished, Ran, usage_of
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
@@ -38,10 +38,10 @@ class _Batch:
     """What ran together, and how long it took."""
 
     finished: Sequence[Finished]
-    run_s: float
+    ran: Ran
 
     def used(self) -> list[tuple[Finished, Usage]]:
-        return list(zip(self.finished, usage_of(self.finished, self.run_s), strict=True))
+        return list(zip(self.finished, usage_of(self.finished, self.ran.took_s), strict=True))
 
 
 def _oldest(batches: Iterable[_Batch]) -> list[_Batch]:
@@ -63,13 +63,13 @@ class Recorder:
     _recording: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _unrecorded: deque[_Batch] = field(default_factory=deque, init=False)
 
-    async def record(self, finished: Sequence[Finished], run_s: float) -> None:
-        """Record results, in the order of the calls.
+    async def record(self, finished: Sequence[Finished], ran: Ran) -> None:
+        """Record results of one step, in the order of the calls.
 
         Batches that were finished during one transaction share the next: if batches are shorter than transactions, as
         single samples are, nobody waits for one transaction per batch.
         """
-        batch = _Batch(finished, run_s)
+        batch = _Batch(finished, ran)
         self._unrecorded.append(batch)
         async with self._recording:
             if batch in self._unrecorded:
@@ -88,7 +88,7 @@ class Recorder:
             replace(each, finished=[await self._recordable(await _seen(one)) for one in each.finished])
             for each in batches
         ]
-        completions = [each.completion(usage) for batch in batches for each, usage in batch.used()]
+        completions = [each.completion(usage, batch.ran) for batch in batches for each, usage in batch.used()]
         await with_retries(self.engine.store.complete, self.engine.lease, completions)
         for batch in batches:
             self._count(batch)
@@ -98,7 +98,7 @@ class Recorder:
 
     def _tell(self, finished: Finished, batch: _Batch) -> None:
         """Tell the observers; of a save whose snapshot is still being compared, when the verdict is there."""
-        event = finished.event(batch.run_s, batch_size=len(batch.finished))
+        event = finished.event(batch.ran, batch_size=len(batch.finished))
 
         def compared(ended: asyncio.Task[ops.Consistency | None]) -> None:
             found = None if ended.cancelled() or ended.exception() is not None else ended.result()
@@ -138,7 +138,7 @@ class Recorder:
             outcome = result.category if isinstance(result, ops.Failed) else "success"
             latency_s = max(0.0, (now - record.created_at).total_seconds())  # another machine's clock may be ahead
             figures.observe(OPERATION_SECONDS, latency_s, record.kind, outcome)
-            figures.observe(OPERATION_RUN_SECONDS, batch.run_s, record.kind)
+            figures.observe(OPERATION_RUN_SECONDS, batch.ran.took_s, record.kind)
             for of in ("trained", "prefilled", "sampled"):
                 if number := getattr(usage, f"{of}_tokens"):
                     figures.count(TOKENS, number, of)

@@ -11,7 +11,7 @@ import numpy as np
 
 from tinsmith import operations as ops
 from tinsmith.backend import SamplerCapabilities, SamplingBackend
-from tinsmith.engine.claimed import Claimed, Finished, Outcome, failed
+from tinsmith.engine.claimed import Claimed, Finished, Outcome, Ran, Stopwatch, failed
 from tinsmith.engine.consistency_gate import ConsistencyGate
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import ending_the_engine
@@ -190,7 +190,7 @@ class Sampling:
 
     async def _step(self, claimed: Claimed) -> None:
         """Run a sample, start what waited for its slots, and record its result."""
-        started = time.monotonic()
+        stopwatch = Stopwatch()
         try:
             with ending_the_engine(claimed.record.base_model, "in sample"):
                 outcome = await self._outcome(claimed)
@@ -198,23 +198,24 @@ class Sampling:
             self._free(claimed.record.request_id)
         self.start_waiting()
         finished = Finished(claimed=claimed, outcome=outcome)
-        await self.recorder.record([finished], time.monotonic() - started)
+        await self.recorder.record([finished], stopwatch.read())
 
     async def _outcome(self, claimed: Claimed) -> Outcome:
         if claimed.refused is not None:
             return Outcome(result=claimed.refused)
         operation = cast("ops.Sample", claimed.operation)
         try:
-            result = await self._sample(operation, claimed.record)
+            result, ran = await self._sample(operation, claimed.record)
         except TinsmithError as error:
-            result = failed(error, during=f"sample {claimed.record.request_id}")
+            return Outcome(result=failed(error, during=f"sample {claimed.record.request_id}"))
         if isinstance(result, ops.Failed):
-            return Outcome(result=result)
-        return await self._drawn(operation, result, claimed.record)
+            return Outcome(result=result, ran=ran)
+        return replace(await self._drawn(operation, result, claimed.record), ran=ran)
 
     async def _drawn(self, operation: ops.Sample, result: ops.SampleOutput, record: OperationRecord) -> Outcome:
-        """The experts of a sample are recorded beside its result, never in it: its client does not know them."""
-        answer = replace(result, sequences=tuple(replace(each, routed_experts=None) for each in result.sequences))
+        """What its client does not know, such as a sample's experts, is recorded beside the result, never in it."""
+        sequences = tuple(replace(each, routed_experts=None) for each in result.sequences)
+        answer = replace(result, sequences=sequences, first_token_s=None)
         model_id, replay = self.snapshots.model_of(operation.snapshot_id), self.engine.model.routing_replay
         if model_id is None or not replay.enabled:
             return Outcome(result=answer)
@@ -227,12 +228,16 @@ class Sampling:
         return Outcome(result=answer, effects=(sampled,))
 
     @durable_boundary("engine.sample")
-    async def _sample(self, operation: ops.Sample, record: OperationRecord) -> ops.SampleOutput | ops.Failed:
+    async def _sample(
+        self, operation: ops.Sample, record: OperationRecord
+    ) -> tuple[ops.SampleOutput | ops.Failed, Ran]:
         async with self.gate.for_sample(operation) as versioned:
+            stopwatch = Stopwatch()
             result = await self._draw(versioned, record)
+            ran = stopwatch.read(result.first_token_s if isinstance(result, ops.SampleOutput) else None)
         if isinstance(result, ops.SampleOutput) and operation.target_layout is not None:
-            return replace(result, target_layout=operation.target_layout)
-        return result
+            return replace(result, target_layout=operation.target_layout), ran
+        return result, ran
 
     async def _draw(self, operation: ops.Sample, record: OperationRecord) -> ops.SampleOutput | ops.Failed:
         if not operation.streamed:

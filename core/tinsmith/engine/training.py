@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from tinsmith import operations as ops
-from tinsmith.engine.claimed import Claimed, Finished, Outcome
+from tinsmith.engine.claimed import Claimed, Finished, Outcome, Stopwatch
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import ending_the_engine
 from tinsmith.engine.model_operations import ModelOperation, ModelOperations
@@ -139,10 +139,10 @@ class Training:
         if not first.runs_in_batch:
             name = f"{first.record.kind} of {first.record.subject_id}"
             return self.engine.tasks.create_task(self._run_single(first), name=name)
-        started = time.monotonic()
+        stopwatch = Stopwatch()
         with ending_the_engine(first.record.base_model, f"in {first.record.kind}"):
             finished = await self._run_batch(taken)
-        recorded = self.engine.tasks.create_task(self.recorder.record(finished, time.monotonic() - started))
+        recorded = self.engine.tasks.create_task(self.recorder.record(finished, stopwatch.read()))
         await self.recovery_points.take_due([each.record for each in taken], recorded)
         return recorded
 
@@ -167,11 +167,11 @@ class Training:
     @durable_boundary("engine.run_single")
     async def _run_single(self, claimed: Claimed) -> None:
         """The model stays held until the result is recorded: a retry must find what the store knows of its files."""
-        started = time.monotonic()
+        stopwatch = Stopwatch()
         record = claimed.record
         with ending_the_engine(record.base_model, f"in {record.kind}"):
             outcome = await self._outcome(claimed)
-        await self.recorder.record([self._finished(claimed, outcome)], time.monotonic() - started)
+        await self.recorder.record([self._finished(claimed, outcome)], stopwatch.read())
         await self.operations.tidy_after(claimed.operation)
         await self.recovery_points.tidy_after(record, outcome.result)
         self.queue.end(record.subject_id)

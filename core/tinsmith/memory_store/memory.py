@@ -55,6 +55,9 @@ class Operation:
     interruptions: int = 0
     alone: bool = False  # an engine died while it ran, so the next attempt runs by itself
     behind_a_gap: bool = False  # it failed there
+    ran_at: datetime | None = None
+    run_s: float | None = None
+    first_token_s: float | None = None
 
     @property
     def is_queued(self) -> bool:

@@ -60,6 +60,7 @@ from tinsmith.store import (
     SessionEnd,
     SessionRecord,
     StoredCheckpoints,
+    TimedOperation,
     UsageRecord,
     Waiting,
     refusals,
@@ -342,6 +343,30 @@ class MemoryStore(RequestStore):
         return [_logged(rows[each]) for each in (seq_ids[-limit:] if from_seq_id is None else seq_ids[:limit])]
 
     @_transaction
+    def list_times(
+        self, session_id: str, *, model_id: str | None = None, after: datetime | None = None, limit: int
+    ) -> list[TimedOperation]:
+        memory, wanted = self._memory, (None, model_id) if model_id is not None else None
+        subjects = [
+            name
+            for name, run in memory.runs.items()
+            if run.record.session_id == session_id and model_id in (None, name)
+        ]
+        subjects += [
+            name
+            for name, sampler in memory.samplers.items()
+            if sampler.session_id == session_id and (wanted is None or sampler.model_id in wanted)
+        ]
+        rows = [row for name in subjects for row in memory.log(name).values()]
+        if after is not None:
+            rows = [row for row in rows if row.record.finished_at is None or row.record.finished_at >= after]
+        return [_timed(row, early=self._is_early(row)) for row in sorted(rows, key=lambda each: each.id)[-limit:]]
+
+    def _is_early(self, row: Operation) -> bool:
+        run = self._memory.runs.get(row.record.subject_id)
+        return run is not None and row.is_queued and row.record.seq_id > run.arrived
+
+    @_transaction
     def log_totals(self, model_id: str) -> list[LogTotals]:
         kinds: defaultdict[tuple[str, OperationState], list[LoggedOperation]] = defaultdict(list)
         for row in self._memory.log(model_id).values():
@@ -573,6 +598,7 @@ class MemoryStore(RequestStore):
         ours = [(row, each) for row, each in running if row and row.is_running and row.engine_id == lease.engine_id]
         for row, asked in sorted(ours, key=lambda each: each[0].id):
             completion = self._unless_taken(asked)
+            row.ran_at, row.run_s, row.first_token_s = completion.ran_at, completion.run_s, completion.first_token_s
             failed = isinstance(completion.result, Failed) and not completion.applied
             self._memory.finish(row, completion.result, None if failed else OperationState.SUCCEEDED)
             for effect in completion.effects:
@@ -1053,6 +1079,26 @@ def _logged(row: Operation) -> LoggedOperation:
         result_bytes=len(record.result or b""),
         result_kind=record.result_kind,
         result=record.result,
+    )
+
+
+def _timed(row: Operation, *, early: bool) -> TimedOperation:
+    record = row.record
+    return TimedOperation(
+        request_id=record.request_id,
+        subject_id=record.subject_id,
+        seq_id=record.seq_id,
+        ordered=record.ordered,
+        kind=record.kind,
+        state=record.state,
+        early=early,
+        num_tokens=record.num_tokens,
+        created_at=record.created_at,
+        started_at=record.started_at,
+        ran_at=row.ran_at,
+        run_s=row.run_s,
+        first_token_s=row.first_token_s,
+        finished_at=record.finished_at,
     )
 
 

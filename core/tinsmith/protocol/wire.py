@@ -582,7 +582,36 @@ class Health(BaseModel):
 
 class TraceExport(BaseModel):
     status: Literal["pending", "ready", "failed"]
+    url: str | None = None  # works without a key for an hour
     error: str | None = None
+
+
+class Trace(BaseModel):
+    """Chrome's trace format, which Perfetto reads."""
+
+    displayTimeUnit: str = "ms"
+    traceEvents: list[dict[str, Any]]
+
+
+class IterationTime(BaseModel):
+    """Where the time of an iteration went, from the end of one optimizer step to that of the next."""
+
+    seq_id: int  # of the optimizer step
+    step: int | None = None  # how many came before it
+    began_at: datetime
+    wall_s: float
+    attributed: float  # the part in a known phase, 0 to 1
+    phases: dict[str, float]  # seconds
+
+
+class TimeSpent(BaseModel):
+    """Where the time of a run's last iterations went. `phases` and `wall_s` are sums over them."""
+
+    run_id: str
+    wall_s: float
+    attributed: float
+    phases: dict[str, float]
+    iterations: list[IterationTime]
 
 
 def as_text(metadata: dict[str, Json] | None) -> dict[str, str] | None:

@@ -38,6 +38,7 @@ from tinsmith.server.routes import (
     sampling,
     service,
     sessions,
+    traces,
     training,
     usage,
     weights,
@@ -49,7 +50,7 @@ from tinsmith.store import RequestStore
 from tinsmith.store.disk_room import space_at
 
 # Each request looks for its route in this order, so those that are asked for most come first.
-_ROUTERS = (futures, training, sampling, weights, sessions, service, runs, downloads, metrics, engines, usage)
+_ROUTERS = (futures, training, sampling, weights, sessions, service, runs, downloads, metrics, engines, usage, traces)
 
 
 async def create_app(
@@ -91,7 +92,12 @@ async def create_app(
     app.state.connections = Connections(settings.server.limits.connections)
     identify = partial(identified, context=context)
     routes_context = _routes_context(context, identify)
-    for router in (*(module.router for module in _ROUTERS), downloads.open_router, service.open_router):
+    for router in (
+        *(module.router for module in _ROUTERS),
+        downloads.open_router,
+        traces.open_router,
+        service.open_router,
+    ):
         app.router.routes.extend(router.routes)  # a router that is included hides its routes from a look-up by path
     for router in plugins.routes(settings, routes_context):
         app.router.routes.extend(plugin_routes(router, routes_context.is_public, identify))

@@ -1,7 +1,7 @@
 """Download links that work without a key: the SDK fetches checkpoint files with plain urllib.
 
-A link names what it rests on: the checkpoint, the key with which it was made, and the right by which the owner of that
-key read the checkpoint. The link's server checks that all of that still holds.
+A link names what it rests on: the checkpoint or session, the key with which it was made, and the right by which the
+owner of that key read it. The link's server checks that all of that still holds.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ _FORM: Final = re.compile(r"(-?\d{1,18})([op])([0-9a-z]*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """The conditions of a link, in addition to the checkpoint's path."""
+    """The conditions of a link, in addition to the checkpoint's path or the session's id."""
 
-    created_at: datetime  # of the checkpoint: another one under the same path is not meant
+    created_at: datetime  # of the checkpoint or session: another one under the same name is not meant
     only_while_public: bool
     key_id: str  # of the API key with which it was made; empty if a plugin identified the caller
 
@@ -57,14 +57,14 @@ class UrlSigner:
         if not hmac.compare_digest(signature.encode(), self._sign(name, stamp, grant).encode()):
             raise AuthenticationError(_WRONG)
         if now.timestamp() > stamp:
-            msg = "this download link has expired; ask for a new one (external_weights_urls)"
+            msg = "this download link has expired; ask for a new one"
             raise AuthenticationError(msg)
         return Grant.parse(grant)
 
     def is_link(self, path: str, now: datetime) -> bool:
         """Return whether a path below the API's prefix belongs to a link made here. It may be revoked since."""
         parts = path.split("/", 4)
-        if len(parts) < 5 or parts[0] not in ("files", "archives"):
+        if len(parts) < 5 or parts[0] not in ("files", "archives", "traces"):
             return False
         _, stamp, grant, signature, name = parts
         try:
@@ -77,4 +77,4 @@ class UrlSigner:
         return hmac.new(self._secret, f"{stamp}\0{grant}\0{name}".encode(), hashlib.sha256).hexdigest()
 
 
-_WRONG: Final = "the signature of this download link is wrong; ask for a new one (external_weights_urls)"
+_WRONG: Final = "the signature of this download link is wrong; ask for a new one"

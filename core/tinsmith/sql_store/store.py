@@ -149,6 +149,7 @@ class SqlStore(RequestStore):
     count_places = _read(places.count)
     run_log = _read(runs.run_log)
     list_log = _read(runs.list_log)
+    list_times = _read(runs.list_times)
     log_totals = _select(runs.TOTALS.all, "model_id")
 
     async def wait_for_places(self, base_model: str, timeout_s: float) -> None:

@@ -202,6 +202,9 @@ class Results(Table, table=True):
     operation_id: int = _operation_key()
     result_kind: str
     result: bytes = Field(sa_type=LargeBinary)
+    ran_at: int | None = _int64(nullable=True)  # None: it did not run
+    run_s: float | None
+    first_token_s: float | None
 
 
 class FinishedSamples(Table, table=True):

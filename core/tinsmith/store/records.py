@@ -227,6 +227,26 @@ class LoggedOperation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOperation:
+    """The times of an operation."""
+
+    request_id: str
+    subject_id: str
+    seq_id: int
+    ordered: bool
+    kind: str
+    state: OperationState
+    early: bool  # it waits for a place on the backend, or for a lower seq_id
+    num_tokens: int
+    created_at: datetime
+    started_at: datetime | None  # when an engine claimed it
+    ran_at: datetime | None  # as in its completion; None: it does not run, or did not
+    run_s: float | None
+    first_token_s: float | None
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogTotals:
     """Totals over the operations of one kind and state in a model's log."""
 
@@ -455,6 +475,9 @@ class Completion:
     usage: Usage = Usage()
     measured: Measured | None = None
     steps: int = 0  # optimizer steps of its model behind it; the store keeps the most it was told
+    ran_at: datetime | None = None  # when the call of trainer or sampler began
+    run_s: float | None = None  # how long it took, shared by everything in the batch
+    first_token_s: float | None = None  # of a sample: from then until its first token was drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ from tinsmith.store.records import (
     SessionEnd,
     SessionRecord,
     StoredCheckpoints,
+    TimedOperation,
     UsageRecord,
     Waiting,
 )
@@ -397,6 +398,16 @@ class RequestStore(ABC):
     @abstractmethod
     async def list_log(self, model_id: str, *, from_seq_id: int | None, limit: int) -> list[LoggedOperation]:
         """Return operations in order, from `from_seq_id` on; None returns the last ones."""
+
+    @abstractmethod
+    async def list_times(
+        self, session_id: str, *, model_id: str | None = None, after: datetime | None = None, limit: int
+    ) -> list[TimedOperation]:
+        """Return the newest operations of a session, in order of arrival: of its models and its sampling sessions.
+
+        `model_id`: of this model alone, and samples from it and from base models. `after`: those that finished before
+        are left out.
+        """
 
     @abstractmethod
     async def log_totals(self, model_id: str) -> list[LogTotals]:

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -310,6 +311,43 @@ class LogContract(StoreSuite):
         first = await store.wait_for(request_id, LONG_S)
         assert await store.wait_for(request_id, LONG_S) == first
         assert first.state == OperationState.SUCCEEDED
+
+    async def test_the_times_of_a_session(self, store: RequestStore) -> None:
+        """Those of its models and sampling sessions; of one model also the samples from it and from base models."""
+        for model_id in ("s1:train:0", "s1:train:1", "s2:train:0"):
+            await a_model(store, model_id)
+        for name, weights in (("s1:sample:0", "s1:train:0"), ("s1:sample:1", "s1:train:1"), ("s1:sample:2", None)):
+            sampler = SamplingSessionRecord(
+                sampling_session_id=name,
+                session_id="s1",
+                tenant="ann",
+                base_model=BASE,
+                created_at=NOW,
+                model_id=weights,
+            )
+            await store.create_sampling_session(sampler)
+        step = await store.submit(an_operation(seq_id=1))
+        samples = [await store.submit(a_sample(0, f"s1:sample:{number}")) for number in range(3)]
+        await claim(store)
+        ran: dict[str, Any] = {"ran_at": NOW, "run_s": 1.5}
+        await complete(store, [replace(done(step), **ran)])
+        await complete(store, [replace(done(samples[0], SampleOutput(sequences=())), **ran, first_token_s=0.25)])
+        early = await store.submit(an_operation(seq_id=3))
+
+        found = {each.request_id: each for each in await store.list_times("s1", limit=100)}
+        assert [each for each in found if each in {step, *samples, early}] == [step, *samples, early]
+        assert len(found) == 7, "the creations of two models as well"
+        told = [(each.ran_at, each.run_s, each.first_token_s) for each in found.values()]
+        assert told[2:] == [(NOW, 1.5, None), (NOW, 1.5, 0.25), *[(None, None, None)] * 3]
+        assert [each.early for each in found.values()][2:] == [False, False, False, False, True]
+        assert all(found[each].finished_at is not None for each in (step, samples[0]))
+        assert found[samples[1]].started_at is not None
+        assert [each.request_id for each in await store.list_times("s1", limit=2)] == [samples[2], early]
+        of_one = [each.request_id for each in await store.list_times("s1", model_id="s1:train:1", limit=100)]
+        assert of_one[1:] == samples[1:]
+        later = datetime.now(UTC) + timedelta(hours=1)
+        left = await store.list_times("s1", after=later, limit=100)
+        assert [each.request_id for each in left] == [*samples[1:], early]
 
     # waiting
 

@@ -165,7 +165,7 @@ class Request:
         self.snapshot = snapshot
         self.cancelled = False
         self.asked_at_s = time.monotonic()
-        self.has_begun = False  # the first token of any sequence is drawn
+        self.first_token_s: float | None = None  # from then until the first token of any sequence was drawn
         self.stop_tokens = rules.stop_tokens(op.params)
         self.draws = [Draw(self, index, rules.watch(op.params)) for index in range(op.num_samples)]
         self.scores = PromptScores(op)
@@ -202,6 +202,7 @@ class Request:
             top_prompt_logprobs=self.scores.top(),
             target_prompt_logprobs=self.scores.target_logprobs(),
             prompt_cache_hit_tokens=self.cached_tokens,
+            first_token_s=self.first_token_s,
         )
 
 

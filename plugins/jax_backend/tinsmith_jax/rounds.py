@@ -121,9 +121,9 @@ class Rounds:
 
     def _tell_drawn(self) -> None:
         for draw in self.slots.draws:
-            if not draw.request.has_begun and draw.tokens:
-                draw.request.has_begun = True
-                self._figures.drew_first(time.monotonic() - draw.request.asked_at_s)
+            if draw.request.first_token_s is None and draw.tokens:
+                draw.request.first_token_s = time.monotonic() - draw.request.asked_at_s
+                self._figures.drew_first(draw.request.first_token_s)
             if draw.request.on_tokens is not None and draw.num_told < len(draw.tokens):
                 self._inbox.tell(draw.request, draw.index, draw.num_told, draw.tokens[draw.num_told :])
                 draw.num_told = len(draw.tokens)

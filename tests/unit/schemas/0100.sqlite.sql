@@ -43,6 +43,6 @@ CREATE TABLE secrets ( name VARCHAR NOT NULL, value BLOB NOT NULL, CONSTRAINT pk
 CREATE TABLE retention ( id INTEGER NOT NULL, finished_before BIGINT NOT NULL, CONSTRAINT pk_retention PRIMARY KEY (id) );
 CREATE TABLE write_checks ( id INTEGER NOT NULL, content BLOB NOT NULL, CONSTRAINT pk_write_checks PRIMARY KEY (id) );
 CREATE TABLE payloads ( operation_id INTEGER NOT NULL, payload BLOB NOT NULL, CONSTRAINT pk_payloads PRIMARY KEY (operation_id), CONSTRAINT fk_payloads_operation_id FOREIGN KEY(operation_id) REFERENCES operations (id) ON DELETE CASCADE );
-CREATE TABLE results ( operation_id INTEGER NOT NULL, result_kind VARCHAR NOT NULL, result BLOB NOT NULL, CONSTRAINT pk_results PRIMARY KEY (operation_id), CONSTRAINT fk_results_operation_id FOREIGN KEY(operation_id) REFERENCES operations (id) ON DELETE CASCADE );
+CREATE TABLE results ( operation_id INTEGER NOT NULL, result_kind VARCHAR NOT NULL, result BLOB NOT NULL, ran_at BIGINT, run_s FLOAT, first_token_s FLOAT, CONSTRAINT pk_results PRIMARY KEY (operation_id), CONSTRAINT fk_results_operation_id FOREIGN KEY(operation_id) REFERENCES operations (id) ON DELETE CASCADE );
 CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num));
 INSERT INTO alembic_version VALUES ('0100');

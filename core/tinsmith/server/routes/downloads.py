@@ -32,7 +32,7 @@ from tinsmith.store.revocation import why_gone
 router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"], route_class=JsonRoute)
 open_router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"])
 
-_LINK_LIFETIME: Final = timedelta(hours=1)
+LINK_LIFETIME: Final = timedelta(hours=1)
 _ARCHIVE: Final = ".tar"
 COMPLETE: Final = "checkpoint_complete"
 """An empty file at the end: the SDK takes an archive without it for one that was cut off."""
@@ -50,11 +50,11 @@ async def external_weights_urls(
         msg = f"{path!r} is not an export; make one with save_weights_external and ask for its links"
         raise UserError(msg)
     files = await asyncio.to_thread(checkpoints.checkpoint_files, context.checkpoint_root, record.directory)
-    expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
+    expires, grant = context.now() + LINK_LIFETIME, make_grant(context, caller, record, request.headers)
     urls: dict[str, str] = {}
     for file in files:
         signed = context.signer.url_path(f"{link_name(record)}/{file.name}", expires, grant)
-        urls[file.name] = f"{_base_url(context, request)}/api/v1/files/{signed}"
+        urls[file.name] = f"{base_url(context, request)}/api/v1/files/{signed}"
     return wire.ExternalWeightsUrls(urls=urls, expires=expires)
 
 
@@ -64,12 +64,12 @@ async def archive_url(
 ) -> wire.ArchiveUrl:
     """Asked by SDKs up to 0.35. Every kind of checkpoint can be downloaded as an archive."""
     record = await readable_checkpoint(context, caller, path_of(model_id, kind, name))
-    expires, grant = context.now() + _LINK_LIFETIME, make_grant(context, caller, record, request.headers)
+    expires, grant = context.now() + LINK_LIFETIME, make_grant(context, caller, record, request.headers)
     signed = context.signer.url_path(f"{link_name(record)}{_ARCHIVE}", expires, grant)
-    return wire.ArchiveUrl(url=f"{_base_url(context, request)}/api/v1/archives/{signed}", expires=expires)
+    return wire.ArchiveUrl(url=f"{base_url(context, request)}/api/v1/archives/{signed}", expires=expires)
 
 
-def _base_url(context: ServerContext, request: Request) -> str:
+def base_url(context: ServerContext, request: Request) -> str:
     return (context.settings.server.public_url or str(request.base_url)).rstrip("/")
 
 
@@ -140,7 +140,7 @@ async def refuse_revoked(context: ServerContext, name: str, grant: Grant) -> tup
     NotFoundError if `name` is no checkpoint's: the link was made for another route.
     """
     path = _checkpoint_in(name)
-    owner = _owner_of_key(context, grant)
+    owner = owner_of_key(context, grant)
     try:
         record = await context.store.get_checkpoint(path)
     except NotFoundError as error:
@@ -164,7 +164,7 @@ def _checkpoint_in(name: str) -> str:
         raise NotFoundError(no_such("checkpoint", name)) from error
 
 
-def _owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:
+def owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:
     """Return whose key made the link, or None if it rests on no configured key."""
     try:
         return context.api_keys.owner_of_id(grant.key_id) if grant.key_id else None

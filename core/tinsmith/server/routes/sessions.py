@@ -112,12 +112,6 @@ async def move_session(session_id: str, body: wire.ProjectRequest, caller: Calle
     return {"session_id": session_id, "project_id": body.project_id}
 
 
-@router.get("/sessions/{session_id}/trace_export")
-async def export_trace(session_id: str, caller: Caller, context: Context) -> wire.TraceExport:
-    await readable_session(context, caller, session_id)
-    return wire.TraceExport(status="failed", error="this server records no traces")
-
-
 async def open_session(
     context: ServerContext, caller: Principal, body: wire.CreateSessionRequest, *, idempotency_key: str | None = None
 ) -> SessionRecord:

@@ -87,7 +87,9 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
         completion = _unless_taken(tx.connection, completions[row.request_id])
         has_failed = isinstance(completion.result, Failed) and not completion.applied
         state = OperationState.FAILED if has_failed else OperationState.SUCCEEDED
-        ended.append(log.Ended(row, state, *encode_result(completion.result)))
+        kind, result = encode_result(completion.result)
+        times = completion.ran_at, completion.run_s, completion.first_token_s
+        ended.append(log.Ended(row, state, kind, result, *times))
         if row.ordered:
             reached = applied.setdefault(row.subject_id, _Applied())
             reached.seq_id, reached.steps = max(reached.seq_id, row.seq_id), max(reached.steps, completion.steps)

@@ -65,6 +65,9 @@ class Ended(NamedTuple):
     state: OperationState
     result_kind: str
     result: bytes
+    ran_at: datetime | None = None
+    run_s: float | None = None
+    first_token_s: float | None = None
 
 
 class _FailedPass(NamedTuple):
@@ -91,7 +94,8 @@ _PENDING_OF = Query(
 )
 _END = "UPDATE operations SET state = :state, finished_at = :now WHERE id"
 _FINISH, _FINISH_MANY = Change(f"{_END} = :key"), Change(f"{_END} IN :ids")
-_INSERT_RESULT = Change(insert_into("results", "operation_id", "result_kind", "result"))
+_CONTENT: Final = ("result_kind", "result", "ran_at", "run_s", "first_token_s")
+_INSERT_RESULT = Change(insert_into("results", "operation_id", *_CONTENT))
 _ADVISORY_LOCK = Change("SELECT pg_advisory_xact_lock(hashtextextended(:what, 0))")
 _REMOVED = Query("SELECT finished_before FROM retention", datetime)
 
@@ -199,7 +203,7 @@ def finish_many(tx: Transaction, ended: Sequence[Ended]) -> None:
         else:
             _FINISH_MANY.run(tx.connection, ids=of_state, state=state, now=tx.now)
     results = [
-        {"operation_id": each.operation.id, "result_kind": each.result_kind, "result": each.result} for each in ended
+        {"operation_id": each.operation.id, **{name: getattr(each, name) for name in _CONTENT}} for each in ended
     ]
     _INSERT_RESULT.run_each(tx.connection, results)
 

@@ -1,6 +1,7 @@
 """Models, which the REST API calls training runs: their creation, their loss, and their log."""
 
 from dataclasses import replace
+from datetime import datetime
 
 from sqlalchemy import Connection
 
@@ -18,6 +19,7 @@ from tinsmith.store import (
     RunLog,
     RunRecord,
     RunState,
+    TimedOperation,
 )
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata
 from tinsmith.store.wakeups import places_topic
@@ -93,6 +95,14 @@ _LIST = (
 )
 
 
+_TIMES = (
+    "SELECT FIELDS FROM operations LEFT JOIN results ON results.operation_id = operations.id WHERE subject_id IN "
+    "(SELECT model_id FROM runs WHERE session_id = :session_id{of_model} UNION ALL SELECT sampling_session_id "
+    "FROM sampling_sessions WHERE session_id = :session_id{of_sampler}){recent} "
+    "ORDER BY operations.id DESC LIMIT :at_most"
+)
+
+
 def _seconds(start: str, end: str) -> str:
     return f"CAST({total(f'{end} - {start}')} AS DOUBLE PRECISION) / 1000000"
 
@@ -118,3 +128,17 @@ def list_log(connection: Connection, model_id: str, *, from_seq_id: int | None, 
     which = "ORDER BY seq_id DESC" if from_seq_id is None else "AND seq_id >= :first ORDER BY seq_id"
     found = query(f"{_LIST} {which} LIMIT :at_most", LoggedOperation)
     return sorted(found.all(connection, model_id=model_id, at_most=limit, **values), key=lambda each: each.seq_id)
+
+
+def list_times(
+    connection: Connection, session_id: str, *, model_id: str | None = None, after: datetime | None = None, limit: int
+) -> list[TimedOperation]:
+    of_one, recent = model_id is not None, after is not None
+    text = _TIMES.format(
+        of_model=" AND model_id = :model_id" if of_one else "",
+        of_sampler=" AND (model_id = :model_id OR model_id IS NULL)" if of_one else "",
+        recent=" AND (finished_at IS NULL OR finished_at >= :after)" if recent else "",
+    )
+    values = {**({"model_id": model_id} if of_one else {}), **({"after": after} if recent else {})}
+    found = query(text, TimedOperation).all(connection, session_id=session_id, at_most=limit, **values)
+    return found[::-1]
