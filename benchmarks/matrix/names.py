@@ -102,7 +102,7 @@ COOKBOOK: Final[tuple[Name, ...]] = (
     *_names("DeepseekV41ForCausalLM", {}, "deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017"),
     *_names("Kimi_K25ForConditionalGeneration", _UNTIED, "moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6"),
     *_names("KimiK3ForConditionalGeneration", {}, "moonshotai/Kimi-K3.1-Pro", note=_AS_BEFORE),
-    *_names("GlmMoeDsaForCausalLM", {}, "zai-org/GLM-5.3", note=_AS_BEFORE),
+    *_names("GlmMoeDsaForCausalLM", {**_UNTIED, "index_topk": 1024}, "zai-org/GLM-5.3", note=_AS_BEFORE),
     *_names("Glm5NextForConditionalGeneration", {}, "zai-org/GLM-5.3-Flash", note="class assumed"),
     *_names(
         "NemotronHForCausalLM",

@@ -14,7 +14,9 @@ from sampling_harness import assert_same_sequences, make_sample, prompt, sample,
 from tinsmith import ConfigError, Failed, LoraConfig, SampleOutput
 from tinsmith_checkpoints.huggingface import TINY
 from tinsmith_jax import ModelConfig, decoder, family
+from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.families import read_config
+from tinsmith_jax.runtime import decide
 from tinsmith_jax.sampling_values import Drawn
 from tinsmith_jax.slots import Slot
 from tinsmith_jax.testing import FamilyContract
@@ -100,6 +102,23 @@ class TestKimiK25(OneCache):
 
     architecture = "Kimi_K25ForConditionalGeneration"
     settings: ClassVar = TestDeepseekV3.settings
+
+
+@pytest.mark.thorough
+class TestDeepseekV32(OneCache):
+    """In sequences that its sparse attention sees whole."""
+
+    architecture = "DeepseekV32ForCausalLM"
+    settings: ClassVar = TestDeepseekV3.settings
+    unread = "self_attn.indexer"
+
+
+class TestGlmMoeDsa(OneCache):
+    """The second layer has no indexer: it would take the tokens that the first one chose."""
+
+    architecture = "GlmMoeDsaForCausalLM"
+    settings: ClassVar = {"indexer_types": ["full", "shared"]}
+    unread = "self_attn.indexer"
 
 
 @pytest.mark.thorough
@@ -210,6 +229,20 @@ class TestPhi3(OneCache):
     }
 
 
+@pytest.mark.thorough
+class TestGemma(OneCache):
+    """Files say "gelu" of the approximation."""
+
+    architecture = "GemmaForCausalLM"
+    settings: ClassVar = {"hidden_act": "gelu", "attention_bias": True}
+
+
+@pytest.mark.thorough
+class TestSeedOss(OneCache):
+    architecture = "SeedOssForCausalLM"
+    settings: ClassVar = {"attention_out_bias": True, "mlp_bias": True}
+
+
 class TestGemma2(OneCache):
     architecture = "Gemma2ForCausalLM"
 
@@ -271,7 +304,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch, module: str, sourc
 def test_a_stranger_adds_a_family_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_config(tmp_path / "model", "StrangerForCausalLM")
     with pytest.raises(
-        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only DeepseekV3ForCausalLM, "
+        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only DeepseekV32ForCausalLM, "
     ):
         read_config(model)
     install(tmp_path, monkeypatch, "stranger", STRANGER)
@@ -326,6 +359,11 @@ def test_two_families_cannot_describe_one_class(tmp_path: Path) -> None:
             "scoring_func is 'softmax', supported is 'sigmoid'",
         ),
         ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq is 2, supported is 1"),
+        (
+            "GlmMoeDsaForCausalLM",
+            {"mlp_layer_types": ["sparse", "dense"]},
+            "supported are dense layers before all sparse",
+        ),
     ],
 )
 def test_what_a_description_cannot_say_is_refused(
@@ -333,3 +371,25 @@ def test_what_a_description_cannot_say_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(write_config(tmp_path, class_name, **settings))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "settings"),
+    [
+        ("GlmMoeDsaForCausalLM", {"index_topk": 96}),
+        (
+            "Phi3ForCausalLM",
+            {
+                "original_max_position_embeddings": 96,
+                "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+            },
+        ),
+    ],
+)
+def test_no_context_goes_beyond_what_a_description_holds_for(
+    tmp_path: Path, class_name: str, settings: dict[str, object]
+) -> None:
+    model = read_config(write_config(tmp_path, class_name, **settings))
+    assert decide(JaxConfig(), model).max_context_tokens == 96
+    with pytest.raises(ConfigError, match=f"{class_name} computes otherwise beyond 96 tokens.* at most 96"):
+        decide(JaxConfig(max_context_tokens=97), model)

@@ -187,6 +187,7 @@ class ModelConfig(DecoderShape):
     residual_scale: float = 1.0  # of what attention and MLP add
     logits_scale: float = 1.0
     logits_cap: float | None = None  # logits z become cap * tanh(z / cap), after they are scaled
+    longest: int | None = None  # tokens of a sequence up to which the description holds; None: of any
 
     @property
     def vector_weights(self) -> int:
@@ -370,6 +371,7 @@ def decoder(
     kinds: Mapping[str, LayerKind] | None = None,
     layer_types: tuple[str, ...] = (),
     activation: str | Clamped | None = None,
+    longest: int | None = None,
     **differences: Any,  # any field of ModelConfig
 ) -> ModelConfig:
     """Describe a decoder that differs from Llama as told. `path` names config.json in errors.
@@ -379,6 +381,8 @@ def decoder(
     """
     config = without_int4(without_fp8(config, path), path)
     shape = decoder_shape(config, path, supported=[next(iter(config["architectures"]))])
+    if longest is not None:
+        shape = replace(shape, max_position=min(shape.max_position, longest))
     if kinds is None:
         kinds, layer_types = {"": LayerKind(rope=read_rope(config, shape.head_dim, str(path)))}, ("",)
         layer_types *= shape.num_layers
@@ -399,6 +403,7 @@ def decoder(
         activation=activation
         if isinstance(activation, Clamped)
         else _activation(activation or config.get("hidden_act", "silu"), path),
+        longest=longest,
         **differences,
     )
 

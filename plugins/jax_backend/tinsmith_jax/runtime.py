@@ -173,7 +173,16 @@ def divided(config: JaxConfig, model: ModelConfig, memory: int | None, *, trains
 
 
 def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, budget: Budget | None = None) -> Limits:
-    """Resolve the settings that are left open, for this machine's devices or for another platform."""
+    """Resolve the settings that are left open, for this machine's devices or for another platform.
+
+    Raise ConfigError for a context in which this is another model: its family says up to which length it describes it.
+    """
+    if model.longest is not None and (config.max_context_tokens or 0) > model.longest:
+        msg = (
+            f"max_context_tokens is {config.max_context_tokens}, and {model.class_name} computes otherwise beyond "
+            f"{model.longest} tokens, which is not supported; set it to at most {model.longest}"
+        )
+        raise ConfigError(msg)
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     budget = budget or budget_of(config, model, _computing(config, model, platform), None)

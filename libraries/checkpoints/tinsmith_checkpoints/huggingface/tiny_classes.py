@@ -95,6 +95,11 @@ _DEEPSEEK_V3: Final = TinyClass(
     experts="n_routed_experts",
 )
 
+_SPARSE: Final = TinyClass(  # an indexer that chooses as many tokens as there are
+    settings={**_DEEPSEEK_V3.settings, "index_topk": 256, "index_head_dim": 16, "index_n_heads": 2},
+    experts=_DEEPSEEK_V3.experts,
+)
+
 TINY_CLASSES: Final[Mapping[str, TinyClass]] = {
     "LlamaForCausalLM": TinyClass(),
     "MistralForCausalLM": TinyClass(settings=_WINDOW),
@@ -119,6 +124,10 @@ TINY_CLASSES: Final[Mapping[str, TinyClass]] = {
         other_parts={"vision_config": _QWEN_VISION},
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": TinyClass(
+        settings={**_SPARSE.settings, "n_group": 1, "topk_group": 1}, experts=_SPARSE.experts
+    ),
     "Kimi_K25ForConditionalGeneration": TinyClass(
         settings={**_DEEPSEEK_V3.settings, "n_group": 1, "topk_group": 1},
         experts=_DEEPSEEK_V3.experts,

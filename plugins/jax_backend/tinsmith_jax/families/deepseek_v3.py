@@ -1,6 +1,7 @@
 """DeepSeek V3 and its like: attention by latents; experts chosen by groups, and shared ones without a gate.
 
-The first layers have a dense MLP. Kimi-K2 is such a model, and so is the language part of Kimi-K2.5.
+The first layers have a dense MLP. Kimi-K2 is such a model, and so is the language part of Kimi-K2.5. So are DeepSeek
+V3.2 and GLM-5 to 5.3 in sequences that their sparse attention sees whole.
 """
 
 import math
@@ -16,6 +17,23 @@ from tinsmith_jax import Attention, Groups, Latent, LayerKind, Mixture, ModelCon
 @family("KimiK25ForConditionalGeneration")
 @family("Kimi_K25ForConditionalGeneration")
 def deepseek_v3(config: Mapping[str, Json], path: Path) -> ModelConfig:
+    return _described(config, path)
+
+
+@family("DeepseekV32ForCausalLM")
+@family("GlmMoeDsaForCausalLM")
+def deepseek_v32(config: Mapping[str, Json], path: Path) -> ModelConfig:
+    """Each token attends to the `index_topk` tokens that an indexer chooses: to all, if there are no more of them."""
+    layers, dense = int(config["num_hidden_layers"]), int(config.get("first_k_dense_replace", 3))
+    by_layer = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
+    dense = by_layer.count("dense")
+    if by_layer != ["dense"] * dense + ["sparse"] * (layers - dense):
+        msg = f"{path}: mlp_layer_types is {by_layer!r}, supported are dense layers before all sparse ones"
+        raise ConfigError(msg)
+    return _described({**config, "first_k_dense_replace": dense}, path, longest=int(config.get("index_topk", 2048)))
+
+
+def _described(config: Mapping[str, Json], path: Path, longest: int | None = None) -> ModelConfig:
     refuse(config, path, "attention_bias")
     config = {"n_shared_experts": 1, "norm_topk_prob": True, **config}
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
@@ -49,6 +67,7 @@ def deepseek_v3(config: Mapping[str, Json], path: Path) -> ModelConfig:
             )
         ),
         dense_layers=dense if dense < layers else 0,
+        longest=longest,
     )
 
 

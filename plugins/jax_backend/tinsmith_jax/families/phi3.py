@@ -12,16 +12,17 @@ def phi3(config: Mapping[str, Json], path: Path) -> ModelConfig:
     """Of frequencies for short and long sequences, the short ones are used, so sequences are no longer than these."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     original = int(rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings", 4096))
-    longest = int(config["max_position_embeddings"])
+    longest = None
     if (rope.get("rope_type") or rope.get("type") or "default") != "default":  # older files say "su" or "yarn"
         of_long = {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
-        config, longest = {**config, "rope_parameters": of_long}, min(longest, original)
+        config, longest = {**config, "rope_parameters": of_long}, original
     kind = LayerKind(
         rope=read_rope(config, head_dim(config), str(path), partial=1.0), window=config.get("sliding_window")
     )
     return decoder(
-        {"rms_norm_eps": 1e-5, **config, "max_position_embeddings": longest},
+        {"rms_norm_eps": 1e-5, **config},
         path,
+        longest=longest,
         kinds={"all": kind},
         layer_types=("all",) * config["num_hidden_layers"],
     )

@@ -62,6 +62,7 @@ class FamilyContract:
     architecture: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}
     other_parts: ClassVar[Mapping[str, Any]] = {}  # settings of what sees, of a class whose settings have `text_config`
+    unread: ClassVar[str] = ""  # a layer's module that the description leaves out: it may not change a number
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -102,7 +103,8 @@ class FamilyContract:
 
     def test_plans_count_all_weights(self, backend: JaxBackend, model_path: Path, model_id: str) -> None:
         config, stored = read_config(model_path), StoredTensors.of(model_path, "model").shapes()
-        assert weight_counts(config).total == sum(math.prod(stored[name]) for name in decoder_names(stored).values())
+        read = [name for name in decoder_names(stored).values() if not self.unread or f".{self.unread}." not in name]
+        assert weight_counts(config).total == sum(math.prod(stored[name]) for name in read)
         adapted = backend.capture_state(model_id).weights
         assert adapter_weights(config, _LORA.rank) == sum(array.size for array in adapted.values())
 
