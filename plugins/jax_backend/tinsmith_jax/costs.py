@@ -141,7 +141,7 @@ class Costs:
         """
         number = 1 + slots * (-(-context // TILE) + 1)
         values = self.shape.attending_layers * self.shape.cached_size // self.computing.tensor
-        states = (1 + 3 * slots) * self.shape.state_size * FLOAT
+        states = (1 + 4 * slots) * self.shape.state_size * FLOAT
         return number * TILE * values * self.computing.value_item + states
 
     # While a program runs

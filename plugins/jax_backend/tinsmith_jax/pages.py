@@ -1,5 +1,7 @@
 """Which page of the cache holds what, on the host: pages in use, prefixes of prompts that stay, and free pages.
 
+Kept states of layers with the gated delta rule are found and forgotten like pages: each is the state after a prefix.
+
 A page that holds 64 tokens of a prompt is known by its key: the adapter, the sampling session, and a hash of all tokens
 up to its end. So the time of an answer reveals nothing about others' requests. The page stays when nobody
 uses it any more, until its place is needed; the one that went unused longest goes first. Only prompts are shared:
@@ -33,12 +35,12 @@ class PrefixKey(NamedTuple):
 
 
 class Pages:
-    """The pages of one shard. Page 0 is not given out."""
+    """The pages of one shard. Those before `first` are not given out."""
 
-    def __init__(self, num_pages: int, *, kept: int | None = None) -> None:
+    def __init__(self, num_pages: int, *, first: int = 1, kept: int | None = None) -> None:
         """`kept`: how many pages that nobody uses may stay for the prefixes they hold; None: all."""
         self._kept = num_pages if kept is None else kept
-        self._free = list(range(1, num_pages))  # a heap: what is in use lies close together
+        self._free = list(range(first, num_pages))  # a heap: what is in use lies close together
         self._touched: set[int] = set()  # that have been given out since `give_back`
         self._users: dict[int, int] = {}
         self._keys: dict[int, PrefixKey] = {}
@@ -53,8 +55,13 @@ class Pages:
     def num_known(self) -> int:
         return len(self._known)
 
+    @property
+    def has_room(self) -> bool:
+        """Return whether a page can be taken. Of the cache's, always: the sampler never uses more than a shard has."""
+        return bool(self._free or self._unused)
+
     def take(self) -> int:
-        """Return a page for new content. There is one: the sampler never uses more than a shard has."""
+        """Return a page for new content. There must be room."""
         page = heapq.heappop(self._free) if self._free else self._evict()
         self._users[page] = 1
         self._touched.add(page)
@@ -66,6 +73,9 @@ class Pages:
         given = sorted(self._touched.intersection(self._free))
         self._touched.difference_update(given)
         return given
+
+    def knows(self, key: PrefixKey) -> bool:
+        return key in self._known
 
     def find(self, key: PrefixKey) -> int | None:
         """Return the page with this prefix, for one more user, or None."""

@@ -1,15 +1,18 @@
 """Reads the prompts of sequences that have a slot into the cache, tile by tile, and scores them.
 
-Tiles that an earlier prompt with the same beginning has read come from the cache.
+Tiles that an earlier prompt with the same beginning has read come from the cache. Layers with the gated delta rule can
+go on only where the state was kept, too: after the last full page of each prompt, and where a prompt was seen to branch
+off from another. A state is never copied: the tile before writes it to the kept row, and those after it read it there.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from tinsmith import Array
 from tinsmith_jax.model_config import ModelConfig
-from tinsmith_jax.pages import ExpertPages
+from tinsmith_jax.pages import ExpertPages, Pages, PrefixKey
 from tinsmith_jax.requests import DrawQueue, Request
-from tinsmith_jax.sampling_values import PageCopy, PromptTile, SamplerDevice
+from tinsmith_jax.sampling_values import PAGE, PageCopy, PromptTile, SamplerDevice
 from tinsmith_jax.slots import Prompt, Slot, Slots
 from tinsmith_jax.suspects import Suspects
 
@@ -28,7 +31,7 @@ class PromptReader:
     def clear(self) -> None:
         """Forget a dispatch that did not end."""
         self._reading = False  # tiles count as read that are neither written nor scored yet
-        self._unwritten: list[tuple[int, int]] = []  # pages, by shard, that others find though they are not written
+        self._unwritten: list[tuple[Pages, int]] = []  # pages and states that others find though they are not written
 
     def read(self) -> None:
         """Read prompts, one after the other, up to the budget of a round, so that decoding continues meanwhile."""
@@ -56,8 +59,8 @@ class PromptReader:
             if slot.draw is not None and slot.own is None:
                 queue.put_back(slot.draw)
                 self._slots.leave(slot)
-        for shard, page in self._unwritten:
-            self._slots.pages[shard].unname(page)
+        for pages, page in self._unwritten:
+            pages.unname(page)
         self._unwritten.clear()
 
     def experts_of(self, prompt: Prompt) -> Array | None:
@@ -81,34 +84,66 @@ class PromptReader:
 
         So another prompt with this prefix has it as well. In one dispatch all tiles are written before they are read.
         """
-        pages = self._slots.pages[prompt.shard]
+        pages, recurrent = self._slots.pages[prompt.shard], self._device.shape.recurrent
+        if recurrent and not prompt.num_read:
+            self._go_on_from_kept(prompt)
         while not prompt.ready:
             start, tokens, key = prompt.num_read, prompt.next_tokens, prompt.next_key
-            if self._device.shape.recurrent:
-                key = None
-            page = None if key is None or prompt.request.scores_tile(start, start + len(tokens)) else pages.find(key)
+            is_read = recurrent or prompt.request.scores_tile(start, start + len(tokens))
+            page = None if key is None or is_read else pages.find(key)
             if page is not None:
                 prompt.add(page)
                 prompt.num_cached += len(tokens)
                 continue
             page = pages.take()
             if key is not None and pages.name(page, key):
-                self._unwritten.append((prompt.shard, page))
-            before = tuple(prompt.pages)
+                self._unwritten.append((pages, page))
+            before, state = tuple(prompt.pages), prompt.state
             prompt.add(page)
+            prompt.state = prompt.own_state if key is None else self._state_after(prompt, key)
             return PromptTile(
                 shard=prompt.shard,
                 start=start,
                 tokens=tokens,
                 pages=(*before, page),
                 adapter=prompt.adapter,
-                state=prompt.state,
+                states=(state, prompt.state),
             )
         return None
+
+    def _go_on_from_kept(self, prompt: Prompt) -> None:
+        """Take the longest beginning of a prompt whose pages and state are there; note where to keep other states."""
+        pages, states = self._slots.pages[prompt.shard], self._slots.states[prompt.shard]
+        known = [*takewhile(pages.knows, prompt.full_keys())]
+        number = next((n for n in range(len(known), 0, -1) if states.knows(known[n - 1])), 0)
+        for key in known[:number]:
+            page = pages.find(key)
+            assert page is not None, "it is known"
+            prompt.add(page)
+            prompt.num_cached += PAGE
+        if number:
+            state = states.find(known[number - 1])
+            assert state is not None, "it is known"
+            prompt.kept.append(state)
+            prompt.state = state
+        prompt.keeps_at = frozenset((len(known), prompt.request.num_prefill // PAGE))
+
+    def _state_after(self, prompt: Prompt, key: PrefixKey) -> int:
+        """Return the row for the state after the prompt's last page: a kept one, if others may go on there."""
+        states = self._slots.states[prompt.shard]
+        if len(prompt.pages) not in prompt.keeps_at or states.knows(key) or not states.has_room:
+            return prompt.own_state
+        state = states.take()
+        states.name(state, key)
+        self._unwritten.append((states, state))
+        prompt.kept.append(state)
+        return state
 
     def _read_tiles(self, work: list[tuple[Prompt, PromptTile]]) -> None:
         experts = self._device.prefill([tile for _, tile in work])
         self._unwritten.clear()
+        for prompt in {prompt for prompt, _ in work}:
+            prompt.release_states(self._slots.states[prompt.shard])
         if self._experts is not None and experts is not None:
             self._experts.write(experts)
         for prompt, tile in work:

@@ -24,7 +24,6 @@ from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, dispatch_of, no_tiles
 from tinsmith_jax.sampling_values import (
-    NO_STATE,
     Drawn,
     ExpertsOfPages,
     PageCopy,
@@ -237,5 +236,5 @@ def _pack(of_shards: Sequence[Sequence[PromptTile]], num_tiles: int, shape: Samp
             packed.start_N[n] = tile.start
             packed.table_NG[n, : len(tile.pages)] = tile.pages
             packed.adapter_N[n] = tile.adapter
-            packed.state_N2[n] = NO_STATE if tile.start == 0 else tile.state, tile.state
+            packed.state_N2[n] = tile.states
     return packed

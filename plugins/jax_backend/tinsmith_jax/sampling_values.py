@@ -97,7 +97,7 @@ class SamplingShape:
     kept_pages: int | None = None  # of each shard, that keep their content when unused; None: all
     gathers_once: bool = False  # all weights for a decoding dispatch, instead of a layer's for each layer and step
     returns_experts: bool = False  # that compute each token
-    recurrent: bool = False  # some layers have a state of each sequence, so nobody goes on from another's pages
+    recurrent: bool = False  # some layers have a state of each sequence: who goes on from pages needs theirs
 
     @property
     def num_slots(self) -> int:
@@ -119,7 +119,12 @@ class SamplingShape:
 
     @property
     def states_per_shard(self) -> int:
-        """Rows of recurrent states: one that nobody reads, one for each prompt, two for each slot."""
+        """Rows of recurrent states: one that nobody reads, one for each prompt, two for each slot, and kept ones."""
+        return self.first_kept_state + self.slots_per_shard
+
+    @property
+    def first_kept_state(self) -> int:
+        """The first row whose state is kept, at the end of a page, for prompts that begin alike."""
         return 1 + 3 * self.slots_per_shard
 
     def states_of(self, slot: int) -> tuple[int, int]:
@@ -163,7 +168,7 @@ class PromptTile:
     tokens: TokenArray
     pages: tuple[int, ...]  # of the prompt on the shard; this tile fills the last one
     adapter: int = BASE_MODEL  # the adapter's row on the shard
-    state: int = 0  # the prompt's row of recurrent states
+    states: tuple[int, int] = (0, 0)  # rows of recurrent states, to read and to write; NO_STATE at the beginning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +270,7 @@ class TokenTiles(NamedTuple):
     start_N: Jax  # position of a tile's first token, in padding -1
     table_NG: Jax  # the pages of its sequence, in order; a tile of a prompt fills one
     adapter_N: Jax  # row of its adapter, or BASE_MODEL
-    state_N2: Jax  # rows of recurrent states, to read and to write; one prompt's tiles have the same
+    state_N2: Jax  # rows of recurrent states, to read and to write; later tiles read what earlier ones have written
 
 
 class SlotState(NamedTuple):

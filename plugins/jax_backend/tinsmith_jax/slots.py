@@ -29,7 +29,10 @@ class Prompt:
         self.rest: int | None = None
         self.num_cached = 0  # tokens of pages that had been read before
         self.num_users = 0
-        self.state = 0  # its row of recurrent states on the shard
+        self.state = NO_STATE  # the row of recurrent states that says where it has been read to
+        self.own_state = 0  # the row that is its own
+        self.kept: list[int] = []  # rows of kept states that it uses: to go on from, or to write
+        self.keeps_at: frozenset[int] = frozenset()  # the numbers of pages after which others may go on
         self._key = PrefixKey.first(request.serial, request.op.sampling_session_id)
 
     @property
@@ -64,9 +67,25 @@ class Prompt:
     def all_pages(self) -> list[int]:
         return self.pages if self.rest is None else [*self.pages, self.rest]
 
-    def release(self, pages: Pages) -> None:
+    def full_keys(self) -> Iterator[PrefixKey]:
+        """Yield the keys of the pages that the prompt fills and that need not be scored, from the next one on."""
+        key, page = self._key, len(self.pages)
+        while (end := (page + 1) * PAGE) <= self.request.num_prefill and not self.request.scores_tile(end - PAGE, end):
+            key, page = key.then(self.request.op.prompt_P[end - PAGE : end]), page + 1
+            yield key
+
+    def release(self, pages: Pages, states: Pages) -> None:
         for page in self.all_pages:
             pages.release(page)
+        self.state = NO_STATE
+        self.release_states(states)
+
+    def release_states(self, states: Pages) -> None:
+        """Give up the kept states behind which it has been read."""
+        for row in self.kept:
+            if row != self.state:
+                states.release(row)
+        self.kept = [row for row in self.kept if row == self.state]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -125,8 +144,7 @@ class Slot:
         given.stop_tokens[row, : len(stop)] = stop
         given.tables[row, : len(table)] = table
         given.adapters[row] = prompt.adapter
-        before = prompt.state if prompt.num_read else NO_STATE
-        given.states[row] = self.states[0] if self.decoded else before, self.states[1]
+        given.states[row] = self.states[0] if self.decoded else prompt.state, self.states[1]
         given.seed_words[row] = (params.seed >> 32, params.seed & 0xFFFFFFFF)
         given.sample_index[row] = draw.index
         given.temperature[row] = params.temperature
@@ -154,6 +172,7 @@ class Slots:
             slot.draw, slot.prompt, slot.own = None, None, None
         self._prompts: dict[tuple[Request, int], Prompt] = {}  # by shard, in the order in which they are read
         self.pages = [Pages(shape.pages_per_shard, kept=shape.kept_pages) for _ in shards]
+        self.states = [Pages(shape.states_per_shard, first=shape.first_kept_state) for _ in shards]  # kept ones
         self._rows = [AdapterRows(shape.whole_per_shard, grows=shape.grows) for _ in shards]
 
     def __iter__(self) -> Iterator[Slot]:
@@ -198,7 +217,7 @@ class Slots:
         prompt.num_users -= 1
         if not prompt.num_users:
             del self._prompts[prompt.request, prompt.shard]
-            prompt.release(self.pages[slot.shard])
+            prompt.release(self.pages[slot.shard], self.states[slot.shard])
             if prompt.request.snapshot is not None:
                 self._rows[slot.shard].release(prompt.request.serial)
 
@@ -218,12 +237,15 @@ class Slots:
 
     def forget(self, serial: int) -> None:
         """Let nobody find what was read with an adapter that is gone."""
-        for pages, rows in zip(self.pages, self._rows, strict=True):
+        for pages, states, rows in zip(self.pages, self.states, self._rows, strict=True):
             pages.forget(serial)
+            states.forget(serial)
             rows.forget(serial)
 
     def forget_unused(self) -> tuple[list[list[int]], list[list[int]]]:
         """Forget prefixes and adapters that nobody uses. Return each shard's pages and rows in which they may lie."""
+        for states in self.states:
+            states.give_back()
         return [pages.give_back() for pages in self.pages], [rows.give_back() for rows in self._rows]
 
     def _has_room(self, shard: int, request: Request) -> bool:
@@ -242,8 +264,8 @@ class Slots:
         known = self._prompts.get((request, shard))
         if known is None:
             known = Prompt(request, shard, self._adapter_row(request, shard))
-            taken = {prompt.state for prompt in self.prompts if prompt.shard == shard}
-            known.state = next(row for row in range(1, self._shape.slots_per_shard + 1) if row not in taken)
+            taken = {prompt.own_state for prompt in self.prompts if prompt.shard == shard}
+            known.own_state = next(row for row in range(1, self._shape.slots_per_shard + 1) if row not in taken)
             self._prompts[request, shard] = known
         return known
 
