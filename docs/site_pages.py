@@ -20,6 +20,7 @@ OUTSIDE = {
     "plugins/fsdp_backend/README.md": "reference/plugins/fsdp.md",
     "plugins/jax_backend/README.md": "reference/plugins/jax.md",
     "plugins/megatron_backend/README.md": "reference/plugins/megatron.md",
+    "plugins/oidc_login/README.md": "reference/plugins/oidc.md",
     "plugins/openai_endpoints/README.md": "reference/plugins/openai.md",
     "plugins/vllm_sampler/README.md": "reference/plugins/vllm.md",
     "tools/trackers/README.md": "reference/plugins/trackers.md",

@@ -100,6 +100,10 @@ class RoutesContext:
 
     If the body's model forbids extra fields, an unknown one is refused by name, unless it holds nothing.
     """
+    secret: bytes
+    """Shared by the servers of one store, and known to nobody else. Derive a key of your own from it, by a name."""
+    logins: list[object] = field(default_factory=list)
+    """For the plugin that `login.plugin` names: it adds an object with the hook `tinsmith_authenticate`."""
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)
     """By the prefix of paths: the form of their error answers, those for unknown senders and large bodies included."""
     figures: Figures = field(default_factory=Figures)

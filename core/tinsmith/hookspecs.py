@@ -77,7 +77,8 @@ def tinsmith_register_routes(settings: Settings, context: RoutesContext) -> APIR
     holds the request store, the registry of `/metrics`, and `caller`, the dependency that says who sent a request.
     Through `context.sampling`, a route samples as the SDK does: by sampling sessions, quotas, queues and the log. A
     router with `route_class=context.json_route` reads JSON as core does, and `context.error_forms` takes the form of
-    the errors under a prefix. A plugin that fails here is logged and left out.
+    the errors under a prefix. The plugin that `login.plugin` names adds the object that knows its users to
+    `context.logins`. A plugin that fails here is logged and left out.
     """
 
 
@@ -90,8 +91,11 @@ def tinsmith_register_commands(group: typer.Typer) -> None:
 
 
 @hookspec(firstresult=True)
-def tinsmith_authenticate(headers: Mapping[str, str]) -> Principal | None:
+def tinsmith_authenticate(headers: Mapping[str, str], method: str) -> Principal | None:
     """Return who sent a request, or None if this plugin does not know. Header names are in lower case. Server process.
+
+    `method` is that of HTTP, in upper case; it is empty for a web socket. A plugin that goes by cookies needs it, to
+    refuse requests that pages of other sites send.
 
     Raise `AuthenticationError` to refuse the request without asking other plugins. Any other exception refuses it, too.
     Core's API keys are tried last.

@@ -12,7 +12,7 @@ import zstandard
 
 from tinsmith.server.limits.gate import names_of
 from tinsmith.server.routes import sampling
-from tinsmith.settings import ServerSettings
+from tinsmith.settings import PluginSection, ServerSettings, Settings
 from tinsmith.store import EngineFailure, EngineRecord, EngineState
 from tinsmith.testing.harness import RunningServer, running_server
 
@@ -180,9 +180,10 @@ def test_requests_of_other_sites_pages_are_refused(http: httpx.Client, origin: s
 
 def test_other_names_are_those_that_the_operator_gave() -> None:
     named = ServerSettings.model_validate({"host": "127.0.0.1", "public_url": "https://tinker.example:8443/x"})
-    assert names_of(named) == {"127.0.0.1", "tinker.example"}
+    assert names_of(Settings(server=named)) == {"127.0.0.1", "tinker.example"}
     keyed = ServerSettings.model_validate({"api_keys": [{"key": "tml-a", "tenant": "a"}]})
-    assert names_of(keyed) is None
+    assert names_of(Settings(server=keyed)) is None
+    assert names_of(Settings(login=PluginSection(plugin="oidc"))) is None
 
 
 @pytest.mark.parametrize("path", ["sessions/a%00b", "samplers/%0A", "training_runs/%C2%85", "sessions/" + "x" * 5000])

@@ -344,6 +344,7 @@ def a_routes_context(data_dir: Path) -> RoutesContext:
         pending=store.list_pending,
         caller=lambda _: tinsmith.Principal(tenant="ann"),
         json_route=APIRoute,
+        secret=bytes(32),
     )
 
 

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from tinsmith.hook_values import RoutesContext
+    from tinsmith.settings import Settings
 
 _FILES: Final = Path(__file__).parent / "page_files"
 _ASSETS: Final = frozenset(each.name for each in _FILES.iterdir() if each.name != "index.html")
+_LOGIN: Final = '<script src="/page/login.js"></script>'
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -26,12 +28,13 @@ _HEADERS: Final = {
 
 
 @hookimpl
-def tinsmith_register_routes(context: "RoutesContext") -> "APIRouter":
+def tinsmith_register_routes(settings: "Settings", context: "RoutesContext") -> "APIRouter":
     from fastapi import APIRouter, Response  # here, since only the server needs a web framework
     from fastapi.responses import FileResponse, HTMLResponse
 
     router = APIRouter(include_in_schema=False)
-    html = (_FILES / "index.html").read_text().replace("{version}", version("tinsmith"))
+    login = "" if settings.login is None else _LOGIN
+    html = (_FILES / "index.html").read_text().replace("{version}", version("tinsmith")).replace("{login}", login)
 
     @router.get("/")
     @context.public

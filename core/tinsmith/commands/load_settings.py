@@ -265,11 +265,11 @@ def _resolve(settings: Settings, plugins: Plugins, problems: _Problems, *, needs
 
 def _check_keys(settings: Settings, problems: _Problems) -> None:
     server = settings.server
-    if not is_loopback(server.host) and not server.api_keys:
+    if not is_loopback(server.host) and not server.api_keys and settings.login is None:
         problems.add(
             ("server", "host"),
-            f"refused: everybody who reaches {server.host!r} could use the server; add `server.api_keys`, or listen "
-            "on 127.0.0.1",
+            f"refused: everybody who reaches {server.host!r} could use the server; add `server.api_keys` or `login`, "
+            "or listen on 127.0.0.1",
         )
     _check_each_key(settings, problems)
 

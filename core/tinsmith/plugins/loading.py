@@ -123,9 +123,9 @@ class Plugins:
 
     # decisions
 
-    def authenticate(self, headers: Mapping[str, str]) -> Principal | None:
+    def authenticate(self, headers: Mapping[str, str], method: str = "GET") -> Principal | None:
         """Ask one plugin after the other. AuthenticationError passes through; any other failure is a PluginError."""
-        return self._first("tinsmith_authenticate", Principal, headers=headers)
+        return self._first("tinsmith_authenticate", Principal, headers=headers, method=method)
 
     def authenticators(self) -> list[object]:
         """Return the plugins that `authenticate` asks, in order."""

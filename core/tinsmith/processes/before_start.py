@@ -70,7 +70,7 @@ def look_at_store(settings: Settings, plugins: Plugins) -> str | None:
 
 
 def _quotas(settings: Settings, plugins: Plugins) -> Iterator[str]:
-    if plugins.authenticators():  # whose tenants they are is theirs to know
+    if plugins.authenticators() or settings.login is not None:  # whose tenants they are is theirs to know
         return
     tenants = sorted({key.tenant for key in settings.server.api_keys})
     for name in settings.quotas.tenants:

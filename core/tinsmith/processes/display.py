@@ -39,8 +39,9 @@ def show_banner(console: Console, settings: Settings, plugins: Plugins, url: str
 
 def connecting_lines(settings: Settings, url: str) -> tuple[str, str]:
     """Return two lines of Python that create a training client."""
-    key = 'os.environ["TINKER_API_KEY"]' if settings.server.api_keys else '"tml-local"'
-    first = "import os, tinker" if settings.server.api_keys else "import tinker"
+    needs_key = settings.server.api_keys or settings.login is not None
+    key = 'os.environ["TINKER_API_KEY"]' if needs_key else '"tml-local"'
+    first = "import os, tinker" if needs_key else "import tinker"
     service = f'tinker.ServiceClient(base_url="{url}", api_key={key})'
     name = settings.models[0].name
     return first, f'client = {service}.create_lora_training_client(base_model="{name}", rank=16).result()'
@@ -63,6 +64,8 @@ def _runs_on(model: ModelSettings) -> str:
 
 def _keys(settings: Settings) -> str:
     keys = settings.server.api_keys
+    if settings.login is not None:
+        return f"{len(keys)} configured, and people sign in by {settings.login.plugin}"
     return f"{len(keys)} configured" if keys else "any that starts with tml- (this machine only)"
 
 

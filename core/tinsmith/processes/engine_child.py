@@ -132,10 +132,13 @@ class EngineChild:
             os.killpg(process.pid, signal.SIGKILL)  # with its workers, which may be stopped as well
 
     def _write_settings(self) -> None:
-        """Write the engine's settings for this user alone, since the store's URL may hold a password. Omit API keys."""
+        """Write the engine's settings for this user alone, since the store's URL may hold a password.
+
+        Omit API keys and the login.
+        """
         server = self._settings.server.model_copy(update={"api_keys": (), "api_keys_file": None, "host": "127.0.0.1"})
         supervisor = self._settings.supervisor.model_copy(update={"engines": None})
-        changed = {"models": (self.model,), "server": server, "supervisor": supervisor}
+        changed = {"models": (self.model,), "server": server, "supervisor": supervisor, "login": None}
         own = self._settings.model_copy(update=changed)
         self.settings_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.settings_file.unlink(missing_ok=True)

@@ -115,9 +115,11 @@ def credential_of(headers: Mapping[str, str]) -> str:
 class ApiKeys:
     """The server registers one as a plugin."""
 
-    def __init__(self, keys: LiveKeys, tokens: KeyTokens) -> None:
+    def __init__(self, keys: LiveKeys, tokens: KeyTokens, *, required: bool = False) -> None:
+        """`required`: without configured keys, accept none, since callers are known by other means."""
         self.keys = keys
         self.tokens = tokens
+        self._required = required
         self._indexed: tuple[object, object] = (None, None)  # keys and tokens of the index
         self._by_id: dict[str, ApiKey] = {}
 
@@ -137,7 +139,7 @@ class ApiKeys:
         if credential.startswith(_TOKEN_PREFIX):
             return self._of_token(credential)
         keys = self.keys.now()
-        if not keys:
+        if not keys and not self._required:
             return _anyone(credential)
         found = self._index(keys).get(self.tokens.key_id(digest_of_key(credential)))
         if found is None:
@@ -171,7 +173,7 @@ class ApiKeys:
         Raises AuthenticationError if the key has been removed.
         """
         keys = self.keys.now()
-        if not keys and key_id == _ANYBODY:
+        if not keys and not self._required and key_id == _ANYBODY:
             return None
         if (known := self._index(keys).get(key_id)) is not None:
             return _owner(known)
@@ -180,9 +182,9 @@ class ApiKeys:
 
     @property
     def accept_anybody(self) -> bool:
-        """True if no keys are configured, so every caller is this server's operator."""
+        """True if no keys are configured or required, so every caller is this server's operator."""
         try:
-            return not self.keys.now()
+            return not self.keys.now() and not self._required
         except AuthenticationError:  # all of them were removed
             return False
 

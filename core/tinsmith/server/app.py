@@ -1,5 +1,6 @@
 """The HTTP server: parses, checks, authenticates, enqueues, answers. It holds no model and imports no framework."""
 
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 
@@ -72,7 +73,8 @@ async def create_app(
         msg = "server.api_keys_file has not been read; load the settings with load_settings, or pass its keys"
         raise ConfigError(msg)
     tokens = KeyTokens(await store.secret("key tokens"), settings.server.token_lifetime_s)
-    api_keys = ApiKeys(keys or LiveKeys(KeySource(keys=settings.server.api_keys)), tokens)
+    live_keys = keys or LiveKeys(KeySource(keys=settings.server.api_keys))
+    api_keys = ApiKeys(live_keys, tokens, required=settings.login is not None)
     _add_api_keys(plugins, api_keys)
     context = ServerContext(
         settings=settings,
@@ -91,7 +93,7 @@ async def create_app(
     app.state.context = context
     app.state.connections = Connections(settings.server.limits.connections)
     identify = partial(identified, context=context)
-    routes_context = _routes_context(context, identify)
+    routes_context = _routes_context(context, identify, await store.secret("plugins"))
     for router in (
         *(module.router for module in _ROUTERS),
         downloads.open_router,
@@ -101,6 +103,8 @@ async def create_app(
         app.router.routes.extend(router.routes)  # a router that is included hides its routes from a look-up by path
     for router in plugins.routes(settings, routes_context):
         app.router.routes.extend(plugin_routes(router, routes_context.is_public, identify))
+    _add_logins(settings, plugins, routes_context.logins)
+    context.asks_plugins = plugins.authenticators() != [api_keys]
     add_descriptions(app)
     app.router.routes.insert(0, StaticPaths(app.router.routes))
     error_answers.install(app)
@@ -112,7 +116,7 @@ async def create_app(
         has_link=lambda path: context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now()),
     )
     limits: tuple[Limit, ...] = (  # each request passes them in this order
-        Gate(names=names_of(settings.server), strangers=strangers),
+        Gate(names=names_of(settings), strangers=strangers),
         Probes(),
         strangers,
         Rates(context.quotas, api_keys.id_used),
@@ -128,7 +132,7 @@ async def create_app(
     return app
 
 
-def _routes_context(context: ServerContext, identify: Identify) -> RoutesContext:
+def _routes_context(context: ServerContext, identify: Identify, secret: bytes) -> RoutesContext:
     def caller(request: Request) -> Principal:  # a dependency, of which FastAPI reads the types
         return identify(request.scope)
 
@@ -140,6 +144,7 @@ def _routes_context(context: ServerContext, identify: Identify) -> RoutesContext
         figures=context.figures,
         caller=caller,
         json_route=JsonRoute,
+        secret=secret,
         error_forms=context.error_forms,
     )
 
@@ -151,6 +156,18 @@ def _add_api_keys(plugins: Plugins, api_keys: ApiKeys) -> None:
     for row in plugins.report():
         if row.name == name and row.error is not None:
             raise PluginError(row.error)
+
+
+def _add_logins(settings: Settings, plugins: Plugins, logins: Sequence[object]) -> None:
+    """Raise PluginError if the configured plugin offers no login: without one, the server must not start."""
+    if settings.login is None:
+        return
+    name = settings.login.plugin
+    for login in logins:
+        plugins.add(login, f"login by {name}")
+    failed = next((row.error for row in plugins.report() if row.name in {name, f"login by {name}"} and row.error), None)
+    if failed is not None or not logins:
+        raise PluginError(failed or f"login.plugin: no installed plugin named {name!r} offers a login; install it")
 
 
 def begin_shutdown(app: FastAPI) -> None:

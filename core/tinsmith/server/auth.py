@@ -43,7 +43,7 @@ def identified(scope: Scope, context: ServerContext) -> Principal:
     known: Principal | TinsmithError | None = scope.get(_CALLER)
     if known is None:
         try:
-            known = _who_sent(Headers(scope=scope), context)
+            known = _who_sent(scope, context)
             log_fields.note(tenant=known.tenant)
         except TinsmithError as error:
             known = error
@@ -64,11 +64,13 @@ def forget_caller(scope: Scope) -> None:
     scope.pop(_CALLER, None)
 
 
-def _who_sent(headers: Headers, context: ServerContext) -> Principal:
+def _who_sent(scope: Scope, context: ServerContext) -> Principal:
     """Ask the plugins, the configured keys last; or the keys alone, since calling a hook takes longer."""
+    headers = Headers(scope=scope)
     if not context.asks_plugins:
         return context.api_keys.principal(credential_of(headers))
-    principal = context.plugins.authenticate({name.lower(): value for name, value in headers.items()})
+    named = {name.lower(): value for name, value in headers.items()}
+    principal = context.plugins.authenticate(named, scope.get("method", ""))
     if principal is None:
         msg = "no plugin recognises the sender of this request; pass an API key"
         raise AuthenticationError(msg)

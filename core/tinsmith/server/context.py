@@ -55,6 +55,7 @@ class ServerContext:
     large_answers: LargeAnswers = field(default_factory=LargeAnswers)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     server_id: str = field(default_factory=partial(secrets.token_hex, 8))
+    asks_plugins: bool = False  # who sent a request, and not only the API keys
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)  # those that plugins ask for: see RoutesContext
     backlog: Reading[Sequence[PendingWork]] = field(init=False)
     hearing: Hearing = field(init=False)
@@ -63,7 +64,6 @@ class ServerContext:
     runs: Known[KnownRun] = field(init=False)
     samplers: Known[SamplingSessionRecord] = field(init=False)
     requests: Known[KnownOwner] = field(init=False)
-    asks_plugins: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.backlog = backlog_of(self.store)
@@ -73,7 +73,6 @@ class ServerContext:
         self.runs = Known(self._run)
         self.samplers = Known(self.store.get_sampling_session)
         self.requests = Known(lambda name: _owner_of(self.store.get_operation(name)))
-        self.asks_plugins = self.plugins.authenticators() != [self.api_keys]
 
     async def _run(self, model_id: str) -> KnownRun:
         return KnownRun.of(await self.store.get_run(model_id))

@@ -173,7 +173,9 @@ class LimitsSettings(_Section):
 
 
 class ServerSettings(_Section):
-    host: str = Field("127.0.0.1", description="address to listen on; any other than loopback requires `api_keys`")
+    host: str = Field(
+        "127.0.0.1", description="address to listen on; any other than loopback requires `api_keys` or `login`"
+    )
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
     data_dir: Path = Field(
         Path("~/.tinsmith"),
@@ -574,6 +576,11 @@ class Settings(_Section):
     watchdog: WatchdogSettings = WatchdogSettings()
     quotas: QuotaSettings = QuotaSettings()
     losses: LossSettings = LossSettings()
+    login: PluginSection | None = Field(
+        None,
+        description="name of the plugin by which people sign in, such as `oidc`; API keys go on to work, but only "
+        "configured ones. Default: API keys alone",
+    )
     models: tuple[ModelSettings, ...] = ()
 
     @field_validator("models")

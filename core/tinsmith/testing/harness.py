@@ -67,14 +67,15 @@ def running_server(  # noqa: PLR0913 - sections of the settings
     recovery: Mapping[str, object] | None = None,
     quotas: Mapping[str, object] | None = None,
     losses: Mapping[str, object] | None = None,
+    login: Mapping[str, object] | None = None,
     store_options: Mapping[str, object] | None = None,
     extra_plugins: Sequence[object] = (),
     engines: bool = True,
 ) -> Iterator[RunningServer]:
     """Serve until the block ends. Without `engines`, all work stays queued.
 
-    `server`, `recovery`, `quotas` and `losses` override fields of these sections of the settings, and `store_options`
-    those of the store. A second server on the same `data_dir` finds what the first one left.
+    `server`, `recovery`, `quotas` and `losses` override fields of these sections of the settings, `store_options` those
+    of the store; `login` is that section. A second server on the same `data_dir` finds what the first one left.
     """
     settings = Settings(
         server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}),
@@ -82,6 +83,7 @@ def running_server(  # noqa: PLR0913 - sections of the settings
         recovery=RecoverySettings.model_validate(recovery or {}),
         quotas=QuotaSettings.model_validate(quotas or {}),
         losses=LossSettings.model_validate(losses or {}),
+        login=None if login is None else PluginSection.model_validate(login),
         models=tuple(models),
     )
     with ExitStack() as stack:

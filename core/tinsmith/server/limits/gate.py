@@ -17,7 +17,7 @@ from starlette.types import Scope
 from tinsmith.protocol import bounds
 from tinsmith.server.limits.edge import Incoming, closing, note_route
 from tinsmith.server.limits.strangers import Strangers
-from tinsmith.settings import ServerSettings
+from tinsmith.settings import Settings
 
 MAX_PATH_CHARS: Final = 4096
 
@@ -64,9 +64,10 @@ class Gate:
         return next((value for value in values if not _is_local(_name_in(value), names)), None)
 
 
-def names_of(server: ServerSettings) -> frozenset[str] | None:
-    """Return the names of a server without keys, in addition to loopback's; None for one with keys."""
-    if server.api_keys:
+def names_of(settings: Settings) -> frozenset[str] | None:
+    """Return the names of a server that is open to everybody, in addition to loopback's; None for any other."""
+    server = settings.server
+    if server.api_keys or settings.login is not None:
         return None
     return frozenset({server.host.lower(), _name_in(server.public_url or "")}) - {""}
 

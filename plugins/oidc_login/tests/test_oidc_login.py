@@ -1,0 +1,297 @@
+"""Signing in by a real provider: who gets in as whom, for how long, and what is refused."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from oidc_served import API, CLIENT, SCRIPT, SECRET, Browser, RealProvider
+
+import tinsmith_oidc.cookies
+from tinsmith.errors import PluginError
+from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith_oidc.config import OidcConfig
+
+KEY = "tml-of-the-operator"
+OPTIONS = {
+    "client_id": CLIENT,
+    "client_secret": SECRET,
+    "audience": API,
+    "admin_claim": "groups",
+    "admin_values": ["admins"],
+}
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[RealProvider]:
+    with RealProvider.running() as running:
+        yield running
+
+
+@contextmanager
+def served(directory: Path, provider: RealProvider, **options: Any) -> Iterator[RunningServer]:
+    login = {"plugin": "oidc", "issuer": provider.issuer, **OPTIONS, **options}
+    with running_server(
+        directory, engines=False, login=login, server={"api_keys": [{"key": KEY, "tenant": "ops"}]}
+    ) as server:
+        provider.serve(server.url)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, provider: RealProvider) -> Iterator[RunningServer]:
+    with served(tmp_path_factory.mktemp("data"), provider) as running:
+        yield running
+
+
+@pytest.fixture
+def browser(server: RunningServer) -> Iterator[Browser]:
+    with Browser(server.url) as browser:
+        yield browser
+
+
+def runs(server: RunningServer, token: str) -> httpx.Response:
+    return httpx.get(f"{server.url}/api/v1/runs", headers={"Authorization": f"Bearer {token}"}, timeout=300)
+
+
+def test_whoever_signs_in_is_the_tenant_of_the_claim_until_signing_out(browser: Browser) -> None:
+    assert browser.user() is None
+    assert browser.get("/api/v1/runs").status_code == 401
+    landed = browser.sign_in("ann", path="/login?next=/%23run=r-1")
+    assert (landed.status_code, str(landed.url)) == (200, f"{browser.url}/#run=r-1")
+    assert "/page/login.js" in landed.text
+    assert browser.get("/page/login.js").status_code == 200
+    assert browser.user() == {"tenant": "ann", "name": "ann@example.org", "admin": False}
+    assert browser.get("/api/v1/runs").status_code == 200
+    kept = browser.cookies()
+    answer = browser.post("/login/logout")
+    assert answer.json()["redirect"].startswith("http://127.0.0.1")
+    assert "end your session" not in answer.text
+    assert browser.cookies() == {}
+    browser.restore(kept)
+    assert browser.user() is None, "a copied cookie ends with its session"
+    assert browser.get("/api/v1/runs").status_code == 401
+
+
+def test_signing_out_leads_to_the_providers_own_page_and_back(browser: Browser) -> None:
+    browser.sign_in("ann")
+    page = browser.http.get(browser.post("/login/logout").json()["redirect"])
+    assert page.status_code == 200
+    assert 'action="' in page.text
+
+
+def test_cookies_are_kept_from_scripts_and_other_sites(browser: Browser) -> None:
+    browser.http.follow_redirects = False
+    answer = browser.get("/login")
+    for each in answer.headers.get_list("set-cookie"):
+        assert {"HttpOnly", "SameSite=lax", "Path=/"} <= set(each.split("; "))
+
+
+def test_behind_https_cookies_are_secure_and_of_this_host_alone(tmp_path: Path, provider: RealProvider) -> None:
+    login = {"plugin": "oidc", "issuer": provider.issuer, **OPTIONS}
+    public = {"public_url": "https://tinsmith.example"}
+    with running_server(tmp_path, engines=False, login=login, server=public) as server:
+        answer = httpx.get(f"{server.url}/login")
+        (cookie,) = answer.headers.get_list("set-cookie")
+    assert cookie.startswith("__Host-tinsmith_sign_in=")
+    assert "Secure" in cookie.split("; ")
+    assert "redirect_uri=https%3A%2F%2Ftinsmith.example%2Flogin%2Fcallback" in answer.headers["location"]
+
+
+def test_administrators_are_those_with_the_value_of_the_claim(browser: Browser) -> None:
+    browser.sign_in("root")
+    assert browser.user() == {"tenant": "root", "name": "root@example.org", "admin": True}
+
+
+def test_an_address_that_nobody_verified_names_no_tenant(tmp_path: Path, provider: RealProvider) -> None:
+    with served(tmp_path, provider, tenant_claim="email") as server:
+        with Browser(server.url) as mallory:
+            refused = mallory.sign_in("mallory")
+            assert refused.status_code == 401
+            assert "has not verified your email address" in refused.text
+        with Browser(server.url) as ann:
+            ann.sign_in("ann")
+            assert ann.user()["tenant"] == "ann@example.org"
+
+
+def test_accounts_without_the_required_claim_are_refused(tmp_path: Path, provider: RealProvider) -> None:
+    with served(tmp_path, provider, allow_claim="groups", allow_values=["admins"]) as server:
+        with Browser(server.url) as ann:
+            assert "may not use this server" in ann.sign_in("ann").text
+            assert ann.user() is None
+        with Browser(server.url) as root:
+            root.sign_in("root")
+            assert root.user()["tenant"] == "root"
+
+
+@pytest.mark.parametrize("path", ["//evil.example", "/\\evil.example", "https://evil.example", "/%0d%0aa:b", ""])
+def test_nobody_is_sent_to_another_site(browser: Browser, path: str) -> None:
+    assert str(browser.sign_in("ann", path=f"/login?next={path}").url) == f"{browser.url}/"
+
+
+def test_a_forged_or_repeated_answer_opens_no_session(browser: Browser, server: RunningServer) -> None:
+    callback = httpx.URL(browser.callback("ann"))
+    forged = browser.http.get(callback.copy_set_param("state", "of-another-sign-in"))
+    assert (forged.status_code, browser.user()) == (401, None)
+    assert "begun no such sign-in" in forged.text
+    with Browser(server.url) as victim:  # a link with the attacker's own code
+        assert victim.http.get(callback).status_code == 401
+        assert victim.user() is None
+
+    callback = httpx.URL(browser.callback("ann"))
+    kept = browser.cookies()
+    for wrong in ({"iss": "https://evil.example"}, {"code": "guessed"}, {"error": "access_denied"}):
+        (name, value), *_ = wrong.items()
+        browser.restore(kept)
+        assert browser.http.get(callback.copy_set_param(name, value)).status_code == 401
+    assert browser.user() is None
+    browser.restore(kept)
+    assert browser.http.get(callback).status_code == 200
+    assert browser.user()["tenant"] == "ann"
+    browser.restore(kept)
+    replayed = browser.http.get(callback)
+    assert (replayed.status_code, browser.user()) == (401, None), "the provider has taken its code"
+    assert "refused the authorization code: invalid_grant" in replayed.text
+
+
+def test_another_sites_page_changes_nothing_with_a_sessions_cookie(browser: Browser) -> None:
+    browser.sign_in("ann")
+    body, url = {"tags": [], "sdk_version": "0.38.0"}, f"{browser.url}/api/v1/create_session"
+
+    def status(**headers: str) -> int:
+        return browser.http.post(url, json=body, headers=headers).status_code
+
+    assert status(**{"sec-fetch-site": "same-origin"}) == 200
+    assert status(origin=browser.url) == 200, "a browser without a safe connection says no more"
+    for site in ("cross-site", "same-site", "none"):
+        assert status(**{"sec-fetch-site": site}) == 401
+    assert status(origin="https://evil.example") == 401
+    assert status(origin="null") == 401
+    assert status() == 401
+    assert browser.get("/api/v1/runs").status_code == 200
+    assert browser.get("/api/v1/runs", **{"sec-fetch-site": "cross-site"}).status_code == 401
+    assert browser.post("/login/logout", site="cross-site").status_code == 403
+    assert browser.user() is not None
+
+
+def test_a_session_ends_by_itself(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = browser.callback("ann")
+    hours_ago = SimpleNamespace(time=lambda: time.time() - 8 * 3600)
+    with monkeypatch.context() as patch:
+        patch.setattr(tinsmith_oidc.cookies, "time", hours_ago)
+        answer = browser.http.get(callback, follow_redirects=False)
+    browser.restore({"tinsmith_session": answer.cookies["tinsmith_session"]})
+    assert browser.user() is None
+    assert browser.get("/api/v1/runs").status_code == 401
+
+
+def test_scripts_send_the_providers_tokens(server: RunningServer, provider: RealProvider) -> None:
+    assert runs(server, provider.access_token()).status_code == 200
+    headers = {"X-API-Key": provider.access_token()}
+    created = httpx.post(
+        f"{server.url}/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"}, headers=headers
+    )
+    session = server.call(server.store.get_session(created.json()["session_id"]))
+    assert session.tenant == SCRIPT
+    elsewhere = runs(server, provider.access_token("https://elsewhere.example"))
+    assert (elsewhere.status_code, "audience must be" in elsewhere.json()["detail"]) == (401, True)
+
+
+def test_expired_tokens_are_refused(server: RunningServer, provider: RealProvider) -> None:
+    provider.tell(shift_s=-7200)
+    old = provider.access_token()
+    provider.tell()
+    refused = runs(server, old)
+    assert (refused.status_code, "has expired" in refused.json()["detail"]) == (401, True)
+
+
+def test_tokens_that_the_provider_has_not_signed_are_refused(server: RunningServer, provider: RealProvider) -> None:
+    real = provider.access_token()
+    header, claims = jwt.get_unverified_header(real), jwt.decode(real, options={"verify_signature": False})
+    (key,) = httpx.get(f"{provider.issuer}/jwks").json()["keys"]
+    own = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    forged = {
+        "signed by another key": jwt.encode(claims, own, "RS256", headers=header),
+        "of an unknown key": jwt.encode(claims, own, "RS256", headers={**header, "kid": "unknown"}),
+        "signed by the public key": jwt.encode(claims, key["n"].encode(), "HS256", headers={"kid": key["kid"]}),
+        "not signed": jwt.encode(claims, None, "none", headers={"kid": key["kid"]}),
+        "changed": real[:-6] + ("AAAAAA" if not real.endswith("AAAAAA") else "BBBBBB"),
+    }
+    for what, token in forged.items():
+        refused = runs(server, token)
+        assert (refused.status_code, "token is not valid" in refused.json()["detail"]) == (401, True), what
+    assert runs(server, real).status_code == 200
+
+
+def test_a_key_counts_from_when_the_provider_publishes_it_until_it_withdraws_it(
+    server: RunningServer, provider: RealProvider
+) -> None:
+    before = provider.access_token()
+    assert runs(server, before).status_code == 200
+    provider.rotate_keys()
+    assert runs(server, provider.access_token()).status_code == 200
+    assert runs(server, before).status_code == 401
+    with Browser(server.url) as ann:
+        ann.sign_in("ann")
+        assert ann.user()["tenant"] == "ann"
+
+
+def test_keys_work_beside_the_login_and_only_configured_ones(server: RunningServer, browser: Browser) -> None:
+    assert runs(server, KEY).status_code == 200
+    assert runs(server, "tml-anybody").status_code == 401
+    browser.sign_in("ann")
+    with_key = browser.get("/api/v1/runs", **{"x-api-key": "tml-anybody"})
+    assert with_key.status_code == 401, "what a request brings itself counts before the cookie"
+
+
+def test_without_any_configured_key_a_server_with_a_login_is_closed(tmp_path: Path, provider: RealProvider) -> None:
+    login = {"plugin": "oidc", "issuer": provider.issuer, **OPTIONS}
+    with running_server(tmp_path, engines=False, login=login) as server:
+        assert runs(server, "tml-anybody").status_code == 401
+        assert httpx.get(f"{server.url}/api/v1/runs").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("login", "reason"),
+    [
+        ({"plugin": "oidc", "client_id": "a"}, "login.issuer: Field required"),
+        ({"plugin": "oidc", "client_id": "a", "issuer": "http://idp.example"}, "must be an https URL"),
+        ({"plugin": "oidc", "client_id": "a", "issuer": "https://a", "admin_claim": "groups"}, "set both or neither"),
+        ({"plugin": "oidc", "client_id": "a", "issuer": "https://a", "client_secret_file": "/nowhere"}, "cannot read"),
+        ({"plugin": "oidc", "client_id": "a", "issuer": "https://a", "scopes": ["email"]}, "must include 'openid'"),
+        ({"plugin": "saml"}, "no installed plugin named 'saml' offers a login"),
+    ],
+)
+def test_a_server_with_a_wrong_login_does_not_start(tmp_path: Path, login: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PluginError, match=reason), running_server(tmp_path, engines=False, login=login):
+        raise AssertionError
+
+
+def test_a_provider_that_is_away_is_not_asked_by_every_request(tmp_path: Path) -> None:
+    with RealProvider.running() as provider, served(tmp_path, provider) as server:
+        token = provider.access_token()
+        provider_is_there = runs(server, KEY)
+        assert provider_is_there.status_code == 200
+        issuer = provider.issuer
+    login = {"plugin": "oidc", "issuer": issuer, **OPTIONS}
+    with running_server(tmp_path, engines=False, login=login) as server:
+        first, second = runs(server, token), runs(server, token)
+        assert (first.status_code, second.status_code) == (401, 401)
+        assert "does not answer as one does" in first.json()["detail"]
+        assert "try again in a few seconds" in second.json()["detail"]
+        assert httpx.get(f"{server.url}/login").status_code == 401
+
+
+def test_the_readme_describes_every_option() -> None:
+    table = (Path(__file__).parents[1] / "README.md").read_text().partition("## Options of `login`")[2]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line.startswith("| `")
+    ]
+    described = {name.strip("`"): description for name, _, description in rows}
+    assert described == {name: field.description for name, field in OidcConfig.model_fields.items()}

@@ -1,0 +1,1 @@
+"""Sign in to a tinsmith server with OpenID Connect."""

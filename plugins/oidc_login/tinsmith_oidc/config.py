@@ -1,0 +1,104 @@
+"""The settings of the login: the keys of `login:` beside `plugin: oidc`."""
+
+import ipaddress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+
+from tinsmith import ConfigError, Settings
+
+
+class OidcConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    issuer: str = Field(
+        description="URL of the provider, under which it answers `/.well-known/openid-configuration`; it must be "
+        "https, except on this machine"
+    )
+    client_id: str = Field(min_length=1, description="name under which the provider knows this server")
+    client_secret: SecretStr | None = Field(
+        None, description="secret of this client; default: none, for a public client, which PKCE alone protects"
+    )
+    client_secret_file: Path | None = Field(None, description="file that holds the secret instead")
+    scopes: tuple[str, ...] = Field(
+        ("openid", "profile", "email"), description="scopes to ask for; they decide which claims an ID token has"
+    )
+    audience: str | None = Field(
+        None, description="audience of access tokens that scripts send as bearer tokens; default: `client_id`"
+    )
+    tenant_claim: str = Field(
+        "sub",
+        description="claim whose value is the user's tenant; choose one that users cannot change. `email` counts only "
+        "if the provider has verified it",
+    )
+    admin_claim: str | None = Field(
+        None, description="claim that makes administrators, such as `groups`; default: nobody becomes one by signing in"
+    )
+    admin_values: tuple[str, ...] = Field((), description="values of it, of which administrators have at least one")
+    allow_claim: str | None = Field(
+        None, description="claim that users must have to sign in; default: everybody whom the provider knows may"
+    )
+    allow_values: tuple[str, ...] = Field((), description="values of it, of which users have at least one")
+    session_s: int = Field(
+        8 * 3600, ge=1, description="seconds after which a browser must sign in again; the provider may not ask again"
+    )
+
+    @field_validator("issuer")
+    @classmethod
+    def _is_safe(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme == "https" or (parts.scheme == "http" and _is_this_machine(parts.hostname or "")):
+            return value
+        msg = f"issuer is {value!r}; it must be an https URL, or an http URL on this machine"
+        raise ValueError(msg)
+
+    @field_validator("scopes")
+    @classmethod
+    def _asks_for_an_identity(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "openid" in value:
+            return value
+        msg = f"scopes are {list(value)}; they must include 'openid', or the provider says nothing of the user"
+        raise ValueError(msg)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> "OidcConfig":
+        if self.client_secret is not None and self.client_secret_file is not None:
+            msg = "client_secret and client_secret_file are both set; keep one of them"
+            raise ValueError(msg)
+        for name in ("admin", "allow"):
+            claim, values = getattr(self, f"{name}_claim"), getattr(self, f"{name}_values")
+            if (claim is None) != (not values):
+                msg = f"{name}_claim is {claim!r} and {name}_values are {list(values)}; set both or neither"
+                raise ValueError(msg)
+        return self
+
+    def secret(self) -> str | None:
+        """Return the client's secret. Raises ConfigError if its file cannot be read."""
+        if self.client_secret_file is None:
+            return None if self.client_secret is None else self.client_secret.get_secret_value()
+        try:
+            return self.client_secret_file.expanduser().read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            msg = f"login.client_secret_file: cannot read {str(self.client_secret_file)!r}: {error}"
+            raise ConfigError(msg) from error
+
+
+def config_of(settings: Settings) -> OidcConfig | None:
+    """Return the settings of this login; None if another plugin, or none, is configured. Raises ConfigError."""
+    if settings.login is None or settings.login.plugin != "oidc":
+        return None
+    try:
+        return OidcConfig.model_validate(settings.login.options())
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(('login', *map(str, each['loc'])))}: {each['msg']}" for each in error.errors())
+        raise ConfigError(found) from None  # the values may be secrets
+
+
+def _is_this_machine(name: str) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

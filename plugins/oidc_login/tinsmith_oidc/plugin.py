@@ -1,0 +1,36 @@
+"""The plugin's offers: the routes of the login, and what knows its users."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import tinsmith
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastapi import APIRouter
+
+
+@tinsmith.hookimpl
+def tinsmith_register_routes(settings: tinsmith.Settings, context: tinsmith.RoutesContext) -> Sequence[APIRouter]:
+    """Offer nothing unless `login.plugin` is `oidc`. Raises ConfigError if its settings are wrong."""
+    from tinsmith_oidc.config import config_of  # here, since only servers need them
+    from tinsmith_oidc.cookies import Cookies
+    from tinsmith_oidc.login import Login
+    from tinsmith_oidc.provider import Provider
+    from tinsmith_oidc.routes import LoginRoutes
+
+    config = config_of(settings)
+    if config is None:
+        return []
+    provider = Provider(config)
+    cookies = Cookies(
+        context.secret,
+        purpose=f"{config.issuer} {config.client_id}",
+        session_s=config.session_s,
+        secure=(settings.server.public_url or "").startswith("https:"),
+    )
+    login = Login(config, provider, cookies)
+    context.logins.append(login)
+    return [LoginRoutes(settings, config, provider, cookies).router(context)]

@@ -1,0 +1,172 @@
+"""The routes of the login: to the provider and back, who has signed in, and out."""
+
+import base64
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import asdict
+from html import escape
+from typing import Annotated, Final
+from urllib.parse import urlencode, urlsplit
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+
+from tinsmith import AuthenticationError, Principal, RoutesContext, Settings
+from tinsmith_oidc.config import OidcConfig
+from tinsmith_oidc.cookies import Cookies, SignIn
+from tinsmith_oidc.login import is_own_page
+from tinsmith_oidc.provider import Provider
+from tinsmith_oidc.users import Claims, principal_of
+
+_PATH: Final = "/login"
+_CALLBACK: Final = f"{_PATH}/callback"
+_OWN_PATH: Final = re.compile(r"/(?![/\\])[^\\\x00-\x20\x7f]*")
+"""A path on this server: `//other.example` and what browsers take for it lead elsewhere."""
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class LoginRoutes:
+    """Synchronous endpoints, which FastAPI runs in threads: they wait for the provider."""
+
+    def __init__(self, settings: Settings, config: OidcConfig, provider: Provider, cookies: Cookies) -> None:
+        self._public_url = settings.server.public_url
+        self._config = config
+        self._provider = provider
+        self._cookies = cookies
+
+    def router(self, context: RoutesContext) -> APIRouter:
+        router = APIRouter(tags=["login"])
+        router.get(_PATH, response_class=RedirectResponse)(context.public(self.sign_in))
+        router.get(_CALLBACK, response_class=RedirectResponse)(context.public(self.callback))
+        router.get(f"{_PATH}/session")(context.public(self.session))
+        router.post(f"{_PATH}/logout")(context.public(self.log_out))
+        return router
+
+    def sign_in(self, request: Request, next_path: Annotated[str, Query(alias="next")] = "/") -> Response:
+        """Send the browser to the provider. `next` is the path on this server to come back to."""
+        sign_in = SignIn(
+            state=secrets.token_urlsafe(32),
+            nonce=secrets.token_urlsafe(32),
+            verifier=secrets.token_urlsafe(48),
+            redirect_uri=f"{self._url(request)}{_CALLBACK}",
+            next_path=next_path if _OWN_PATH.fullmatch(next_path) else "/",
+        )
+        challenge = hashlib.sha256(sign_in.verifier.encode()).digest()
+        query = {
+            "response_type": "code",
+            "client_id": self._config.client_id,
+            "redirect_uri": sign_in.redirect_uri,
+            "scope": " ".join(self._config.scopes),
+            "state": sign_in.state,
+            "nonce": sign_in.nonce,
+            "code_challenge": base64.urlsafe_b64encode(challenge).rstrip(b"=").decode(),
+            "code_challenge_method": "S256",
+        }
+        try:
+            url = _with_query(self._provider.endpoint("authorization_endpoint"), query)
+        except AuthenticationError as error:
+            return _failure(error)
+        answer = RedirectResponse(url, 303, _HEADERS)
+        self._cookies.start(answer, sign_in)
+        return answer
+
+    def callback(
+        self,
+        request: Request,
+        code: str = "",
+        state: str = "",
+        iss: str | None = None,
+        error: str | None = None,
+    ) -> Response:
+        """Take the provider's answer, and open a session. A sign-in that this browser has not begun is refused."""
+        try:
+            sign_in = self._sign_in_of(request, state, iss)
+            user = self._user(sign_in, code, error)
+        except AuthenticationError as failure:
+            answer = _failure(failure)
+        else:
+            answer = RedirectResponse(sign_in.next_path, 303, _HEADERS)
+            self._cookies.open(answer, user)
+        self._cookies.finish(answer)
+        return answer
+
+    def session(self, request: Request) -> JSONResponse:
+        """Return who has signed in with this browser, and until when; `user` is null if nobody has."""
+        found = self._cookies.session(request.headers)
+        if found is None:
+            return JSONResponse({"user": None}, headers=_HEADERS)
+        return JSONResponse({"user": asdict(found.user), "expires_at": found.expires_at}, headers=_HEADERS)
+
+    def log_out(self, request: Request) -> Response:
+        """End the session here. The answer names where to end the provider's own session, if that can be done."""
+        if not is_own_page(request.headers, request.method):
+            return JSONResponse({"detail": "only a page of this server can end its session"}, 403, _HEADERS)
+        answer = JSONResponse({"redirect": self._end_of_session(request)}, headers=_HEADERS)
+        self._cookies.close(answer, self._cookies.session(request.headers))
+        return answer
+
+    def _sign_in_of(self, request: Request, state: str, iss: str | None) -> SignIn:
+        sign_in = self._cookies.started(request.headers)
+        if sign_in is None or not hmac.compare_digest(sign_in.state.encode(), state.encode()):
+            msg = "this browser has begun no such sign-in, or more than ten minutes ago"
+            raise AuthenticationError(msg)
+        names_itself = self._provider.metadata("authorization_response_iss_parameter_supported") is True  # RFC 9207
+        if iss != self._config.issuer and (names_itself or iss is not None):
+            msg = f"the answer is of another provider, {iss!r:.200}"
+            raise AuthenticationError(msg)
+        return sign_in
+
+    def _user(self, sign_in: SignIn, code: str, error: str | None) -> Principal:
+        if error is not None:
+            msg = f"the provider did not sign you in: {error[:200]}"
+            raise AuthenticationError(msg)
+        tokens = self._provider.redeem(code, verifier=sign_in.verifier, redirect_uri=sign_in.redirect_uri)
+        claims = self._provider.verified(tokens.id_token, audiences=(self._config.client_id,))
+        _expect_ours(claims, sign_in.nonce, self._config.client_id)
+        if tokens.access_token is not None:
+            claims = {**self._provider.user_info(tokens.access_token, claims["sub"]), **claims}
+        return principal_of(claims, self._config)
+
+    def _end_of_session(self, request: Request) -> str:
+        """Return the provider's page for it (OpenID Connect RP-Initiated Logout 1.0), or our own."""
+        try:
+            found = self._provider.metadata("end_session_endpoint")
+        except AuthenticationError:  # the provider is away; the session here has ended
+            found = None
+        if not isinstance(found, str):
+            return "/"
+        query = {"client_id": self._config.client_id, "post_logout_redirect_uri": f"{self._url(request)}/"}
+        return _with_query(found, query)
+
+    def _url(self, request: Request) -> str:
+        return (self._public_url or str(request.base_url)).rstrip("/")
+
+
+def _expect_ours(claims: Claims, nonce: str, client_id: str) -> None:
+    """Check what an ID token alone has (OpenID Connect Core 1.0, 3.1.3.7)."""
+    given = claims.get("nonce")
+    if not isinstance(given, str) or not hmac.compare_digest(given.encode(), nonce.encode()):
+        msg = "the ID token is of another sign-in: its nonce differs; sign in again"
+        raise AuthenticationError(msg)
+    if claims.get("azp", client_id) != client_id or (isinstance(claims["aud"], list) and len(claims["aud"]) > 1):
+        msg = "the ID token is meant for others as well; only one for this client alone is accepted"
+        raise AuthenticationError(msg)
+
+
+def _with_query(url: str, query: dict[str, str]) -> str:
+    return f"{url}{'&' if urlsplit(url).query else '?'}{urlencode(query)}"
+
+
+def _failure(error: AuthenticationError) -> Response:
+    text = escape(str(error))
+    page = (
+        f"<!doctype html><title>Sign-in failed</title><h1>Sign-in failed</h1><p>{text}.</p><p><a href='/'>Back</a></p>"
+    )
+    return HTMLResponse(page, 401, _HEADERS)
