@@ -64,6 +64,7 @@ __all__ = [  # noqa: F405
     "SamplingSessionRecord",
     "SessionEnd",
     "SessionRecord",
+    "ShareLink",
     "SqlStore",
     "SqlStoreConfig",
     "StoreContext",

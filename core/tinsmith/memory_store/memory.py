@@ -32,6 +32,7 @@ from tinsmith.store import (
     RunState,
     SamplingSessionRecord,
     SessionRecord,
+    ShareLink,
     refusals,
 )
 from tinsmith.store.codec import encode_operation, encode_result, kind_of
@@ -82,6 +83,7 @@ class Run:
     unload: int | None = None  # the seq_id of the UnloadModel, once the session has ended
     rebuilds: int = 0  # begun and not finished
     metrics: dict[tuple[int, int], MetricsRow] = field(default_factory=dict)  # by step and seq_id
+    share_links: dict[str, ShareLink] = field(default_factory=dict)  # by id
 
     @property
     def is_live(self) -> bool:

@@ -59,6 +59,7 @@ from tinsmith.store import (
     SamplingSessionRecord,
     SessionEnd,
     SessionRecord,
+    ShareLink,
     StoredCheckpoints,
     TimedOperation,
     UsageRecord,
@@ -971,6 +972,28 @@ class MemoryStore(RequestStore):
     @_transaction
     def _metric_bytes(self, model_id: str) -> int:
         return self._memory.run(model_id).record.metric_bytes
+
+    # links to runs
+
+    @_transaction
+    def add_share_link(self, link: ShareLink) -> None:
+        self._memory.run(link.model_id).share_links[link.share_id] = link
+
+    @_transaction
+    def find_share_link(self, digest: str) -> ShareLink | None:
+        links = (link for run in self._memory.runs.values() for link in run.share_links.values())
+        return next((link for link in links if link.digest == digest), None)
+
+    @_transaction
+    def list_share_links(self, model_id: str) -> list[ShareLink]:
+        run = self._memory.runs.get(model_id)
+        links = run.share_links.values() if run is not None else []
+        return sorted(links, key=lambda link: (link.created_at, link.share_id))
+
+    @_transaction
+    def delete_share_link(self, model_id: str, share_id: str) -> bool:
+        run = self._memory.runs.get(model_id)
+        return run is not None and run.share_links.pop(share_id, None) is not None
 
     # tokens that are being drawn
 

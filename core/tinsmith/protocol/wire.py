@@ -638,6 +638,21 @@ class LogMetricsRequest(ExactBody):
     points: Annotated[list[LoggedPoint], Field(min_length=1, max_length=1000)]
 
 
+class ShareRequest(ExactBody):
+    expires_in_s: Annotated[float, Field(gt=0, le=10 * 365 * 86400)] | None = None  # default: when its run is deleted
+
+
+class ShareLink(BaseModel):
+    share_id: str
+    created_at: datetime
+    expires_at: datetime | None = None
+    url: str | None = None  # of a new one only: its secret is kept nowhere
+
+
+class ShareLinks(BaseModel):
+    links: list[ShareLink]
+
+
 class RunSummary(BaseModel):
     run_id: str
     base_model: str

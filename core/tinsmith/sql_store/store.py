@@ -31,6 +31,7 @@ from tinsmith.sql_store.subjects import (
     runs,
     sampling,
     sessions,
+    share_links,
     submitting,
     upkeep,
     usage,
@@ -233,6 +234,12 @@ class SqlStore(RequestStore):
     log_metrics = _durable(metrics.log)
     read_metrics = _read(metrics.read)
     wait_for_metrics = _over(metrics.wait_for_metrics)
+
+    # links to runs
+    add_share_link = _durable(share_links.add)
+    find_share_link = _read(share_links.find)
+    list_share_links = _read(share_links.of_run)
+    delete_share_link = _durable(share_links.delete)
 
     # tokens that are being drawn
     tell_drawn = _relaxed(sampling.tell)

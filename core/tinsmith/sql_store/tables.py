@@ -325,6 +325,14 @@ class Metrics(Table, table=True):
     numbers: bytes = Field(sa_type=LargeBinary)  # by name, in msgpack
 
 
+class ShareLinks(Table, table=True):
+    share_id: str = Field(primary_key=True)
+    digest: str = Field(unique=True)
+    model_id: str = Field(index=True)
+    created_at: int = _int64()
+    expires_at: int | None = _int64(nullable=True)
+
+
 class Secrets(Table, table=True):
     name: str = Field(primary_key=True)
     value: bytes = Field(sa_type=LargeBinary)

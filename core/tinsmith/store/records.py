@@ -645,6 +645,17 @@ class MetricsRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareLink:
+    """Whoever has the link reads the curves of one run. Its secret is kept nowhere."""
+
+    share_id: str
+    digest: str  # SHA-256 of the secret, in hexadecimal digits
+    model_id: str
+    created_at: datetime
+    expires_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTokens:
     """Tokens of one sequence of a sample, in the order in which they were drawn."""
 

@@ -49,6 +49,7 @@ from tinsmith.store.records import (
     SamplingSessionRecord,
     SessionEnd,
     SessionRecord,
+    ShareLink,
     StoredCheckpoints,
     TimedOperation,
     UsageRecord,
@@ -587,6 +588,24 @@ class RequestStore(ABC):
     @abstractmethod
     async def wait_for_metrics(self, model_id: str, *, known: int, timeout_s: float) -> int:
         """Return `metric_bytes` of the run once they are more than `known`, or after `timeout_s`."""
+
+    # links by which others read a run's curves, kept as long as the run
+
+    @abstractmethod
+    async def add_share_link(self, link: ShareLink) -> None:
+        """Keep a link. Raise NotFoundError if there is no such run."""
+
+    @abstractmethod
+    async def find_share_link(self, digest: str) -> ShareLink | None:
+        """Return the link whose secret has this digest, expired or not; None if there is none."""
+
+    @abstractmethod
+    async def list_share_links(self, model_id: str) -> list[ShareLink]:
+        """Return the links of a run, oldest first."""
+
+    @abstractmethod
+    async def delete_share_link(self, model_id: str, share_id: str) -> bool:
+        """Delete a link of a run. Return whether it was there."""
 
     # tokens on their way to a client that reads them while they are drawn
 

@@ -55,6 +55,7 @@ from tinsmith.testing.store_records import (
 )
 from tinsmith.testing.store_recovery import RecoveryContract
 from tinsmith.testing.store_retention import RetentionContract
+from tinsmith.testing.store_share_links import ShareLinksContract
 from tinsmith.testing.store_streams import StreamsContract
 from tinsmith.testing.store_tallies import TalliesContract
 
@@ -67,6 +68,7 @@ class RequestStoreContract(
     RetentionContract,
     RoutedExpertsContract,
     MetricsContract,
+    ShareLinksContract,
     StreamsContract,
     TalliesContract,
 ):

@@ -39,6 +39,8 @@ CREATE TABLE routed_experts ( id BIGSERIAL NOT NULL, tenant VARCHAR NOT NULL, mo
 CREATE INDEX ix_routed_experts_created_at ON routed_experts (created_at);
 CREATE INDEX ix_routed_experts_tenant_id_num_bytes ON routed_experts (tenant, id, num_bytes);
 CREATE TABLE metrics ( model_id VARCHAR NOT NULL, step BIGINT NOT NULL, seq_id BIGINT NOT NULL, time BIGINT NOT NULL, numbers BYTEA NOT NULL, CONSTRAINT pk_metrics PRIMARY KEY (model_id, step, seq_id) );
+CREATE TABLE share_links ( share_id VARCHAR NOT NULL, digest VARCHAR NOT NULL, model_id VARCHAR NOT NULL, created_at BIGINT NOT NULL, expires_at BIGINT, CONSTRAINT pk_share_links PRIMARY KEY (share_id), CONSTRAINT uq_share_links_digest UNIQUE (digest) );
+CREATE INDEX ix_share_links_model_id ON share_links (model_id);
 CREATE TABLE secrets ( name VARCHAR NOT NULL, value BYTEA NOT NULL, CONSTRAINT pk_secrets PRIMARY KEY (name) );
 CREATE TABLE retention ( id INTEGER NOT NULL, finished_before BIGINT NOT NULL, CONSTRAINT pk_retention PRIMARY KEY (id) );
 CREATE TABLE write_checks ( id SERIAL NOT NULL, content BYTEA NOT NULL, CONSTRAINT pk_write_checks PRIMARY KEY (id) );

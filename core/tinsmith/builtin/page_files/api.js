@@ -12,7 +12,9 @@ export function readKey() {
 
 export async function ask(path, options = {}) {
   const key = readKey(); // a server without keys asks for none
-  const answer = await fetch(`/api/v1${path}`, { ...options, headers: { ...options.headers, ...(key ? { "x-api-key": key } : {}) } });
+  const shared = new URLSearchParams(location.hash.slice(1)).get("share"); // the secret of a link to one run
+  const known = shared ? { "x-share-secret": shared } : key ? { "x-api-key": key } : {};
+  const answer = await fetch(`/api/v1${path}`, { ...options, headers: { ...options.headers, ...known } });
   if (answer.ok) return answer;
   const detail = await answer.json().then((body) => body.detail ?? body.message, () => answer.statusText);
   throw Object.assign(new Error(typeof detail === "string" ? detail : answer.statusText), { status: answer.status });

@@ -8,18 +8,20 @@ from functools import partial
 from typing import Annotated, Final
 
 import orjson
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol import wire
-from tinsmith.server.auth import AccessScope, Caller, Viewer, own_run, readable_run, visible_tenant
+from tinsmith.server.auth import AccessScope, Caller, Viewer, own_run, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import Limit, Offset
 from tinsmith.server.run_views import Step, finite, joined, list_summaries, read_measured, series_of
-from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord
+from tinsmith.server.share_links import make_link, shared_run, url_of
+from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord, ShareLink
 from tinsmith.store.metrics import MOST_NAMES
+from tinsmith.store.refusals import missing
 from tinsmith_checkpoints.values import Json
 
 _log = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def _measured(point: wire.LoggedPoint) -> Measured:
 @router.get("/runs/{model_id}/metrics", response_model=wire.RunCurves)
 async def get_metrics(
     model_id: str,
-    caller: Viewer,
+    request: Request,
     context: Context,
     max_points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
     name: Annotated[list[str] | None, Query(max_length=MOST_NAMES)] = None,
@@ -83,7 +85,7 @@ async def get_metrics(
 
     `from_step` and `num_steps` choose steps: a series of no more steps than `max_points` comes whole.
     """
-    run = await readable_run(context, caller, model_id)
+    run = await shared_run(request, context, model_id)
     names = None if name is None else frozenset(name)
 
     read = partial(read_measured, context.store, model_id, from_step)
@@ -92,18 +94,48 @@ async def get_metrics(
         series = series_of(joined(rows)[:num_steps], max_points=max_points, names=names)
         return wire.RunCurves(run_id=model_id, steps=run.steps, series=series)
 
-    return await context.large_answers.build(caller.tenant, read, to_answer)
+    return await context.large_answers.build(run.tenant, read, to_answer)
+
+
+@router.post("/runs/{model_id}/share_links", response_model_exclude_none=True)
+async def share_run(
+    model_id: str, body: wire.ShareRequest, request: Request, caller: Caller, context: Context
+) -> wire.ShareLink:
+    """Make a link by which everybody who has it reads the curves of the run, and nothing else."""
+    await own_run(context, caller, model_id)
+    link, secret = await make_link(context.store, model_id, lasts_s=body.expires_in_s)
+    server_url = context.settings.server.public_url or str(request.base_url)
+    return _shown(link).model_copy(update={"url": url_of(server_url, link, secret)})
+
+
+@router.get("/runs/{model_id}/share_links", response_model_exclude_none=True)
+async def list_share_links(model_id: str, caller: Caller, context: Context) -> wire.ShareLinks:
+    """List the links to the run, expired ones as well, without their secrets."""
+    await own_run(context, caller, model_id)
+    return wire.ShareLinks(links=[_shown(link) for link in await context.store.list_share_links(model_id)])
+
+
+@router.delete("/runs/{model_id}/share_links/{share_id}")
+async def revoke_share_link(model_id: str, share_id: str, caller: Caller, context: Context) -> dict[str, str]:
+    await own_run(context, caller, model_id)
+    if not await context.store.delete_share_link(model_id, share_id):
+        raise missing("share link", share_id)
+    return {"revoked": share_id}
+
+
+def _shown(link: ShareLink) -> wire.ShareLink:
+    return wire.ShareLink(share_id=link.share_id, created_at=link.created_at, expires_at=link.expires_at)
 
 
 @router.get("/run_events", response_class=StreamingResponse)
 async def run_events(
-    caller: Viewer, context: Context, run: Annotated[list[str], Query(min_length=1, max_length=_MOST_RUNS)]
+    request: Request, context: Context, run: Annotated[list[str], Query(min_length=1, max_length=_MOST_RUNS)]
 ) -> StreamingResponse:
     """Stream the newest steps of runs as they come, as server-sent events, for a minute: then ask again.
 
     Each event is `{"run_id", "points": [{"step", "time", "values"}]}`. The first ones repeat what is there.
     """
-    runs = [await readable_run(context, caller, model_id) for model_id in dict.fromkeys(run)]
+    runs = [await shared_run(request, context, model_id) for model_id in dict.fromkeys(run)]
     return StreamingResponse(
         _events(context, runs), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
     )
