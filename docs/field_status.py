@@ -154,7 +154,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "model_id": _honoured(),
         "path": _honoured("persisted with a path, ephemeral without"),
         "sampling_session_seq_id": _honoured("ephemeral only; the first of a retried request wins"),
-        "kind": _honoured("`snapshot`; `inflight` is refused"),
+        "kind": _honoured("`snapshot`; or `inflight`, without a path"),
         "seq_id": _honoured("required"),
         "ttl_seconds": _honoured("refused if ephemeral"),
         "user_metadata": _honoured("refused if ephemeral"),

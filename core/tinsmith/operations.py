@@ -9,7 +9,7 @@ L = layers with experts, C = experts of a token.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ ExpertArray = npt.NDArray[np.uint16]
 
 ADDED: Mapping[str, bool] = {"sent": False}
 """Metadata of a field that the server adds to a client's operation. A repeat need not match it."""
+
+INFLIGHT: Final = ".inflight"
+"""Ends the ids of snapshots that a later save of their model replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,7 @@ class SaveForSampler:
     """Freezes the weights as of this operation as a sampling snapshot.
 
     Persisted (`path` is set): also writes a sampler checkpoint. Ephemeral (`sampling_session_id` is set): also creates
-    a sampling session.
+    a sampling session. If it is `inflight`, all such sessions of the model sample from the newest of these snapshots.
     """
 
     model_id: str
@@ -151,6 +154,14 @@ class SaveForSampler:
     sampling_session_id: str | None = None
     ttl_seconds: int | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    inflight: bool = False  # only of ephemeral ones
+
+    @property
+    def snapshot_id(self) -> str | None:
+        """The snapshot's id, if it is ephemeral. It says whether it is an inflight one."""
+        if self.sampling_session_id is None or not self.inflight:
+            return self.sampling_session_id
+        return self.sampling_session_id + INFLIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +331,14 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSpan:
+    """The next `length` tokens of a sequence were drawn with the weights that were saved for this sampling session."""
+
+    sampling_session_id: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
     """Stop tokens and stop strings are part of `tokens`, which is never empty."""
 
@@ -328,6 +347,7 @@ class SampledSequence:
     stop_reason: StopReason
     top_logprobs: TopLogprobs | None = None
     routed_experts: ExpertArray | None = None  # [P + T - 1, L, C]: of prompt and tokens, but for the last; see Datum
+    weights: tuple[WeightsSpan, ...] = ()  # of all tokens, set by the engine for inflight sessions; samplers leave it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

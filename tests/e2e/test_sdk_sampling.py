@@ -162,5 +162,3 @@ def test_what_is_not_offered_is_refused_by_name(
         base.sample(PROMPT, 1, SamplingParams(max_tokens=1), prompt_alt_tokens_k=2).result(timeout=300)
     with pytest.raises(tinker.BadRequestError, match="exceeds the model's context window"):
         base.sample(PROMPT, 1, SamplingParams(max_tokens=100_000)).result(timeout=300)
-    with pytest.raises(tinker.RequestFailedError, match="kind 'inflight' is not offered"):
-        model.save_weights_and_get_sampling_client(kind="inflight").result(timeout=300)

@@ -122,7 +122,7 @@ class ModelOperations:
         assert operation.sampling_session_id is not None
         with self._reserved(operation.sampling_session_id):
             await self._refuse_recorded(operation.sampling_session_id)
-            return await self._save_ephemeral(operation.model_id, operation.sampling_session_id, record)
+            return await self._save_ephemeral(operation, operation.sampling_session_id, record)
 
     async def _save_persisted(self, operation: ops.SaveForSampler, path: str, record: OperationRecord) -> Outcome:
         directory = TinkerPath.parse(path).new_directory()
@@ -137,15 +137,20 @@ class ModelOperations:
         saved = ops.WeightsSaved(path=path, size_bytes=written.size_bytes, consistency=found)
         return Outcome(result=saved, effects=(CheckpointWritten(record=written),), consistency=found)
 
-    async def _save_ephemeral(self, model_id: str, session_id: str, record: OperationRecord) -> Outcome:
+    async def _save_ephemeral(self, operation: ops.SaveForSampler, session_id: str, record: OperationRecord) -> Outcome:
+        model_id, snapshot_id = operation.model_id, operation.snapshot_id
+        assert snapshot_id is not None
         if (why_not := self.snapshots.why_not(self.models.lora(model_id))) is not None:
             raise why_not
-        snapshot = await self.models.publish(model_id, session_id)
+        snapshot = await self.models.publish(model_id, snapshot_id)
         num_bytes = snapshot.num_bytes
         await self.engine.room.expect(record.tenant, num_bytes)
         comparing = await self.gate.admit_for_now(model_id, snapshot)
+        if operation.inflight:
+            self.snapshots.follow(model_id, snapshot_id)
         saved = ops.WeightsSaved(sampling_session_id=session_id)
-        return Outcome(result=saved, effects=(_session(session_id, num_bytes, model_id, record),), comparing=comparing)
+        created = _session(session_id, snapshot_id, num_bytes, model_id, record)
+        return Outcome(result=saved, effects=(created,), comparing=comparing)
 
     @contextmanager
     def _reserved(self, sampling_session_id: str) -> Iterator[None]:
@@ -195,7 +200,9 @@ class ModelOperations:
         return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
 
 
-def _session(session_id: str, num_bytes: int, model_id: str, record: OperationRecord) -> SamplingSessionCreated:
+def _session(
+    session_id: str, snapshot_id: str, num_bytes: int, model_id: str, record: OperationRecord
+) -> SamplingSessionCreated:
     return SamplingSessionCreated(
         record=SamplingSessionRecord(
             sampling_session_id=session_id,
@@ -203,7 +210,7 @@ def _session(session_id: str, num_bytes: int, model_id: str, record: OperationRe
             tenant=record.tenant,
             base_model=record.base_model,
             created_at=datetime.now(UTC),
-            snapshot_id=session_id,
+            snapshot_id=snapshot_id,
             model_id=model_id,
             num_bytes=num_bytes,
         )

@@ -133,7 +133,7 @@ class Recovery:
 
     async def _publish_again(self, operation: ops.SaveForSampler) -> None:
         """Bring back an ephemeral snapshot that was only in memory."""
-        snapshot_id, model_id = operation.sampling_session_id, operation.model_id
+        snapshot_id, model_id = operation.snapshot_id, operation.model_id
         if snapshot_id is None or self.snapshots.holds(snapshot_id):
             return
         if self.snapshots.why_not(self.models.lora(model_id)) is None:

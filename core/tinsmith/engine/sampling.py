@@ -203,7 +203,8 @@ class Sampling:
     async def _outcome(self, claimed: Claimed) -> Outcome:
         if claimed.refused is not None:
             return Outcome(result=claimed.refused)
-        operation = cast("ops.Sample", claimed.operation)
+        asked = cast("ops.Sample", claimed.operation)
+        operation = replace(asked, snapshot_id=self.snapshots.newest(asked.snapshot_id))
         try:
             result, ran = await self._sample(operation, claimed.record)
         except TinsmithError as error:
@@ -214,7 +215,10 @@ class Sampling:
 
     async def _drawn(self, operation: ops.Sample, result: ops.SampleOutput, record: OperationRecord) -> Outcome:
         """What its client does not know, such as a sample's experts, is recorded beside the result, never in it."""
-        sequences = tuple(replace(each, routed_experts=None) for each in result.sequences)
+        sequences = tuple(
+            replace(each, routed_experts=None, weights=_weights(operation, len(each.tokens)))
+            for each in result.sequences
+        )
         answer = replace(result, sequences=sequences, first_token_s=None)
         model_id, replay = self.snapshots.model_of(operation.snapshot_id), self.engine.model.routing_replay
         if model_id is None or not replay.enabled:
@@ -244,6 +248,14 @@ class Sampling:
             return await self.sampler.sample(operation)
         with self.teller.telling(record) as on_tokens:
             return await self.sampler.sample_streaming(operation, on_tokens)
+
+
+def _weights(operation: ops.Sample, num_tokens: int) -> tuple[ops.WeightsSpan, ...]:
+    """Return whose weights drew the tokens of a sequence, if that depends on when it was drawn."""
+    name = operation.snapshot_id or ""
+    if not name.endswith(ops.INFLIGHT):
+        return ()
+    return (ops.WeightsSpan(sampling_session_id=name.removesuffix(ops.INFLIGHT), length=num_tokens),)
 
 
 def _encoded_experts(operation: ops.Sample, output: ops.SampleOutput) -> dict[bytes, bytes]:

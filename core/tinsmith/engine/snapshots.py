@@ -69,6 +69,8 @@ class Snapshots:
         # A superseded engine may write on for a moment, but never to a directory of its successor.
         self._version = f"{VERSION_MARK}{secrets.token_hex(4)}"
         self._held: dict[str, _Held] = {}  # least recently used first
+        self._inflight: dict[str, str] = {}  # the models of all inflight ones, also of those that were dropped since
+        self._newest: dict[str, str] = {}  # of the inflight ones, by model_id
         self._writing = asyncio.Lock()  # one writer at a time in the spill root
 
     def why_not(self, lora: LoraConfig) -> UserError | None:
@@ -82,8 +84,11 @@ class Snapshots:
     async def adopt(self, models: Mapping[str, str]) -> None:
         """Take over the ephemeral snapshots that an earlier engine wrote. `models` maps live ids to model_ids.
 
-        Remove all others.
+        The ids are in order of their saves. Remove all others.
         """
+        for name, model_id in models.items():
+            if name.endswith(ops.INFLIGHT):
+                self.follow(model_id, name)
         for name in await asyncio.to_thread(directories_in, self._spill_root):
             snapshot_id = name.partition(VERSION_MARK)[0]
             if snapshot_id in models and snapshot_id not in self._held:
@@ -104,6 +109,16 @@ class Snapshots:
             return TinkerPath.of_directory(_directory(snapshot_id)).model_id
         held = self._held.get(snapshot_id)
         return None if held is None else held.model_id
+
+    def follow(self, model_id: str, snapshot_id: str) -> None:
+        """From now on, samples of the model's inflight sessions are drawn from this snapshot."""
+        self._inflight[snapshot_id] = model_id
+        self._newest[model_id] = snapshot_id
+
+    def newest(self, snapshot_id: str | None) -> str | None:
+        """Return the id of the snapshot to sample from: instead of an inflight one, the newest of its model."""
+        model_id = None if snapshot_id is None else self._inflight.get(snapshot_id)
+        return snapshot_id if model_id is None else self._newest[model_id]
 
     async def persist(self, model_id: str) -> None:
         """Write the model's ephemeral snapshots to disk: a recovery does not replay what precedes its start."""
@@ -195,6 +210,8 @@ class Snapshots:
 
     async def drop_model(self, model_id: str) -> None:
         """Drop the ephemeral snapshots of a model, after the samples that are being drawn from them."""
+        if self._newest.pop(model_id, None) is not None:
+            self._inflight = {name: each for name, each in self._inflight.items() if each != model_id}
         for snapshot_id, held in list(self._held.items()):
             if held.model_id == model_id and held.root == self._spill_root and self._held.get(snapshot_id) is held:
                 del self._held[snapshot_id]

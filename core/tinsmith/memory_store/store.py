@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from tinsmith.errors import StoreError, UserError
 from tinsmith.memory_store.memory import LeaseRow, Memory, Operation, Run, Samples, Session
-from tinsmith.operations import Failed
+from tinsmith.operations import INFLIGHT, Failed
 from tinsmith.store import (
     MANY_AHEAD,
     CheckpointKind,
@@ -824,9 +824,10 @@ class MemoryStore(RequestStore):
                 rebuilds=run.rebuilds,
                 recovery_points=self._memory.newest_points(run.record.model_id),
                 ephemeral=tuple(
-                    each.sampling_session_id
-                    for each in self._samplers_of(run.record.session_id)
-                    if each.model_id == run.record.model_id and each.snapshot_id == each.sampling_session_id
+                    each.snapshot_id
+                    for each in sorted(self._samplers_of(run.record.session_id), key=lambda each: each.created_at)
+                    if each.model_id == run.record.model_id
+                    and each.snapshot_id in (each.sampling_session_id, each.sampling_session_id + INFLIGHT)
                 ),
             )
             for run in ready

@@ -151,6 +151,10 @@ def _sequence(sequence: ops.SampledSequence) -> pb.SampledSequence:
         stop_reason=_STOP_REASONS[sequence.stop_reason],
         tokens=to_bytes(sequence.tokens, "<i4"),
         logprobs=to_bytes(sequence.logprobs, "<f4"),
+        weights=[
+            pb.WeightsSpan(sampling_session_id=each.sampling_session_id, length=each.length)
+            for each in sequence.weights
+        ],
     )
     if sequence.top_logprobs is not None:
         message.topk_sampled_logprobs.CopyFrom(_top_logprobs(sequence.top_logprobs))

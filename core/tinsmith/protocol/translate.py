@@ -25,6 +25,7 @@ from tinsmith.store.canonical import add_canonical
 from tinsmith.store.codec import kind_of
 
 _SEED_RANGE = 2**63 - 1
+_KINDS = ("snapshot", "inflight")
 
 
 def digest(op: ops.Operation) -> bytes:
@@ -177,9 +178,12 @@ def save_weights(request: wire.SaveWeightsRequest) -> ops.SaveState:
 
 def save_weights_for_sampler(request: wire.SaveWeightsForSamplerRequest, session_id: str) -> ops.SaveForSampler:
     """Return a persisted snapshot if a name is given, else an ephemeral one."""
-    if request.kind != "snapshot":
-        msg = f"kind {request.kind!r} is not offered; use 'snapshot', whose weights never change"
+    if request.kind not in _KINDS:
+        msg = f"kind {request.kind!r} is not offered; use one of {', '.join(map(repr, _KINDS))}"
         raise UnsupportedError(msg)
+    if request.path is not None and request.kind != "snapshot":
+        msg = f"kind {request.kind!r} takes no path: what a checkpoint holds never changes; leave one of them out"
+        raise UserError(msg)
     if request.path is not None:
         if request.sampling_session_seq_id is not None:
             msg = "path and sampling_session_seq_id exclude each other; send the name for a checkpoint, or the number"
@@ -198,7 +202,9 @@ def save_weights_for_sampler(request: wire.SaveWeightsForSamplerRequest, session
             msg = f"{name} needs a name (path): a sampler without one ends with its session"
             raise UnsupportedError(msg)
     sampler = sampling_session_id(session_id, request.sampling_session_seq_id)
-    return ops.SaveForSampler(model_id=request.model_id, sampling_session_id=sampler)
+    return ops.SaveForSampler(
+        model_id=request.model_id, sampling_session_id=sampler, inflight=request.kind == "inflight"
+    )
 
 
 def save_weights_external(request: wire.SaveWeightsExternalRequest) -> ops.ExportAdapter:

@@ -374,6 +374,7 @@ class SupportedModel(BaseModel):
 class ServerCapabilities(BaseModel):
     supported_models: list[SupportedModel]
     stand_ins: dict[str, str] | None = None  # by the loss that clients ask for: the one that is computed
+    inflight: str = "request"  # inflight samplers take new weights when a request starts, not while it is drawn
 
 
 class SessionCreated(BaseModel):

@@ -167,7 +167,7 @@ class LiveModel:
     run: RunRecord
     pruned_seq_id: int  # operations up to here may be gone from the log
     recovery_points: tuple[RecoveryPointRecord, ...]  # newest first
-    ephemeral: tuple[str, ...]  # ids of the sampling snapshots that live as long as the model
+    ephemeral: tuple[str, ...]  # ids of the sampling snapshots that live as long as the model, in order of their saves
     rebuilds: int = 0  # begun since the last one that finished
 
 

@@ -167,6 +167,28 @@ class RecoveryContract(StoreSuite):
         assert failed.category == "server"
         assert "killed by signal 9" in failed.message
 
+    async def test_the_ephemeral_snapshots_of_a_live_model_are_in_order_of_their_saves(
+        self, store: RequestStore
+    ) -> None:
+        """Whatever their names: the last of the inflight ones is the one to sample from."""
+        await a_model(store)
+        for minutes, (number, snapshot) in enumerate(
+            [(2, "s1:sample:2.inflight"), (1, "s1:sample:1"), (0, "s1:sample:0.inflight"), (3, None), (4, "tinker://x")]
+        ):
+            await store.create_sampling_session(
+                SamplingSessionRecord(
+                    sampling_session_id=f"s1:sample:{number}",
+                    session_id="s1",
+                    tenant="ann",
+                    base_model=BASE,
+                    created_at=NOW + timedelta(minutes=minutes),
+                    snapshot_id=snapshot,
+                    model_id="s1:train:0",
+                )
+            )
+        (live,) = await store.live_models(BASE)
+        assert live.ephemeral == ("s1:sample:2.inflight", "s1:sample:1", "s1:sample:0.inflight")
+
     async def test_the_log_and_the_recovery_points_of_a_live_model(self, store: RequestStore) -> None:
         created = await a_model(store)
         first, second, third = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2, 3)]

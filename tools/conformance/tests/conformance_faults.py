@@ -366,6 +366,12 @@ FAULTS = {
         "await context.requests.get(request_id)",
         "Nobody can read another's result",
     ),
+    "inflight samplers stay behind": Fault(
+        "tinsmith.engine.snapshots",
+        "else self._newest[model_id]",
+        "else snapshot_id",
+        "A sampler of kind 'inflight' follows later saves of this kind, or is refused by name",
+    ),
     "recorded sequences are anybody's": Fault(
         "tinsmith.server.sequence_ids",
         'f"{tenant}\\0{signed}".encode()',

@@ -2,7 +2,7 @@
 
 from sqlalchemy import Connection
 
-from tinsmith.operations import Failed
+from tinsmith.operations import INFLIGHT, Failed
 from tinsmith.sql_store.statements import Change, Query
 from tinsmith.sql_store.subjects import engines, log, models, runs
 from tinsmith.sql_store.transaction import Transaction
@@ -27,8 +27,8 @@ _READY = Query(
 )
 _REBUILDS = Query("SELECT rebuilds FROM runs WHERE model_id = :model", int)
 _EPHEMERAL = Query(
-    "SELECT sampling_session_id FROM sampling_sessions WHERE session_id = :session AND model_id = :model "
-    "AND snapshot_id = sampling_session_id",
+    "SELECT snapshot_id FROM sampling_sessions WHERE session_id = :session AND model_id = :model "
+    f"AND snapshot_id IN (sampling_session_id, sampling_session_id || '{INFLIGHT}') ORDER BY created_at",
     str,
 )
 REPLAYABLE = Query(

@@ -9,12 +9,13 @@ import numpy as np
 from tinsmith_conformance.data import learned
 from tinsmith_conformance.oracle import Floats
 from tinsmith_conformance.registry import Group
-from tinsmith_conformance.tester import Model, Tester
+from tinsmith_conformance.tester import Model, Sampler, Tester
 from tinsmith_conformance.verdicts import expect, skip
 
 GROUP: Final = Group("snapshots", "Samplers hold the weights of one moment, and those of training.")
 
 _AGREE: Final = 2e-3  # between trainer and sampler, in nats
+_PROPAGATION_TRIES: Final = 20
 
 
 def _trained(t: Tester) -> Model:
@@ -228,17 +229,32 @@ def deleted_snapshots(t: Tester) -> None:
 
 @GROUP.check
 def inflight(t: Tester) -> None:
-    """A sampler of kind 'inflight' is made, or refused by name.
+    """A sampler of kind 'inflight' follows later saves of this kind, or is refused by name.
 
     Samples come from weights that the user believes to be newer.
     """
     model = t.model()
-    body = {"model_id": model.id, "seq_id": 1, "sampling_session_seq_id": 61, "kind": "inflight"}
-    answer = t.http.post("save_weights_for_sampler", json=body)
-    if answer.is_success and "error" not in t.future(answer).finished().json():
+    body = {"model_id": model.id, "seq_id": model.number(), "kind": "inflight"}
+    answer = t.http.post("save_weights_for_sampler", json={**body, "sampling_session_seq_id": t.sampling_number()})
+    saved = t.future(answer).finished().json() if answer.is_success else {}
+    if "sampling_session_id" not in saved:
+        words = answer.text + str(saved)
+        expect("inflight" in words, f"the refusal does not name it: {words[:300]}")
         return
-    words = t.refused(answer)
-    expect("inflight" in words, f"the refusal does not name it: {words}")
+    first = Sampler(t, saved["sampling_session_id"])
+    before = first.scores()
+    model.step([learned()], learning_rate=0.05)
+    number = t.sampling_number()
+    later = model.submit("save_weights_for_sampler", sampling_session_seq_id=number, kind="inflight").result()
+    second = Sampler(t, later["sampling_session_id"])
+    _near(second.scores(), model.logprobs(), "a new sampler and the trainer")
+    late = first.scores()
+    for _ in range(_PROPAGATION_TRIES):  # an update may take its time
+        if np.abs(late - model.logprobs()).max() < _AGREE:
+            break
+        late = first.scores()
+    _near(late, model.logprobs(), "the earlier sampler and the trainer")
+    expect(np.abs(late - before).max() > _AGREE, "training changed nothing, so nothing can be seen to follow it")
 
 
 @GROUP.check
