@@ -94,6 +94,7 @@ class SamplerCapabilities(Capabilities):
     min_temperature: float = 1e-6  # above 0, which is greedy
     max_temperature: float = 1e6
     max_topk_logprobs: int = 0  # of topk_prompt_logprobs and topk_sample_logprobs
+    max_prompt_alt_tokens: int = 0  # of prompt_alt_tokens_k
     stop_strings: bool = False
     returns_routed_experts: bool = False  # with sampled sequences, if `BackendContext.routing_replay` asks for them
     max_sequences: int = 256  # drawn at a time; the engine holds back the rest, so that tenants take turns

@@ -303,7 +303,10 @@ def _check_prompt_scores(op: ops.Sample, sampler: SamplerCapabilities) -> None:
     if wants_prompt and not sampler.prompt_logprobs:
         msg = "prompt_logprobs are not offered by this base model's sampler"
         raise UnsupportedError(msg)
-    _check_numbers(sampling_ranges(sampler), _topk(op))
+    if op.prompt_alt_tokens_k and not sampler.max_prompt_alt_tokens:
+        msg = f"prompt_alt_tokens_k is {op.prompt_alt_tokens_k}; it is not offered by this base model's sampler"
+        raise UnsupportedError(msg)
+    _check_numbers(sampling_ranges(sampler), {**_topk(op), "prompt_alt_tokens_k": op.prompt_alt_tokens_k})
     last_n, num_prompt = op.prompt_logprobs_last_n, len(op.prompt_P)
     if last_n is not None and not op.prompt_logprobs:
         msg = "prompt_logprobs_last_n needs prompt_logprobs; set it to true"

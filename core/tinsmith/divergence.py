@@ -71,4 +71,6 @@ def _scores(op: Sample, output: SampleOutput) -> list[Array]:
         scores.append(output.top_prompt_logprobs.logprobs[first:])
     if output.target_prompt_logprobs is not None:
         scores.append(output.target_prompt_logprobs)
+    if output.prompt_alt_tokens is not None:
+        scores.append(output.prompt_alt_tokens.logprobs)
     return scores

@@ -220,6 +220,7 @@ class Sample:
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: IntArray | None = None  # [P - 1, K]; row i scores position i + 1; -1 = skip
     target_layout: SparseLayout | None = None  # set if the targets came sparse; the answer then has the same layout
+    prompt_alt_tokens_k: int = 0  # draw so many tokens in place of each prompt token but the first
     streamed: bool = field(default=False, metadata=ADDED)  # somebody reads the tokens while they are drawn
 
     def fits(self, max_context_tokens: int) -> bool:
@@ -356,6 +357,9 @@ class SampleOutput:
     prompt_logprobs: FloatArray | None = None  # [P]; NaN at position 0 and at positions that were not scored
     top_prompt_logprobs: TopLogprobs | None = None  # [P, k]; row 0 unused
     target_prompt_logprobs: FloatArray | None = None  # [P - 1, K]; 0 if the target is -1
+    # [P - 1, k]; row i: tokens in place of prompt token i + 1, drawn with replacement at the request's temperature,
+    # without top-k and top-p; their logprobs are at temperature 1, as prompt_logprobs are
+    prompt_alt_tokens: TopLogprobs | None = None
     target_layout: SparseLayout | None = None  # copied from the request by the engine; samplers leave it None
     prompt_cache_hit_tokens: int = 0
     first_token_s: float | None = field(default=None, compare=False)

@@ -129,6 +129,9 @@ def sampling_ranges(sampler: SamplerCapabilities) -> Mapping[str, Range]:
         "num_samples": NUM_SAMPLES,
         "topk_prompt_logprobs": topk,
         "topk_sample_logprobs": topk,
+        "prompt_alt_tokens_k": Range(
+            low=0, high=sampler.max_prompt_alt_tokens, integer=True, high_from="`max_prompt_alt_tokens`"
+        ),
         "prompt_logprobs_last_n": Range(
             low=1,
             high=sampler.max_context_tokens - 1,

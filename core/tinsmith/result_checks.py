@@ -74,6 +74,8 @@ def check_sample(operation: Sample, result: Any, vocab_size: int) -> None:
     _check_top("top_prompt_logprobs", result.top_prompt_logprobs, top, vocab_size)
     targets = operation.target_prompt_logprobs
     _check_scores("target_prompt_logprobs", result.target_prompt_logprobs, None if targets is None else targets.shape)
+    drawn = (num_prompt - 1, operation.prompt_alt_tokens_k)
+    _check_top("prompt_alt_tokens", result.prompt_alt_tokens, drawn, vocab_size)
     if result.target_layout is not None:
         raise _wrong("target_layout", result.target_layout, "None, the engine fills it in")
     hits = result.prompt_cache_hit_tokens

@@ -155,10 +155,35 @@ def test_a_pickled_sampler_samples_too(base: tinker.SamplingClient) -> None:
     assert tokens_of(clone) == tokens_of(base)
 
 
+def test_alternatives_of_prompt_tokens_are_drawn_at_the_temperature(base: tinker.SamplingClient) -> None:
+    """Each token as often as its probability at that temperature says, with its logprob at temperature 1."""
+    number = 30 * 64
+    futures = [
+        base.sample(PROMPT, 1, SamplingParams(max_tokens=1, temperature=0.5, seed=seed), prompt_alt_tokens_k=64)
+        for seed in range(30)
+    ]
+    drawn = [each.result(timeout=300).prompt_alt_tokens for each in futures]
+    rows = PROMPT.length - 1
+    tokens = np.concatenate([each.tokens.to_numpy() for each in drawn if each is not None], axis=1)
+    logprobs = np.concatenate([each.logprobs.to_numpy() for each in drawn if each is not None], axis=1)
+    assert tokens.shape == logprobs.shape == (rows, number)
+    assert (tokens.dtype, logprobs.dtype) == (np.int64, np.float32)
+    vocabulary = np.tile(np.arange(64), (rows, 1))
+    targets = tinker.TensorData.from_numpy(vocabulary)
+    scored = base.sample(PROMPT, 1, SamplingParams(max_tokens=1), target_prompt_logprobs=targets).result(timeout=300)
+    assert scored.target_prompt_logprobs is not None
+    logp = scored.target_prompt_logprobs.to_numpy().astype(np.float64)
+    np.testing.assert_allclose(logprobs, np.take_along_axis(logp, tokens, axis=1), rtol=0, atol=1e-5)
+    expected = np.exp(2 * logp) / np.exp(2 * logp).sum(axis=1, keepdims=True)
+    counts = (tokens[:, :, None] == np.arange(64)).sum(axis=1)
+    spread = np.sqrt(number * expected * (1 - expected))
+    assert (np.abs(counts - number * expected) <= 6 * spread + 1).all()
+
+
 def test_what_is_not_offered_is_refused_by_name(
     base: tinker.SamplingClient, model: tinker.TrainingClient, new_client: Callable[[], tinker.ServiceClient]
 ) -> None:
-    with pytest.raises(tinker.BadRequestError, match="prompt_alt_tokens_k is 2"):
-        base.sample(PROMPT, 1, SamplingParams(max_tokens=1), prompt_alt_tokens_k=2).result(timeout=300)
+    with pytest.raises(tinker.BadRequestError, match="prompt_alt_tokens_k is 65; allowed: 0 to 64"):
+        base.sample(PROMPT, 1, SamplingParams(max_tokens=1), prompt_alt_tokens_k=65).result(timeout=300)
     with pytest.raises(tinker.BadRequestError, match="exceeds the model's context window"):
         base.sample(PROMPT, 1, SamplingParams(max_tokens=100_000)).result(timeout=300)

@@ -491,7 +491,6 @@ def test_target_tokens_come_dense_or_sparse() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is 2"),
         ({"record_stability_info": True}, "record_stability_info is not offered.*losses.stable_reinforce"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"num_samples": 10**9}, "num_samples is 1000000000"),

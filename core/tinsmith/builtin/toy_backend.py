@@ -99,6 +99,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=config.vocab_size,
+            max_prompt_alt_tokens=64,
             stop_strings=True,
             max_sequences=32,
         )

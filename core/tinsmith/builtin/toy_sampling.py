@@ -24,6 +24,7 @@ from tinsmith.operations import (
 )
 
 _UNUSED_LOGPROB = -99999.0
+_OF_PROMPT = 1 << 32  # in place of a sequence's number: the generator of the prompt's alternatives
 
 
 def text_of(token: int, vocab_size: int) -> str:
@@ -57,6 +58,7 @@ async def sample(
         top_prompt_logprobs=_top_prompt_logprobs(op, logp_PV) if op.topk_prompt_logprobs else None,
         target_prompt_logprobs=_target_logprobs(targets, logp_PV) if targets is not None else None,
         first_token_s=first_token_s,
+        prompt_alt_tokens=_alternatives(op, prompt.logits_TV, logp_PV) if op.prompt_alt_tokens_k else None,
     )
 
 
@@ -148,3 +150,19 @@ def _top_prompt_logprobs(op: Sample, logp_PV: Float64Array) -> TopLogprobs:
 def _target_logprobs(targets: IntArray, logp_PV: Float64Array) -> FloatArray:
     logprobs = np.take_along_axis(logp_PV[:-1], np.maximum(targets, 0), axis=-1)
     return np.where(targets < 0, 0.0, logprobs).astype(np.float32)
+
+
+@quiet
+def _alternatives(op: Sample, logits_PV: Float64Array, logp_PV: Float64Array) -> TopLogprobs:
+    rng, temperature = np.random.default_rng([op.params.seed, _OF_PROMPT]), op.params.temperature
+    shape = (len(op.prompt_P) - 1, op.prompt_alt_tokens_k)
+    if temperature == 0:
+        token_ids = np.broadcast_to(logits_PV[:-1].argmax(axis=-1)[:, None], shape)
+    else:
+        cumulative_PV = np.cumsum(np.exp(log_softmax(logits_PV[:-1] / temperature)), axis=-1)
+        threshold_PK = rng.random(shape) * cumulative_PV[:, -1:]
+        rows = zip(cumulative_PV, threshold_PK, strict=True)
+        drawn = [np.searchsorted(cumulative_V[:-1], threshold_K, side="right") for cumulative_V, threshold_K in rows]
+        token_ids = np.array(drawn, np.int64).reshape(shape)
+    logprobs = np.take_along_axis(logp_PV[:-1], token_ids, axis=-1)
+    return TopLogprobs(token_ids=token_ids.astype(np.int32), logprobs=logprobs.astype(np.float32))

@@ -130,6 +130,10 @@ def sample_response(output: ops.SampleOutput) -> pb.SampleResponse:
         message.topk_prompt_logprobs.CopyFrom(_top_logprobs(output.top_prompt_logprobs))
     if output.target_prompt_logprobs is not None:
         message.target_prompt_logprobs.CopyFrom(_targets(output.target_prompt_logprobs, output.target_layout))
+    if (drawn := output.prompt_alt_tokens) is not None:
+        ids, shape = to_bytes(drawn.token_ids, "<i8"), drawn.token_ids.shape
+        message.prompt_alt_tokens.tokens.CopyFrom(pb.Tensor(dense=ids, dtype=pb.DTYPE_INT64, shape=shape))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_targets(drawn.logprobs, None))
     return message
 
 

@@ -266,9 +266,6 @@ def sample(
 
     With `stand_in`, stability information may be asked for: what stands in needs nothing recorded.
     """
-    if request.prompt_alt_tokens_k:
-        msg = f"prompt_alt_tokens_k is {request.prompt_alt_tokens_k}; it is not offered, leave it at 0"
-        raise UnsupportedError(msg)
     NUM_SAMPLES.check("num_samples", request.num_samples)
     if request.record_stability_info and stand_in is None:
         raise stable_reinforce.refuse("record_stability_info")
@@ -287,6 +284,7 @@ def sample(
         if targets is None
         else wire_tensors.target_tokens_from_json("target_prompt_logprobs", targets),
         target_layout=None if targets is None else wire_tensors.layout_from_json(targets),
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
     )
 
 

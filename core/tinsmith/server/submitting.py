@@ -286,5 +286,6 @@ def _remedy(operation: ops.Operation) -> str:
     return (
         f"it is for num_samples {operation.num_samples} x max_tokens {operation.params.max_tokens} x (1 + "
         f"topk_sample_logprobs {operation.topk_sample_logprobs}), and {len(operation.prompt_P)} prompt tokens x "
-        f"topk_prompt_logprobs {operation.topk_prompt_logprobs}; ask for less of them in one request"
+        f"(topk_prompt_logprobs {operation.topk_prompt_logprobs} + prompt_alt_tokens_k "
+        f"{operation.prompt_alt_tokens_k}); ask for less of them in one request"
     )

@@ -210,7 +210,7 @@ def _largest_sequence(operation: ops.Sample) -> int:
 def _prompt_scores(operation: ops.Sample) -> int:
     num_prompt, targets, layout = len(operation.prompt_P), operation.target_prompt_logprobs, operation.target_layout
     size = num_prompt * _CELL_BYTES if operation.prompt_logprobs else 0
-    size += num_prompt * operation.topk_prompt_logprobs * _TOKEN_BYTES
+    size += num_prompt * (operation.topk_prompt_logprobs + operation.prompt_alt_tokens_k) * _TOKEN_BYTES
     if targets is not None:
         size += targets.size * _CELL_BYTES
     if layout is not None:
@@ -247,6 +247,7 @@ def _arrays_of(result: ops.SampleOutput) -> Iterator[Array]:
         yield from (sequence.tokens, sequence.logprobs)
         yield from _cells(sequence.top_logprobs)
     yield from _cells(result.top_prompt_logprobs)
+    yield from _cells(result.prompt_alt_tokens)
     for each in (result.prompt_logprobs, result.target_prompt_logprobs):
         if each is not None:
             yield each

@@ -1,5 +1,7 @@
 """The contract of questions about the prompt, of alternatives, and of agreement with the trainer."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,7 @@ class LogprobsContract(SamplingSuite):
         assert output.prompt_logprobs is None
         assert output.top_prompt_logprobs is None
         assert output.target_prompt_logprobs is None
+        assert output.prompt_alt_tokens is None
 
     @in_one_loop
     async def test_last_n_leaves_the_rest_unscored(self, backend: SamplingBackend) -> None:
@@ -131,6 +134,47 @@ class LogprobsContract(SamplingSuite):
         assert (answer[targets < 0] == 0).all()
         assert (answer[targets >= 0] < 0).all()
         np.testing.assert_allclose(answer[:, 0], output.prompt_logprobs[1:], rtol=0, atol=_ONE_OP)
+
+    @in_one_loop
+    async def test_prompt_alternatives(self, backend: SamplingBackend) -> None:
+        """Drawn from the distributions that score the prompt; greedily, they are the best tokens."""
+        k = min(32, backend.sampler_capabilities.max_prompt_alt_tokens)
+        need(k, "alternatives of prompt tokens")
+        prompt = random_prompt(29, 30, backend.sampler_capabilities.vocab_size)
+        draw = partial(ask, backend, prompt, prompt_alt_tokens_k=k, topk_prompt_logprobs=1, prompt_logprobs=True)
+        output = await draw(params(max_tokens=1))
+        drawn, best = output.prompt_alt_tokens, output.top_prompt_logprobs
+        assert drawn is not None
+        assert best is not None
+        assert drawn.token_ids.shape == drawn.logprobs.shape == (29, k)
+        assert drawn.token_ids.dtype == np.int32
+        assert drawn.logprobs.dtype == np.float32
+        scored = await ask(
+            backend, prompt, params(max_tokens=1), target_prompt_logprobs=drawn.token_ids.astype(np.int64)
+        )
+        assert scored.target_prompt_logprobs is not None
+        np.testing.assert_allclose(drawn.logprobs, scored.target_prompt_logprobs, rtol=0, atol=_A_MODEL)
+        probability = np.exp(best.logprobs[1:].astype(np.float64))
+        found, expected = (drawn.token_ids == best.token_ids[1:]).sum(), k * probability.sum()
+        deviation = np.sqrt(k * (probability * (1 - probability)).sum())
+        assert abs(found - expected) <= 5 * deviation + 1, f"the best are {found} of {drawn.token_ids.size} tokens"
+        again = await draw(params(max_tokens=1))
+        assert again.prompt_alt_tokens is not None
+        np.testing.assert_array_equal(again.prompt_alt_tokens.token_ids, drawn.token_ids)
+        other = await draw(params(max_tokens=1, seed=99))
+        assert other.prompt_alt_tokens is not None
+        assert (other.prompt_alt_tokens.token_ids != drawn.token_ids).any()
+        greedy = await draw(params(max_tokens=1, temperature=0.0))
+        assert greedy.prompt_alt_tokens is not None
+        np.testing.assert_array_equal(greedy.prompt_alt_tokens.token_ids, np.broadcast_to(best.token_ids[1:], (29, k)))
+
+    @in_one_loop
+    async def test_a_prompt_of_one_token_has_no_alternatives(self, backend: SamplingBackend) -> None:
+        k = min(2, backend.sampler_capabilities.max_prompt_alt_tokens)
+        need(k, "alternatives of prompt tokens")
+        output = await ask(backend, np.array([1], np.int32), params(max_tokens=1), prompt_alt_tokens_k=k)
+        assert output.prompt_alt_tokens is not None
+        assert output.prompt_alt_tokens.token_ids.shape == (0, k)
 
     def test_what_is_sampled_can_be_trained_on(self, backend: SamplingBackend, driver: ModelDriver) -> None:
         """A distillation trains on the alternatives that it has sampled, so it needs as many targets per token."""

@@ -366,6 +366,12 @@ FAULTS = {
         "await context.requests.get(request_id)",
         "Nobody can read another's result",
     ),
+    "alternatives are scored one place off": Fault(
+        _SAMPLING,
+        "np.take_along_axis(logp_PV[:-1], token_ids, axis=-1)",
+        "np.take_along_axis(logp_PV[1:], token_ids, axis=-1)",
+        "prompt_alt_tokens_k draws tokens for each place of the prompt with their logprobs, or is refused by name",
+    ),
     "inflight samplers stay behind": Fault(
         "tinsmith.engine.snapshots",
         "else self._newest[model_id]",

@@ -18,6 +18,7 @@ GROUP: Final = Group("sampling", "What is drawn, and its statistics.")
 
 _AGREE: Final = 2e-3
 _STOP, _LENGTH = 0, 1
+_INTEGERS: Final = {2: "<i8", 3: "<i4"}  # by dtype
 
 
 def _scores(sequence: Any) -> Floats:
@@ -467,3 +468,25 @@ def cached_tokens(t: Tester) -> None:
     """
     hits = t.sampler().sample().prompt_cache_hit_tokens
     expect(0 <= hits <= len(TOKENS), f"it is {hits}")
+
+
+@GROUP.check
+def alternatives_of_the_prompt(t: Tester) -> None:
+    """prompt_alt_tokens_k draws tokens for each place of the prompt with their logprobs, or is refused by name.
+
+    The SDK raises an error after the sample was paid for, or the logprobs are those of other tokens.
+    """
+    sampler, shape = t.sampler(), (len(TOKENS) - 1, 3)
+    body = sampler.body(max_tokens=1, _prompt_alt_tokens_k=shape[1])
+    answer = t.http.post("asample", json=body)
+    if not answer.is_success:
+        words = t.refused(answer)
+        expect("prompt_alt_tokens_k" in words, f"the refusal does not name it: {words}")
+        return
+    drawn = sampler.send(body).result().prompt_alt_tokens
+    ids = np.frombuffer(drawn.tokens.dense, _INTEGERS.get(drawn.tokens.dtype, "<i8"))
+    scores = floats(drawn.logprobs.dense)
+    expect(ids.size == scores.size == shape[0] * shape[1], f"{ids.size} tokens, {scores.size} logprobs for {shape}")
+    asked = {"data": ids.tolist(), "dtype": "int64", "shape": list(shape)}
+    scored = sampler.sample(max_tokens=1, _target_prompt_logprobs=asked).target_prompt_logprobs
+    expect(np.allclose(scores, floats(scored.dense), atol=1e-4), "their logprobs are not those of the prompt's places")
