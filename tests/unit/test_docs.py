@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import syntax_trees
 import yaml
@@ -204,9 +205,31 @@ def test_the_how_tos_loss_passes_the_contract() -> None:
     LossContract().test_config_may_differ_from_token_to_token(loss)
 
 
+def test_the_how_tos_loss_from_a_paper_passes_the_contract() -> None:
+    example = ModuleType("example_from_a_paper")
+    exec(compile(blocks((DOCS / "how-to" / "write-a-loss.md").read_text(), "python")[2], "loss", "exec"), vars(example))
+    loss, contract = example.SPEC, LossContract()
+    for check in (
+        contract.test_derivative_is_that_of_the_loss,
+        contract.test_every_token_is_on_its_own,
+        contract.test_the_loss_grows_in_proportion_to_the_input_that_scales_it,
+        contract.test_config_may_differ_from_token_to_token,
+        contract.test_shapes_and_precision_are_kept,
+        contract.test_extremes_are_finite,
+    ):
+        check(loss)
+    sampled, now = np.array([0.1, 0.1, 0.9, 0.9, 0.5, 0.5]), np.array([0.25, 0.4, 0.7, 0.5, 0.1, 0.9])
+    advantages = np.array([1.0, 1.0, -1.0, -1.0, 2.0, -2.0])
+    inputs = {"logprobs": np.log(sampled), "advantages": advantages}
+    found, slopes = loss.per_token(np, np.log(now), inputs, {"max_move": 0.2 + 1e-9})
+    ratios = np.array([2.5, 0.0, 7 / 9, 0.0, 0.2, 1.8])  # 0: too far ahead; behind, a token may be anywhere
+    np.testing.assert_allclose(found, -advantages * ratios)
+    np.testing.assert_allclose(slopes, -advantages * ratios)
+
+
 def test_the_how_tos_loss_with_a_sum_passes_the_contract() -> None:
     example = ModuleType("example_of_a_loss")
-    exec(compile(blocks((DOCS / "how-to" / "write-a-loss.md").read_text(), "python")[2], "loss", "exec"), vars(example))
+    exec(compile(blocks((DOCS / "how-to" / "write-a-loss.md").read_text(), "python")[3], "loss", "exec"), vars(example))
     LossContract().test_every_token_is_on_its_own(example.SPEC)
     LossContract().test_shapes_and_precision_are_kept(example.SPEC)
 
