@@ -1,6 +1,7 @@
 """Losses of whole sequences, packed as trainers pack them, against the float64 oracle and a library of others."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tinsmith import corrections
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.operations import Array, Datum, ForwardBackward
 from tinsmith.testing import reference
@@ -133,22 +135,44 @@ def test_without_a_marked_token_the_ratio_is_one() -> None:
     np.testing.assert_array_equal(derivative, -datum.loss_inputs["advantages"])
 
 
-def test_polgrad_finds_the_same() -> None:
-    """A thousand sequences in float64, by another's definition of the loss and torch's automatic differentiation."""
+SURROGATES = {  # ours, by the names of polgrad's ratio and surrogate
+    "importance_sampling": ("TOKEN", "PG"),
+    "ppo": ("TOKEN", "PG_CLIP"),
+    "cispo": ("TOKEN", "CISPO"),
+    "gspo": ("SEQUENCE_TOKEN", "PG_CLIP"),
+}
+CAPS = {"": 0.0, "token_tis_ratio_clip_high": 1.1, "sequence_tis_ratio_clip_high": 1.5}
+
+
+@pytest.mark.parametrize(
+    "cap", [pytest.param(cap, id=cap or "uncorrected", marks=[pytest.mark.thorough] if cap else []) for cap in CAPS]
+)
+@pytest.mark.parametrize("name", SURROGATES)
+def test_polgrad_finds_the_same(name: str, cap: str) -> None:
+    """A thousand sequences in float64, by another's definition of the loss and torch's automatic differentiation.
+
+    Corrections multiply the advantages in float32, as requests have them.
+    """
     losses: Any = pytest.importorskip("polgrad.losses")
     from polgrad.aggregate import Aggregation
 
     cases = [draw(index) for index in range(CASES)]
-    logp, old, advantages, mask = (np.zeros((CASES, 130)) for _ in range(4))
+    logp, old, rollout, advantages, mask = (np.zeros((CASES, 130)) for _ in range(5))
     for row, (scores, datum) in enumerate(cases):
         inputs, own = datum.loss_inputs, (row, slice(len(scores)))
         logp[own], old[own], mask[own] = scores, inputs["logprobs"], inputs["sequence_ratio_mask"]
         advantages[own] = inputs["advantages"]
+        drift = np.random.default_rng([row, 6]).normal(0.0, 0.2, len(scores))
+        rollout[own] = (inputs["logprobs"] - drift).astype(np.float32)
+    ratio, surrogate = SURROGATES[name]
+    low, high = 1 - CONFIG["clip_low_threshold"], CONFIG["clip_high_threshold"] - 1
+    level = "token" if cap.startswith("token") else "sequence"
     config = losses.PolicyLossConfig(
-        ratio=losses.RatioKind.SEQUENCE_TOKEN,
-        surrogate=losses.SurrogateKind.PG_CLIP,
-        clip=losses.ClipConfig(1 - CONFIG["clip_low_threshold"], CONFIG["clip_high_threshold"] - 1),
+        ratio=losses.RatioKind[ratio],
+        surrogate=losses.SurrogateKind[surrogate],
+        clip=None if surrogate == "PG" else losses.ClipConfig(low, high),
         aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM,
+        is_correction=losses.ISCorrectionConfig(CAPS[cap], level) if cap else None,
     )
     torch_logp = torch.tensor(logp, requires_grad=True)
     theirs = losses.policy_loss(
@@ -157,13 +181,20 @@ def test_polgrad_finds_the_same() -> None:
         old_logprobs=torch.tensor(old),
         advantages=torch.tensor(advantages),
         response_mask=torch.tensor(mask > 0),
+        rollout_logprobs=torch.tensor(rollout) if cap else None,
     ).per_token_objective
     (slopes,) = torch.autograd.grad(theirs.sum(), torch_logp)
+    spec, exact = LOSSES[name], {"rtol": 1e-6, "atol": 1e-6} if cap else {"rtol": 1e-9, "atol": 1e-12}
+    thresholds = {} if surrogate == "PG" else CONFIG
     for row, (scores, datum) in enumerate(cases):
-        own = (row, slice(len(scores)))
-        loss, derivative = LOSSES["gspo"].of_sequence(
-            np, logp[own], {name: each.astype(np.float64) for name, each in datum.loss_inputs.items()}, CONFIG
-        )
+        own, inputs = (row, slice(len(scores))), dict(datum.loss_inputs)
+        if cap:
+            inputs["rollout_logprobs"] = rollout[own].astype(np.float32)
+            sent = replace(operation([(scores, replace(datum, loss_inputs=inputs))]), loss_fn=name)
+            asked = replace(sent, loss_fn_config={**thresholds, cap: CAPS[cap]})
+            inputs = dict(corrections.corrected(asked, LOSSES).data[0].loss_inputs)
+        wide = {each: values.astype(np.float64) for each, values in inputs.items()}
+        loss, derivative = spec.of_sequence(np, logp[own], wide, thresholds)
         counted = mask[own]  # theirs are of the response's tokens alone
-        np.testing.assert_allclose(loss * counted, theirs.detach().numpy()[own], rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(derivative * counted, slopes.numpy()[own], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(loss * counted, theirs.detach().numpy()[own], **exact)
+        np.testing.assert_allclose(derivative * counted, slopes.numpy()[own], **exact)
