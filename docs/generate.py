@@ -458,6 +458,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "sdk-versions": sdk_versions.markdown,
     "where-time-goes": partial(measured, "where-time-goes.json", "comparison/split_page"),
     "models": partial(measured, "models.json", "matrix/page", "No model was tried yet."),
+    "cookbook": partial(measured, "cookbook.json", "cookbook/page", "Nothing was run yet."),
     "gpu": partial(measured, "gpu.json", "gpu_parts/page", "Nothing was measured on a GPU yet."),
     "failpoints": failpoint_table,
     "packages": package_table,

@@ -1,7 +1,8 @@
 """A stand-in for the Hugging Face hub: a real HTTP server on loopback with the part of its API that downloads use.
 
     with StandInHub.running() as hub:
-        hub.add("maker/tiny", directory)   # HF_ENDPOINT=hub.url
+        hub.add("maker/tiny", directory)             # HF_ENDPOINT=hub.url
+        hub.add("datasets/maker/texts", directory)   # a data set
 
 As on the hub, large files are named after their SHA-256 and lie elsewhere, where a redirection leads to.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_letmein"
 
@@ -97,11 +98,20 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        """Describe some files of a data set: `paths` of a form."""
+        wanted = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
+        name, _, revision = urlsplit(self.path).path.removeprefix("/api/").partition("/paths-info/")
+        found = self._repository(name, unquote(revision), describing=True)
+        if found is not None:
+            files = found[0].files
+            self._json(200, [_tree_entry(file, files[file]) for file in wanted if file in files])
+
     def _answer(self) -> None:
         path = urlsplit(self.path).path  # quoted still: revisions may hold slashes
         self.hub.num_requests += 1
-        if path.startswith("/api/models/"):
-            self._describe(path.removeprefix("/api/models/"))
+        if path.startswith("/api/"):
+            self._describe(path.removeprefix("/api/").removeprefix("models/"))
         elif path.startswith("/large/"):
             self._send_large(path.removeprefix("/large/"))
         elif "/resolve/" not in path:
@@ -114,12 +124,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _describe(self, rest: str) -> None:
         tree = "/tree/" in rest
         name, _, revision = rest.partition("/tree/" if tree else "/revision/")
+        revision, _, directory = revision.partition("/")
         found = self._repository(name, unquote(revision) or "main", describing=True)
         if found is None:
             return
         repository, commit = found
         if tree:
-            self._json(200, [_tree_entry(file, content) for file, content in repository.files.items()])
+            inside = f"{unquote(directory)}/" if directory else ""
+            entries = [_tree_entry(*each) for each in repository.files.items() if each[0].startswith(inside)]
+            self._json(200, entries)
         else:
             siblings = [_sibling(file, content) for file, content in repository.files.items()]
             self._json(200, {"id": name, "sha": commit, "private": repository.private, "siblings": siblings})
@@ -209,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, status: int, content: object, headers: dict[str, str] | None = None) -> None:
         body = json.dumps(content).encode()
         self._begin(status, {**(headers or {}), "Content-Type": "application/json", "Content-Length": str(len(body))})
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
 
