@@ -51,6 +51,7 @@ __all__ = [  # noqa: F405
     "PlaceLimits",
     "PlaceMoves",
     "PlaceWait",
+    "Position",
     "RecoveryPointRecord",
     "RecoveryPointTaken",
     "ReportedFigures",

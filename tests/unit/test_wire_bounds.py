@@ -202,6 +202,7 @@ LIMITS_PAGE = (Path(__file__).parents[2] / "docs/reference/limits.md").read_text
     [
         f"{bounds.MAX_NAME_CHARS:,} characters each",
         f"{bounds.MAX_TAGS} tags",
+        f"{bounds.MAX_TAGS} names in each filter, {bounds.MAX_OWNERS} owners; {bounds.MAX_FOUND} found in one page",
         f"{bounds.MAX_METADATA_BYTES >> 10} KiB (its characters",
         f"{bounds.MAX_METADATA_DEPTH} levels",
         f"{bounds.MAX_STOP_STRINGS} strings with {bounds.MAX_STOP_CHARS:,} characters",

@@ -12,9 +12,10 @@ from typing import BinaryIO, TypeVar
 
 from tinsmith.backend import HostSnapshot, ModelState
 from tinsmith.checkpoints import atomic_directory
-from tinsmith.errors import ServerError, UserError
+from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.store import CheckpointKind
 from tinsmith_checkpoints.format import SHARD_BYTES, Checkpoint, checked, read, read_weights, write
+from tinsmith_checkpoints.linked_files import link
 
 T = TypeVar("T")
 
@@ -93,6 +94,24 @@ def read_snapshot(root: Path, directory: str, snapshot_id: str) -> HostSnapshot:
 def delete_checkpoint(root: Path, directory: str) -> None:
     """Delete the checkpoint, if it exists. It disappears atomically for all readers."""
     atomic_directory.delete(root, directory)
+
+
+def copy_checkpoint(root: Path, directory: str, copy: str) -> None:
+    """Put a checkpoint's files at another directory as well, under second names where the file system can.
+
+    Raise NotFoundError if there is no such checkpoint, or if it is deleted meanwhile.
+    """
+    files = checkpoint_files(root, directory)
+
+    def fill(fresh: Path) -> None:
+        for file in files:
+            try:
+                link(file, fresh / file.name)
+            except FileNotFoundError as error:
+                msg = f"checkpoint {directory!r} was deleted while it was copied"
+                raise NotFoundError(msg) from error
+
+    atomic_directory.write_new(root, copy, fill)
 
 
 def checkpoint_files(root: Path, directory: str) -> list[Path]:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -47,6 +47,7 @@ from tinsmith.store import (
     PlaceCounts,
     PlaceLimits,
     PlaceMoves,
+    Position,
     RecoveryPointRecord,
     RecoveryPointTaken,
     ReportedFigures,
@@ -172,6 +173,11 @@ class MemoryStore(RequestStore):
         return found[offset : offset + limit]
 
     @_transaction
+    def walk_sessions(self, tenant: str | None, *, before: Position | None = None, limit: int) -> list[SessionRecord]:
+        found = [each.record for each in self._memory.sessions.values() if tenant in (None, each.record.tenant)]
+        return _behind(before, {(each.created_at, each.session_id): each for each in found})[:limit]
+
+    @_transaction
     def count_live_sessions(self, tenant: str) -> int:
         sessions = (each.record for each in self._memory.sessions.values())
         return sum(each.tenant == tenant and each.ended is None for each in sessions)
@@ -261,6 +267,12 @@ class MemoryStore(RequestStore):
             self._memory.runs[run.model_id] = Run(run, arrived=run.next_seq_id - 1)
             self._memory.told.append(places_topic(run.base_model))
         return self._memory.submit(operation)
+
+    @_transaction
+    def add_unloaded_run(self, run: RunRecord) -> RunRecord:
+        """Its UnloadModel counts as queued, so all operations are refused."""
+        unloaded = Run(run, arrived=run.next_seq_id - 1, unload=run.next_seq_id)
+        return self._memory.runs.setdefault(run.model_id, unloaded).record
 
     @_transaction
     def count_live_models(self, tenant: str) -> int:
@@ -413,6 +425,22 @@ class MemoryStore(RequestStore):
         found = [each for each in self._memory.checkpoints.values() if tenant in (None, each.tenant)]
         found = _newest_first([each for each in found if model_id in (None, each.model_id)])
         return found[offset : None if limit is None else offset + limit], len(found)
+
+    @_transaction
+    def walk_checkpoints(
+        self, tenant: str | None, *, before: Position | None = None, limit: int
+    ) -> list[CheckpointRecord]:
+        found = [each for each in self._memory.checkpoints.values() if tenant in (None, each.tenant)]
+        return _behind(before, {(each.created_at, each.path): each for each in found})[:limit]
+
+    @_transaction
+    def checkpoints_of_sessions(self, session_ids: Collection[str]) -> dict[str, KeptCheckpoints]:
+        sizes: defaultdict[str, list[int]] = defaultdict(list)
+        for each in self._memory.checkpoints.values():
+            run = self._memory.runs.get(each.model_id)
+            if run is not None and run.record.session_id in session_ids:
+                sizes[run.record.session_id].append(each.size_bytes)
+        return {key: KeptCheckpoints(number=len(found), num_bytes=sum(found)) for key, found in sizes.items()}
 
     @_transaction
     def newest_checkpoints(self, model_ids: Collection[str]) -> list[CheckpointRecord]:
@@ -1070,6 +1098,11 @@ def _clears(row: Operation) -> bool:
 def _is_failed_pass(row: Operation) -> bool:
     """Return whether it is a pass that failed, or failed behind a gap, which may have been a pass."""
     return row.record.state is OperationState.FAILED and (row.record.kind == PASS or row.behind_a_gap)
+
+
+def _behind(before: Position | None, found: Mapping[Position, T]) -> list[T]:
+    """Return the values behind a position, newest first."""
+    return [found[at] for at in sorted(found, reverse=True) if before is None or at < before]
 
 
 def _newest_first(records: Collection[CheckpointRecord]) -> list[CheckpointRecord]:

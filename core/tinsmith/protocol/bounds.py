@@ -17,6 +17,10 @@ from tinsmith_checkpoints.values import Json
 MAX_NAME_CHARS: Final = 1024
 """Of ids, names, paths, tags and the like."""
 MAX_TAGS: Final = 100
+MAX_FOUND: Final = 200
+"""Of one page of a search."""
+MAX_OWNERS: Final = 10
+"""Named in one search."""
 MAX_METADATA_BYTES: Final = 32 << 10
 """Of `user_metadata`: its characters, and 8 for each value."""
 MAX_METADATA_DEPTH: Final = 32

@@ -31,12 +31,14 @@ from tinsmith.server.metrics import Measured, show_space
 from tinsmith.server.plugin_routes import StaticPaths, plugin_routes
 from tinsmith.server.route_sampling import TenantSampling
 from tinsmith.server.routes import (
+    copies,
     downloads,
     engines,
     futures,
     metrics,
     runs,
     sampling,
+    searches,
     service,
     sessions,
     traces,
@@ -51,7 +53,10 @@ from tinsmith.store import RequestStore
 from tinsmith.store.disk_room import space_at
 
 # Each request looks for its route in this order, so those that are asked for most come first.
-_ROUTERS = (futures, training, sampling, weights, sessions, service, runs, downloads, metrics, engines, usage, traces)
+_ROUTERS = (
+    *(futures, training, sampling, weights, sessions, service, runs, downloads),
+    *(copies, searches, metrics, engines, usage, traces),
+)
 
 
 async def create_app(

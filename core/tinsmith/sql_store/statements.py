@@ -177,6 +177,16 @@ def wanted(**columns: str | None) -> tuple[str, dict[str, str]]:
     return "".join(f" AND {name} = :{name}" for name in given), given
 
 
+def walked(key: str, before: tuple[datetime, str] | None, **columns: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the end of a query for a page of a list, newest first, behind a position; and its values but `at_most`."""
+    conditions, given = wanted(**columns)
+    values: dict[str, Any] = dict(given)
+    if before is not None:
+        conditions += f" AND (created_at, {key}) < (:last_created_at, :last_key)"
+        values |= {"last_created_at": before[0], "last_key": before[1]}
+    return f"{conditions} ORDER BY created_at DESC, {key} DESC LIMIT :at_most", values
+
+
 def chunks(keys: Sequence[T]) -> Iterator[list[T]]:
     """Divide what goes into an IN list."""
     return (list(keys[start : start + CHUNK]) for start in range(0, len(keys), CHUNK))

@@ -129,6 +129,7 @@ class SqlStore(RequestStore):
     get_session = _read(sessions.get)
     find_sessions = _read(sessions.find)
     list_sessions = _read(sessions.list_all)
+    walk_sessions = _read(sessions.walk)
     count_live_sessions = _select(sessions.NUM_LIVE.one, "tenant")
     update_session = _durable(sessions.update)
     end_session = _over(sessions.end_session)
@@ -141,6 +142,7 @@ class SqlStore(RequestStore):
 
     # models
     create_run = _durable(runs.create, "store.create_run")
+    add_unloaded_run = _durable(runs.add_unloaded)
     count_live_models = _select(runs.NUM_LIVE.one, "tenant")
     get_run = _read(runs.get)
     list_runs = _read(runs.list_all)
@@ -165,6 +167,8 @@ class SqlStore(RequestStore):
     # checkpoints
     get_checkpoint = _read(checkpoints.get)
     list_checkpoints = _read(checkpoints.list_all)
+    walk_checkpoints = _read(checkpoints.walk)
+    checkpoints_of_sessions = _read(checkpoints.of_sessions)
     newest_checkpoints = _read(checkpoints.newest)
     recorded_directories = _read(checkpoints.directories)
     kept_checkpoints = _select(checkpoints.KEPT.one, "tenant")

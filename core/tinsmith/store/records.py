@@ -69,6 +69,9 @@ class EngineState(StrEnum):
     STOPPED = "stopped"
 
 
+Position = tuple[datetime, str]
+"""Of a session or a checkpoint in a list that is newest first: its creation, and its id or path."""
+
 SessionEnd = Literal["success", "errored", "interrupted", "expired"]
 
 

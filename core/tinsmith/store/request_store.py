@@ -42,6 +42,7 @@ from tinsmith.store.records import (
     PlaceCounts,
     PlaceLimits,
     PlaceMoves,
+    Position,
     RecoveryPointRecord,
     ReportedFigures,
     RunLog,
@@ -120,6 +121,12 @@ class RequestStore(ABC):
         """Return sessions, newest first. `tenant` None lists every tenant's."""
 
     @abstractmethod
+    async def walk_sessions(
+        self, tenant: str | None, *, before: Position | None = None, limit: int
+    ) -> list[SessionRecord]:
+        """Return the sessions behind a position, newest first: what a page costs does not depend on where it is."""
+
+    @abstractmethod
     async def count_live_sessions(self, tenant: str) -> int:
         """Return how many of a tenant's sessions have not ended."""
 
@@ -170,6 +177,10 @@ class RequestStore(ABC):
         """
 
     @abstractmethod
+    async def add_unloaded_run(self, run: RunRecord) -> RunRecord:
+        """Insert a model that only holds checkpoints: nothing can be submitted for it. A repeat returns the first."""
+
+    @abstractmethod
     async def count_live_models(self, tenant: str) -> int:
         """Return how many of a tenant's models are created or being created."""
 
@@ -209,6 +220,19 @@ class RequestStore(ABC):
         self, tenant: str | None, *, model_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> tuple[list[CheckpointRecord], int]:
         """Return one page of checkpoints, newest first, and the total number of checkpoints."""
+
+    @abstractmethod
+    async def walk_checkpoints(
+        self, tenant: str | None, *, before: Position | None = None, limit: int
+    ) -> list[CheckpointRecord]:
+        """Return the checkpoints behind a position, newest first, as `walk_sessions` does."""
+
+    @abstractmethod
+    async def checkpoints_of_sessions(self, session_ids: Collection[str]) -> dict[str, KeptCheckpoints]:
+        """Return how many checkpoints the models of each session have, and their size. Sessions without are left out.
+
+        Up to 500 sessions in one read.
+        """
 
     @abstractmethod
     async def newest_checkpoints(self, model_ids: Collection[str]) -> list[CheckpointRecord]:

@@ -22,10 +22,13 @@ from tinsmith.store import (
     CheckpointRecord,
     CheckpointWritten,
     Completion,
+    KeptCheckpoints,
     OperationState,
     RequestStore,
+    RunState,
     SamplingSessionCreated,
     SamplingSessionRecord,
+    SessionRecord,
 )
 from tinsmith.store.codec import encode_result
 from tinsmith.testing.store_experts import RoutedExpertsContract
@@ -104,6 +107,47 @@ class RequestStoreContract(
             await store.create_session(session, idempotency_key=None)
         assert [s.session_id for s in await store.list_sessions("ann", limit=2, offset=1)] == ["s2", "s0"]
         assert [s.session_id for s in await store.list_sessions(None, limit=9, offset=0)] == ["s3", "s2", "s1", "s0"]
+
+    async def test_sessions_are_walked_newest_first(self, store: RequestStore) -> None:
+        """Two of one time are in the order of their ids, and none comes twice or is left out."""
+        for number, (name, tenant) in enumerate((("s0", "ann"), ("s1", "ann"), ("s2", "bob"), ("s3", "ann"))):
+            at = NOW + timedelta(microseconds=number // 2)
+            await store.create_session(a_session(name, tenant=tenant, created_at=at), idempotency_key=None)
+        for whose, expected in (("ann", ["s3", "s1", "s0"]), (None, ["s3", "s2", "s1", "s0"])):
+            walked: list[SessionRecord] = []
+            while page := await store.walk_sessions(
+                whose, before=(walked[-1].created_at, walked[-1].session_id) if walked else None, limit=1
+            ):
+                walked += page
+            assert [each.session_id for each in walked] == expected
+        assert [each.session_id for each in await store.walk_sessions(None, limit=3)] == ["s3", "s2", "s1"]
+
+    async def test_a_model_that_only_holds_checkpoints(self, store: RequestStore) -> None:
+        await store.create_session(a_session("s1"), idempotency_key=None)
+        run = a_run("s1:train:0", state=RunState.UNLOADED, state_reason="a copy")
+        assert await store.add_unloaded_run(run) == run
+        assert await store.add_unloaded_run(replace(run, state_reason="another")) == run
+        assert await store.get_run("s1:train:0") == run
+        assert await store.count_live_models("ann") == 0
+        for seq_id in (0, 1):
+            with pytest.raises(UserError):
+                await store.submit(an_operation("s1:train:0", seq_id))
+        with pytest.raises(UserError):
+            await store.create_run(a_run("s1:train:0"), a_creation("s1:train:0"))
+        assert await store.checkpoints_of_sessions(["s1"]) == {}
+        await store.add_checkpoint(a_checkpoint("one"))
+        await store.add_checkpoint(a_checkpoint("two"))
+        kept = {"s1": KeptCheckpoints(number=2, num_bytes=2**41)}
+        assert await store.checkpoints_of_sessions(["s1", "s2"]) == kept
+        await store.delete_checkpoint("tinker://s1:train:0/weights/one")
+        assert (await store.checkpoints_of_sessions(["s1"]))["s1"].number == 1
+        last = a_checkpoint("three", tenant="bob", created_at=NOW + timedelta(microseconds=1))
+        await store.add_checkpoint(last)
+        two = "tinker://s1:train:0/weights/two"
+        assert await store.walk_checkpoints(None, limit=1) == [last]
+        behind = await store.walk_checkpoints(None, before=(last.created_at, last.path), limit=9)
+        assert [each.path for each in behind] == [two]
+        assert [each.path for each in await store.walk_checkpoints("ann", limit=9)] == [two]
 
     async def test_a_session_is_touched_and_updated(self, store: RequestStore) -> None:
         await store.create_session(a_session(), idempotency_key=None)

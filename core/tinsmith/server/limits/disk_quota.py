@@ -76,16 +76,16 @@ class DiskQuota:
             return None
         return why_in_reserve(self._settings, await self.space(), more=0)
 
-    async def why_no_save(self, tenant: str) -> UserError | None:
-        """Return why a tenant may save nothing more, or None if it may. The engine knows the size, and asks again.
+    async def why_no_save(self, tenant: str, num_bytes: int = _LEAST_SAVE_BYTES) -> UserError | None:
+        """Return why a tenant may save no more, or None if it may. An engine knows the size of a save, and asks again.
 
         A save without room for its own request would otherwise be refused with a 429, again and again.
         """
         if self._read_space is None:
             return None
         space = await self.space()
-        why = why_in_reserve(self._settings, space, more=_LEAST_SAVE_BYTES)
-        why = why or self._why_over_share(tenant, await self._kept.of(tenant), space, _LEAST_SAVE_BYTES)
+        why = why_in_reserve(self._settings, space, more=num_bytes)
+        why = why or self._why_over_share(tenant, await self._kept.of(tenant), space, num_bytes)
         return None if why is None else UserError(why)
 
     def freed(self, tenant: str) -> None:

@@ -133,11 +133,29 @@ class Quotas:
 
     async def why_no_checkpoint(self, tenant: str) -> UserError | None:
         """Return why a tenant may not save another checkpoint, or None if it may. Waiting saves count, too."""
-        kept, saves = await self._kept.of(tenant), (await self._pending.of(tenant))[_OPEN_SAVES]
-        for setting, number in (("checkpoints", kept["checkpoints"] + saves), ("stored_bytes", kept["stored_bytes"])):
-            if (limit := self._limit(tenant, setting)) is not None and number >= limit:
+        why = self._why_too_many(tenant, await self._kept.of(tenant), await self._open_saves(tenant), num_bytes=1)
+        return why or await self.disk.why_no_save(tenant)
+
+    async def admit_checkpoint(self, tenant: str, num_bytes: int) -> None:
+        """Count a checkpoint that no operation saves. Raise UserError if there is no room for it."""
+        why = await self.disk.why_no_save(tenant, num_bytes)
+        saves, kept = await self._open_saves(tenant), await self._kept.of(tenant)
+        if (why := why or self._why_too_many(tenant, kept, saves, num_bytes=num_bytes)) is not None:
+            raise why
+        kept.update(checkpoints=1, stored_bytes=num_bytes)
+
+    async def _open_saves(self, tenant: str) -> int:
+        return (await self._pending.of(tenant))[_OPEN_SAVES]
+
+    def _why_too_many(self, tenant: str, kept: Counter[str], saves: int, *, num_bytes: int) -> UserError | None:
+        """Return why one more, of that size, is too many. How large those are that wait is not known."""
+        for setting, number in (
+            ("checkpoints", kept["checkpoints"] + saves + 1),
+            ("stored_bytes", kept["stored_bytes"] + num_bytes),
+        ):
+            if (limit := self._limit(tenant, setting)) is not None and number > limit:
                 return UserError(_too_much(setting, limit, "delete checkpoints that you no longer need"))
-        return await self.disk.why_no_save(tenant)
+        return None
 
     async def _admit(
         self, tallies: Tallies, tenant: str, more: Mapping[str, int], remedy: str, *, times: int = 1

@@ -79,7 +79,7 @@ async def get_training_run(
 
 async def _training_runs(context: ServerContext, runs: Sequence[RunRecord]) -> list[wire.TrainingRun]:
     newest = await context.store.newest_checkpoints([run.model_id for run in runs])
-    saved = {(record.model_id, record.kind): _checkpoint(record) for record in newest}
+    saved = {(record.model_id, record.kind): described(record) for record in newest}
     return [_training_run(run, saved) for run in runs]
 
 
@@ -100,7 +100,7 @@ def _training_run(run: RunRecord, newest: Mapping[tuple[str, CheckpointKind], wi
     )
 
 
-def _checkpoint(record: CheckpointRecord) -> wire.Checkpoint:
+def described(record: CheckpointRecord) -> wire.Checkpoint:
     return wire.Checkpoint(
         checkpoint_id=TinkerPath.parse(record.path).checkpoint_id,
         checkpoint_type=record.kind,
@@ -110,6 +110,7 @@ def _checkpoint(record: CheckpointRecord) -> wire.Checkpoint:
         public=record.public,
         user_metadata=dict(record.user_metadata) or None,
         expires_at=record.expires_at,
+        base_model=record.base_model,
     )
 
 
@@ -142,7 +143,7 @@ async def list_checkpoints(
 def _listed(offset: int, limit: int, page: tuple[Sequence[CheckpointRecord], int]) -> wire.CheckpointList:
     saved, total = page
     cursor = wire.Cursor(offset=offset, limit=limit, total_count=total)
-    return wire.CheckpointList(checkpoints=[_checkpoint(record) for record in saved], cursor=cursor)
+    return wire.CheckpointList(checkpoints=[described(record) for record in saved], cursor=cursor)
 
 
 # One checkpoint. Its id holds a slash, so the routes with a suffix come before the bare one ---------------------------

@@ -158,10 +158,8 @@ def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> di
 # Endpoints that the SDK has and this server refuses, each with its reason and what to do instead ----------------------
 
 _REASONS = {
-    ("POST", "/copy_weights"): "publish the checkpoint, or load it and save it again",
     ("POST", "/create_custom_loss"): "use forward_backward_custom, which runs the loss in the client",
     ("POST", "/forward"): "use tinker 0.25 or newer, which sends forward passes to forward_backward",
-    ("POST", "/sessions/search"): "list sessions instead",
     ("DELETE", "/auth/apikey/me"): "API keys are part of the server's configuration (server.api_keys); remove it there",
     ("GET", "/audit"): "no audit log is kept",
 }

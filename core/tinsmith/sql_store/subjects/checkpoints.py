@@ -7,9 +7,20 @@ from typing import Final, NamedTuple, TypeVar, get_args
 
 from sqlalchemy import Connection
 
-from tinsmith.sql_store.statements import Change, Query, chunks, fields_of, put_into, query, total, values_of, wanted
+from tinsmith.sql_store.statements import (
+    Change,
+    Query,
+    chunks,
+    fields_of,
+    put_into,
+    query,
+    total,
+    values_of,
+    walked,
+    wanted,
+)
 from tinsmith.sql_store.transaction import Transaction
-from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints
+from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints, Position
 from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_large_metadata, version_gone
 
 T = TypeVar("T")
@@ -23,6 +34,12 @@ class _Before(NamedTuple):
     deleted_at: datetime | None
 
 
+class _KeptBySession(NamedTuple):
+    session_id: str
+    number: int
+    num_bytes: int
+
+
 _NO_LIMIT: Final = 2**62
 _BEFORE = Query("SELECT FIELDS FROM checkpoints WHERE path = :wanted FOR UPDATE", _Before)
 _THERE = "checkpoints.deleted_at IS NULL"
@@ -34,6 +51,12 @@ KEPT = Query(
     f"SELECT count(*) AS number, {total('size_bytes')} AS num_bytes FROM checkpoints "
     f"WHERE tenant = :tenant AND {_THERE}",
     KeptCheckpoints,
+)
+_OF_SESSIONS = Query(
+    f"SELECT runs.session_id, count(*) AS number, {total('size_bytes')} AS num_bytes "
+    "FROM runs JOIN checkpoints ON checkpoints.model_id = runs.model_id "
+    f"WHERE runs.session_id IN :session_ids AND {_THERE} GROUP BY runs.session_id",
+    _KeptBySession,
 )
 _NEWEST_OF = Query(
     "SELECT FIELDS FROM checkpoints WHERE path IN (SELECT (SELECT each.path FROM checkpoints AS each "
@@ -84,6 +107,21 @@ def list_all(
     at_most = _NO_LIMIT if limit is None else limit
     found = query(page, CheckpointRecord).all(connection, **values, at_most=at_most, offset=offset)
     return found, query(f"SELECT count(*) {where}", int).one(connection, **values)
+
+
+def walk(
+    connection: Connection, tenant: str | None, *, before: Position | None = None, limit: int
+) -> list[CheckpointRecord]:
+    end, values = walked("path", before, tenant=tenant)
+    page = f"SELECT FIELDS FROM checkpoints WHERE {_THERE}{end}"
+    return query(page, CheckpointRecord).all(connection, **values, at_most=limit)
+
+
+def of_sessions(connection: Connection, session_ids: Collection[str]) -> dict[str, KeptCheckpoints]:
+    return {
+        each.session_id: KeptCheckpoints(number=each.number, num_bytes=each.num_bytes)
+        for each in _OF_SESSIONS.all(connection, session_ids=list(session_ids))
+    }
 
 
 def add(tx: Transaction, record: CheckpointRecord) -> None:

@@ -26,7 +26,9 @@ from tinsmith.store.wakeups import places_topic
 
 _GET = Query("SELECT FIELDS FROM runs WHERE model_id = :model", RunRecord)
 PRUNED = Query("SELECT pruned_seq_id FROM runs WHERE model_id = :model", int)
-_INSERT = Change(insert_into("runs", *fields_of(RunRecord), "arrived_seq_id", "pruned_seq_id", "rebuilds"))
+_COLUMNS = (*fields_of(RunRecord), "arrived_seq_id", "pruned_seq_id", "rebuilds")
+_INSERT = Change(insert_into("runs", *_COLUMNS))
+_INSERT_UNLOADED = Change(insert_into("runs", *_COLUMNS, "unload_seq_id"))
 NUM_LIVE = Query(f"SELECT count(*) FROM runs WHERE tenant = :tenant AND {models.IS_LIVE}", int)
 
 
@@ -39,6 +41,16 @@ def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
         _INSERT.run(tx.connection, **values_of(run), **more)
         tx.wake.append(places_topic(run.base_model))
     return submitting.submit(tx, operation)
+
+
+def add_unloaded(tx: Transaction, run: RunRecord) -> RunRecord:
+    """Its UnloadModel counts as queued, so all operations are refused."""
+    first = _GET.first(tx.connection, model=run.model_id)
+    if first is not None:
+        return first
+    more = {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0, "unload_seq_id": run.next_seq_id}
+    _INSERT_UNLOADED.run(tx.connection, **values_of(run), **more)
+    return run
 
 
 def get(connection: Connection, model_id: str) -> RunRecord:

@@ -12,11 +12,11 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import Call, Failure, Grouping, Writer, locks
-from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, values_of, wanted
+from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, values_of, walked, wanted
 from tinsmith.sql_store.subjects import gaps, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction, the_model
-from tinsmith.store import NewOperation, SessionEnd, SessionRecord
+from tinsmith.store import NewOperation, Position, SessionEnd, SessionRecord
 from tinsmith.store.codec import encode_operation, kind_of
 from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata, unloaded
@@ -72,6 +72,14 @@ def list_all(connection: Connection, tenant: str | None, *, limit: int, offset: 
     where = f"FROM sessions WHERE TRUE{conditions}"
     page = f"SELECT FIELDS {where} ORDER BY created_at DESC, session_id DESC LIMIT :at_most OFFSET :offset"
     return query(page, SessionRecord).all(connection, **values, at_most=limit, offset=offset)
+
+
+def walk(
+    connection: Connection, tenant: str | None, *, before: Position | None = None, limit: int
+) -> list[SessionRecord]:
+    end, values = walked("session_id", before, tenant=tenant)
+    page = f"SELECT FIELDS FROM sessions WHERE TRUE{end}"
+    return query(page, SessionRecord).all(connection, **values, at_most=limit)
 
 
 @dataclass(frozen=True, slots=True)
