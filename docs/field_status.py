@@ -171,7 +171,9 @@ FIELDS: dict[str, dict[str, Status]] = {
         "path": _honoured("required"),
         "seq_id": _honoured("required"),
         "ttl_seconds": _honoured("3600 to ten years, else refused"),
-        "age_encryption_recipients": _refused("files are not encrypted"),
+        "age_encryption_recipients": _honoured(
+            "files then end in `.age`; refused if the server has no pyrage (`tinsmith[age]`)"
+        ),
         "type": _TAG,
     },
     "LoadWeightsRequest": {

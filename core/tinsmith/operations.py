@@ -171,6 +171,7 @@ class ExportAdapter:
     model_id: str
     path: str  # tinker://<model_id>/external_weights/<name>
     ttl_seconds: int | None = None
+    recipients: tuple[str, ...] = ()  # public keys of age; with any, files are encrypted for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

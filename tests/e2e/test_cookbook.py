@@ -14,14 +14,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+import httpx
 import numpy as np
 import pytest
+import tinker
 from megatron_harness import forking
 
 from tinsmith import Array, LoraConfig, ModelState
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings
 from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith.testing.sdk_data import datum, step
 from tinsmith_checkpoints.format import write_adapter
 from tinsmith_checkpoints.huggingface.adapter_shapes import adapted_modules
 from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
@@ -152,6 +155,32 @@ def test_runs_with_the_default_loss_of_the_recipes(server: RunningServer, tmp_pa
     """For `stable_reinforce`, another loss stands in."""
     metrics = run("rl", server, tmp_path, {'loss_fn="importance_sampling",  # or ppo, cispo': line})
     assert sum("optim/lr" in each for each in metrics) == 4
+
+
+DOWNLOAD = """
+import sys
+from tinker_cookbook.weights import download
+print(download(tinker_path=sys.argv[1], output_dir=sys.argv[2], base_url=sys.argv[3]))
+"""
+
+
+def test_the_cookbook_downloads_what_it_has_encrypted_for_itself(
+    toy_server: RunningServer, client: tinker.ServiceClient, rest: tinker.RestClient, api_key: str, tmp_path: Path
+) -> None:
+    """It makes a key pair, asks for an export for its public key, and decrypts the files."""
+    if not installed("tinker_cookbook.weights"):
+        pytest.skip(f"tinker-cookbook is not installed for {PYTHON}; {PAGE.name} says how")
+    model = client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=LIMIT_S)
+    step(model, [datum()])
+    path = model.save_state("a").result(timeout=LIMIT_S).path
+    plain = model.save_weights_external("plain").result(timeout=LIMIT_S).path
+    command = [PYTHON, "-c", DOWNLOAD, path, str(tmp_path / "out"), toy_server.url]
+    environment = {**os.environ, "TINKER_API_KEY": api_key, "TINKER_BASE_URL": toy_server.url}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    urls = rest.get_external_weights_urls(plain).result(timeout=LIMIT_S).urls
+    for name, url in urls.items():
+        assert next((tmp_path / "out").rglob(name)).read_bytes() == httpx.get(url, timeout=LIMIT_S).content
 
 
 MERGE = """

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import httpx
+import pyrage
 import pytest
 import tinker
 
@@ -181,3 +182,30 @@ def test_a_closed_session_shows_in_the_rest_client(
     assert rest.get_session(session_id).result(timeout=300).training_run_ids == [model_id]
     client.close("success").result(timeout=300)
     assert session_id in rest.list_sessions().result(timeout=300).sessions
+
+
+def test_an_export_is_encrypted_for_its_recipients(
+    model: tinker.TrainingClient, client: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
+    step(model, [datum()])
+    identities = [pyrage.x25519.Identity.generate() for _ in range(2)]
+    keys = [str(each.to_public()) for each in identities]
+    plain = model.save_weights_external("plain").result(timeout=300).path
+    secret = model.save_weights_external("secret", age_encryption_recipients=keys).result(timeout=300)
+    expected = {name: contents(url) for name, url in rest.get_external_weights_urls(plain).result().urls.items()}
+    urls = rest.get_external_weights_urls(secret.path).result().urls
+    assert urls.keys() == {f"{name}.age" for name in expected}
+    for name, url in urls.items():
+        found = contents(url)
+        assert expected[name.removesuffix(".age")] not in found
+        for identity in identities:
+            assert pyrage.decrypt(found, [identity]) == expected[name.removesuffix(".age")]
+        with pytest.raises(pyrage.DecryptError):
+            pyrage.decrypt(found, [pyrage.x25519.Identity.generate()])
+    with pytest.raises(tinker.RequestFailedError, match="'age1x' is no public key of age"):
+        model.save_weights_external("x", age_encryption_recipients=["age1x"]).result(timeout=300)
+
+
+def contents(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=300) as answer:
+        return bytes(answer.read())

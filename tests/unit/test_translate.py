@@ -1,5 +1,7 @@
 """Requests, encoded by the SDK itself where it has an encoder, to operations."""
 
+import sys
+
 import numpy as np
 import pytest
 import tinker
@@ -393,10 +395,16 @@ def test_what_a_sampler_cannot_be_is_refused_by_name() -> None:
             translate.save_weights_for_sampler(sampler_request(**fields), "s")
 
 
-def test_encryption_and_foreign_tokens_are_refused_by_name() -> None:
+def test_recipients_that_nothing_can_be_encrypted_for_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     export = wire.SaveWeightsExternalRequest(model_id=MODEL, seq_id=1, path="x", age_encryption_recipients=["age1abc"])
-    with pytest.raises(UnsupportedError, match="age_encryption_recipients"):
+    with pytest.raises(UserError, match="age_encryption_recipients: 'age1abc' is no public key of age"):
         translate.save_weights_external(export)
+    monkeypatch.setitem(sys.modules, "pyrage", None)
+    with pytest.raises(UnsupportedError, match=r"age_encryption_recipients .* pip install 'tinsmith\[age\]'"):
+        translate.save_weights_external(export)
+
+
+def test_foreign_tokens_and_other_kinds_are_refused_by_name() -> None:
     load = {"model_id": MODEL, "seq_id": 1, "path": "tinker://m/weights/x", "optimizer": True}
     with pytest.raises(UnsupportedError, match="weights_access_token"):
         translate.load_weights(validated(wire.LoadWeightsRequest, {**load, "weights_access_token": "t"}))

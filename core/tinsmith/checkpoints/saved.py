@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ from tinsmith.backend import HostSnapshot, ModelState
 from tinsmith.checkpoints import atomic_directory
 from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.store import CheckpointKind
+from tinsmith_checkpoints.age_files import encrypt_files
 from tinsmith_checkpoints.format import SHARD_BYTES, Checkpoint, checked, read, read_weights, write
 from tinsmith_checkpoints.linked_files import link
 
@@ -35,6 +36,7 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     model_path: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     finite: bool = False,
+    recipients: Sequence[str] = (),
 ) -> int:
     """Write the parts of `state` that `kind` needs, and return the checkpoint's size in bytes.
 
@@ -42,6 +44,8 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
     model's directory, from which configuration and tokenizer are copied.
 
     `epoch`: of the lease under which an engine writes.
+
+    With `recipients`, files are encrypted for them (`tinsmith_checkpoints.age_files`), and end in `.age`.
 
     With `finite`, raise UserError if weights or moments are not finite. Pending gradients may be.
 
@@ -64,6 +68,8 @@ def write_checkpoint(  # noqa: PLR0913 - what a checkpoint says, and how it is p
             shard_bytes=shard_bytes,
             finite=finite,
         )
+        if recipients:
+            encrypt_files(fresh, recipients)
         sizes.extend(path.stat().st_size for path in fresh.iterdir())
 
     if beside_others:

@@ -115,6 +115,7 @@ class Checkpoints(CheckpointReader):
             num_bytes=num_bytes,
             created_at=now,
             asked_with=metadata,
+            recipients=operation.recipients if isinstance(operation, ops.ExportAdapter) else (),
         )
         return CheckpointRecord(
             path=operation.path,

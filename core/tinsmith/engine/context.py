@@ -1,7 +1,7 @@
 """State that one engine's components share: store and lease, files and their room, options, tasks, and the end."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -54,6 +54,7 @@ class EngineContext:
         num_bytes: int,
         created_at: datetime,
         asked_with: Mapping[str, str] | None = None,
+        recipients: Sequence[str] = (),
     ) -> int:
         """Make a state durable under the lease, outside the training thread, where `state` is called, too.
 
@@ -75,6 +76,7 @@ class EngineContext:
                 model_path=None if asked_with is None else self.model_path,
                 shard_bytes=self.model.checkpoint_shard_bytes,
                 finite=asked_with is not None,
+                recipients=recipients,
             )
 
         return await in_a_thread(self.watch.files(write, num_bytes))

@@ -23,6 +23,7 @@ from tinsmith.protocol.training_request import TrainingRequest
 from tinsmith.ranges import NUM_SAMPLES, TTL_SECONDS
 from tinsmith.store.canonical import add_canonical
 from tinsmith.store.codec import kind_of
+from tinsmith_checkpoints.age_files import read_recipients
 
 _SEED_RANGE = 2**63 - 1
 _KINDS = ("snapshot", "inflight")
@@ -208,13 +209,15 @@ def save_weights_for_sampler(request: wire.SaveWeightsForSamplerRequest, session
 
 
 def save_weights_external(request: wire.SaveWeightsExternalRequest) -> ops.ExportAdapter:
-    if request.age_encryption_recipients:
-        msg = "age_encryption_recipients is not offered; export without encryption, over a connection you trust"
-        raise UnsupportedError(msg)
+    """Raise UserError if files cannot be encrypted for these recipients."""
+    recipients = tuple(request.age_encryption_recipients or ())
+    if recipients:
+        read_recipients(recipients)
     return ops.ExportAdapter(
         model_id=request.model_id,
         path=_new_path(request.model_id, "external_weights", request.path),
         ttl_seconds=checked_ttl(request.ttl_seconds),
+        recipients=recipients,
     )
 
 
