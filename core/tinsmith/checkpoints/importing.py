@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -13,12 +14,14 @@ import numpy as np
 from tinsmith.backend import ModelState
 from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import NotFoundError, UnsupportedError, UserError
-from tinsmith.operations import LoraConfig
+from tinsmith.errors import NotFoundError, ServerError, UnsupportedError, UserError
+from tinsmith.operations import Array, LoraConfig
 from tinsmith.store import CheckpointKind, CheckpointRecord, RequestStore
+from tinsmith_checkpoints.huggingface.adapter_shapes import adapted_modules
+from tinsmith_checkpoints.huggingface.peft_layout import SIDES
 from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
 from tinsmith_checkpoints.tools.adapters import adapter_of, complete
-from tinsmith_checkpoints.tools.contents import Contents
+from tinsmith_checkpoints.tools.contents import Contents, open_contents
 from tinsmith_checkpoints.tools.rewriting import written_anew
 
 _KINDS: Final[tuple[CheckpointKind, ...]] = ("training", "sampler")
@@ -50,11 +53,7 @@ class Import:
 
 def state_of(request: Import) -> ModelState:
     """Read and check. Raise UnsupportedError or UserError naming everything that does not fit the base model."""
-    base = StoredTensors.of(request.base_path, "model")
-    if not base:
-        msg = f"{str(request.base_path)!r} has neither model.safetensors nor shards of it"
-        raise NotFoundError(msg)
-    contents = request.contents
+    base, contents = _base_tensors(request.base_path), request.contents
     if contents.manifest is not None:
         found = checkpoints.read_checkpoint(contents.directory.parent, contents.directory.name)
         if found.state.lora.rank:
@@ -66,12 +65,50 @@ def state_of(request: Import) -> ModelState:
         _check_model(contents.weights.shapes(), base.shapes())
         return ModelState(lora=LoraConfig(rank=0, seed=0), weights=contents.weights)
     lora, weights = adapter_of(contents)
-    weights = complete(lora, weights, base.shapes(), fill=request.fill_missing)
+    return _adapter_state(lora, weights, base, fill=request.fill_missing)
+
+
+def announced_adapter(directory: Path, announced: LoraConfig, base_path: Path) -> ModelState:
+    """Read and check a PEFT adapter of that rank, for the modules that its flags name. Missing ones have no effect.
+
+    Raise UnsupportedError or UserError naming what does not fit.
+    """
+    try:
+        lora, weights = adapter_of(open_contents(directory))
+    except ServerError as error:  # the files are not the server's
+        raise UserError(str(error)) from error
+    if lora.rank != announced.rank:
+        msg = f"the adapter has rank {lora.rank} (adapter_config.json), and lora_config says {announced.rank}"
+        raise UserError(msg)
+    for flag in ("train_attn", "train_mlp", "train_unembed"):
+        if getattr(lora, flag) and not getattr(announced, flag):
+            msg = f"the adapter has weights of modules that lora_config leaves out ({flag} is false); set {flag}"
+            raise UserError(msg)
+    lora = replace(announced, alpha=lora.alpha)
+    return _adapter_state(lora, weights, _base_tensors(base_path), fill=True)
+
+
+def largest_adapter_bytes(announced: LoraConfig, base_path: Path) -> int:
+    """Return the size of the tensors of an adapter with all modules of the base model, in float32."""
+    modules = adapted_modules(_base_tensors(base_path).shapes()).values()
+    return sum(4 * prod(each.shape(side, announced.rank)) for each in modules for side in SIDES)
+
+
+def _adapter_state(lora: LoraConfig, weights: Mapping[str, Array], base: StoredTensors, *, fill: bool) -> ModelState:
+    weights = complete(lora, weights, base.shapes(), fill=fill)
     bad = [name for name, array in weights.items() if not np.isfinite(array).all()]
     if bad:
         msg = f"{len(bad)} tensors hold values that are not finite, such as {bad[0]!r}"
         raise UserError(msg)
     return ModelState(lora=lora, weights=weights)
+
+
+def _base_tensors(base_path: Path) -> StoredTensors:
+    base = StoredTensors.of(base_path, "model")
+    if not base:
+        msg = f"{str(base_path)!r} has neither model.safetensors nor shards of it"
+        raise NotFoundError(msg)
+    return base
 
 
 async def run_import(request: Import, store: RequestStore, root: Path, progress: Progress) -> list[CheckpointRecord]:

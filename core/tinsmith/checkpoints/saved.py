@@ -15,7 +15,7 @@ from tinsmith.checkpoints import atomic_directory
 from tinsmith.errors import NotFoundError, ServerError, UserError
 from tinsmith.store import CheckpointKind
 from tinsmith_checkpoints.age_files import encrypt_files
-from tinsmith_checkpoints.format import SHARD_BYTES, Checkpoint, checked, read, read_weights, write
+from tinsmith_checkpoints.format import MANIFEST, SHARD_BYTES, Checkpoint, checked, read, read_weights, write
 from tinsmith_checkpoints.linked_files import link
 
 T = TypeVar("T")
@@ -118,6 +118,11 @@ def copy_checkpoint(root: Path, directory: str, copy: str) -> None:
                 raise NotFoundError(msg) from error
 
     atomic_directory.write_new(root, copy, fill)
+
+
+def has_manifest(root: Path, directory: str) -> bool:
+    """Return whether a checkpoint can be read back: an export cannot."""
+    return (atomic_directory.find(root, directory) / MANIFEST).exists()
 
 
 def checkpoint_files(root: Path, directory: str) -> list[Path]:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from tinsmith.checkpoints import uploads
 from tinsmith.checkpoints.atomic_directory import sweep
 from tinsmith.checkpoints.saved import delete_checkpoint
 from tinsmith.checkpoints.tinker_path import TinkerPath, versions_on_disk
@@ -51,12 +52,14 @@ class Housekeeping:
         clock: SteadyClock | None = None,
         hearing: Hearing | None = None,
         server_id: str | None = None,
+        uploads_root: Path | None = None,
     ) -> None:
         """`hearing` tells when silence counts: by default, always. Without a `server_id`, this is the only server."""
         self._settings = settings
         self._keep_log_s = (recovery or RecoverySettings()).keep_log_s
         self._store = store
         self._checkpoint_root = checkpoint_root
+        self._uploads_root = uploads_root
         self._clock = clock or SteadyClock()
         self._hearing = hearing
         self._server_id = server_id
@@ -90,6 +93,8 @@ class Housekeeping:
         for record in await self._store.expired_checkpoints(now):
             await self._delete(record)
         await asyncio.to_thread(sweep, self._checkpoint_root)
+        if self._uploads_root is not None:
+            await asyncio.to_thread(uploads.sweep, self._uploads_root, now)
         await self._remove_orphans()
 
     async def _prune(self, now: datetime, reached: datetime) -> None:

@@ -225,6 +225,7 @@ async def _housekeeping(settings: Settings, store: RequestStore, context: Server
         recovery=settings.recovery,
         hearing=context.hearing,
         server_id=context.server_id,
+        uploads_root=settings.data_dir.uploads,
     )
     await housekeeping.run()
 

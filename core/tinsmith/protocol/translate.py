@@ -78,7 +78,7 @@ def check_load(request: wire.LoadWeightsRequest) -> None:
     if request.weights_access_token is not None:
         msg = "weights_access_token is not offered; load your own or a published checkpoint without one"
         raise UnsupportedError(msg)
-    if TinkerPath.parse(request.path).kind != "training":
+    if TinkerPath.parse(request.path).kind == "sampler":
         msg = f"path {request.path!r} is not a training checkpoint; pass one from save_state (tinker://.../weights/...)"
         raise UserError(msg)
 

@@ -293,6 +293,16 @@ class CopyWeightsRequest(ExactBody):
     weights_access_token: Annotated[str, StringConstraints(max_length=bounds.MAX_NAME_CHARS)] | None = None
 
 
+class UploadStartRequest(ExactBody):
+    base_model: Name
+    lora_config: LoraConfig
+    destination_project_id: Name | None = None
+
+
+class UploadFinishRequest(ExactBody):
+    upload_id: Name
+
+
 class WeightsInfoRequest(Body):
     tinker_path: Name
 
@@ -596,6 +606,19 @@ class CheckpointSearchResult(BaseModel):
 
 class CopiedWeights(BaseModel):
     tinker_path: str
+
+
+class UploadUrl(BaseModel):
+    url: str
+    headers: dict[str, str] = {}
+
+
+class UploadStarted(BaseModel):
+    """`urls` work without a key until they expire. SDK 0.39 takes text, and later ones objects."""
+
+    upload_id: str
+    urls: dict[str, str] | dict[str, UploadUrl]
+    expires: datetime
 
 
 class Cursor(BaseModel):

@@ -43,6 +43,7 @@ from tinsmith.server.routes import (
     sessions,
     traces,
     training,
+    uploads,
     usage,
     weights,
 )
@@ -55,7 +56,7 @@ from tinsmith.store.disk_room import space_at
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (
     *(futures, training, sampling, weights, sessions, service, runs, downloads),
-    *(copies, searches, metrics, engines, usage, traces),
+    *(copies, uploads, searches, metrics, engines, usage, traces),
 )
 
 
@@ -99,12 +100,8 @@ async def create_app(
     app.state.connections = Connections(settings.server.limits.connections)
     identify = partial(identified, context=context)
     routes_context = _routes_context(context, identify, await store.secret("plugins"))
-    for router in (
-        *(module.router for module in _ROUTERS),
-        downloads.open_router,
-        traces.open_router,
-        service.open_router,
-    ):
+    open_routers = (downloads.open_router, uploads.open_router, traces.open_router, service.open_router)
+    for router in (*(module.router for module in _ROUTERS), *open_routers):
         app.router.routes.extend(router.routes)  # a router that is included hides its routes from a look-up by path
     for router in plugins.routes(settings, routes_context):
         app.router.routes.extend(plugin_routes(router, routes_context.is_public, identify))

@@ -4,6 +4,7 @@ An object belongs to a tenant. Only its tenant changes it (`own_*`); its tenant 
 (`readable_*`), and everybody reads a published checkpoint. To all others it does not exist: they get a 404.
 """
 
+import asyncio
 from typing import Annotated, Final, Literal, TypeVar
 
 from fastapi import Depends, Request
@@ -12,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from tinsmith import log_fields
+from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.errors import AuthenticationError, NotFoundError, TinsmithError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.operations import ReadRight
@@ -186,6 +188,18 @@ async def readable_checkpoint(
         msg = f"base_model {base_model!r} does not match {path!r}, a checkpoint of {found.base_model!r}"
         raise UserError(msg)
     return found
+
+
+async def refuse_export(context: Context, record: CheckpointRecord) -> None:
+    """Raises UserError for an export: of what lies under `external_weights`, only uploads can be loaded or sampled."""
+    if record.kind == "external" and not await asyncio.to_thread(
+        checkpoints.has_manifest, context.checkpoint_root, record.directory
+    ):
+        msg = (
+            f"{record.path!r} is an export, for use elsewhere; pass a path that save_weights_for_sampler (to sample) "
+            "or save_state (to load) returned"
+        )
+        raise UserError(msg)
 
 
 def may_read(record: CheckpointRecord, caller: Principal) -> bool:

@@ -64,7 +64,7 @@ class UrlSigner:
     def is_link(self, path: str, now: datetime) -> bool:
         """Return whether a path below the API's prefix belongs to a link made here. It may be revoked since."""
         parts = path.split("/", 4)
-        if len(parts) < 5 or parts[0] not in ("files", "archives", "traces"):
+        if len(parts) < 5 or parts[0] not in ("files", "archives", "traces", "uploads"):
             return False
         _, stamp, grant, signature, name = parts
         try:

@@ -36,6 +36,11 @@ class DataDir:
         """Checkpoints of clients, and sampling snapshots."""
         return self.root / "checkpoints"
 
+    @property
+    def uploads(self) -> Path:
+        """Adapters that clients are uploading."""
+        return self.root / "uploads"
+
     def recovery_points(self, base_model: str) -> Path:
         """The training states from which a restarted engine recovers the models of this base model."""
         return self.root / "recovery" / _file_name(base_model)

@@ -31,6 +31,8 @@ UNPACKED_FREELY: Final = 8 << 20
 LARGE_ROUTES: Final = frozenset({f"{API_PREFIX}/forward_backward", f"{API_PREFIX}/asample"})
 """Routes whose bodies hold data. Plugins' routes, which are outside of `API_PREFIX`, may have such bodies, too."""
 
+UPLOADS: Final = f"{API_PREFIX}/uploads/"
+
 _START_BYTES: Final = 1 << 12
 _STEP_BYTES: Final = 1 << 20
 STALE_S: Final = 1.0
@@ -91,7 +93,7 @@ class Bodies:
         self._identify = identify
 
     async def admit(self, request: Incoming) -> ASGIApp | None:
-        if request.scope["method"] in {"GET", "HEAD", "OPTIONS"}:
+        if request.scope["method"] in {"GET", "HEAD", "OPTIONS"} or _is_upload(request):
             return None
         lease = request.scope[LEASE] = request.held.enter_context(self._budget.lease())
         started = time.monotonic()
@@ -164,6 +166,11 @@ class Bodies:
             except zstandard.ZstdError as error:
                 msg = f"the body is not valid zstd: {error}"
                 raise UnreadableBodyError(msg, _start("zstd", body)) from error
+
+
+def _is_upload(request: Incoming) -> bool:
+    """Return whether the route reads the body itself: it checks the link first, and what it reads goes to the disk."""
+    return request.scope["method"] == "PUT" and request.path.startswith(UPLOADS)
 
 
 def _start_of(body: io.BytesIO) -> bytes:

@@ -4,23 +4,24 @@ A copy belongs to a model that cannot be trained on: in a new session, which has
 """
 
 import asyncio
-import secrets
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Header
 
 from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.errors import ConflictError, NotFoundError, UnsupportedError, UserError
+from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import bounds, translate, wire
 from tinsmith.server.auth import Caller, own_session, readable_checkpoint
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
+from tinsmith.server.held_checkpoints import ended_session, hold, holder
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import refuse_ended
-from tinsmith.store import CheckpointRecord, RunRecord, RunState, SessionRecord
+from tinsmith.store import CheckpointRecord, RunRecord
 
 router = APIRouter(prefix=API_PREFIX, tags=["weights"], route_class=JsonRoute)
 
@@ -53,7 +54,8 @@ async def copy_weights(
         public=False,
         expires_at=None if ttl_s is None else context.now() + timedelta(seconds=ttl_s),
     )
-    await _copy(context, source, copy)
+    link = partial(checkpoints.copy_checkpoint, context.checkpoint_root, source.directory, copy.directory)
+    await hold(context, copy, partial(asyncio.to_thread, link))
     return wire.CopiedWeights(tinker_path=copy.path)
 
 
@@ -66,63 +68,24 @@ async def _holder(
             session = await own_session(context, caller, session_id)
             refuse_ended(session)
         case None, None, str(project_id):
-            session, number = await _new_session(context, caller, project_id, key), 0
+            session, number = (
+                await ended_session(
+                    context,
+                    caller,
+                    project_id=project_id,
+                    detail="made for a copy of a checkpoint",
+                    idempotency_key=None if key is None else _KEY + key,
+                ),
+                0,
+            )
         case _:
             msg = "send either destination_project_id, for a new session, or session_id and model_seq_id"
             raise UserError(msg)
-    wanted = RunRecord(
-        model_id=translate.model_id(session.session_id, number),
-        session_id=session.session_id,
-        tenant=caller.tenant,
+    return await holder(
+        context,
+        session,
+        number,
         base_model=source.base_model,
         lora=source.lora,
-        created_at=context.now(),
-        last_request_at=context.now(),
-        state=RunState.UNLOADED,
-        state_reason=f"it holds a copy of {source.path!r}, and cannot be trained on",
+        holds=f"a copy of {source.path!r}",
     )
-    found = await context.store.add_unloaded_run(wanted)
-    if found.state_reason != wanted.state_reason:
-        msg = f"model {found.model_id!r} exists already, for something else; each needs its own model_seq_id"
-        raise ConflictError(msg)
-    return found
-
-
-async def _new_session(context: ServerContext, caller: Principal, project_id: str, key: str | None) -> SessionRecord:
-    """Return a session that nothing but the copy is ever in."""
-    await context.quotas.disk.admit_unowned()
-    now = context.now()
-    session = SessionRecord(
-        session_id=secrets.token_hex(16),
-        tenant=caller.tenant,
-        created_at=now,
-        last_seen_at=now,
-        project_id=project_id,
-        ended="success",
-        end_detail="made for a copy of a checkpoint",
-    )
-    return await context.store.create_session(session, idempotency_key=None if key is None else _KEY + key)
-
-
-async def _copy(context: ServerContext, source: CheckpointRecord, copy: CheckpointRecord) -> None:
-    """Copy files and record. If that has been done, do nothing. Raises UserError if there is no room."""
-    if await _is_there(context, copy.path):
-        return
-    await context.quotas.admit_checkpoint(copy.tenant, copy.size_bytes)
-    try:
-        await asyncio.to_thread(checkpoints.copy_checkpoint, context.checkpoint_root, source.directory, copy.directory)
-        await context.store.add_checkpoint(copy)
-    except UserError:
-        await asyncio.to_thread(checkpoints.delete_checkpoint, context.checkpoint_root, copy.directory)
-        if not await _is_there(context, copy.path):  # else a repeat of this request was faster
-            raise
-    finally:
-        context.quotas.disk.freed(copy.tenant)
-
-
-async def _is_there(context: ServerContext, path: str) -> bool:
-    try:
-        await context.store.get_checkpoint(path)
-    except NotFoundError:
-        return False
-    return True

@@ -9,7 +9,14 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import CapacityError, NotFoundError, UnsupportedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import Caller, own_session, readable_checkpoint, readable_sampler, usable_sampler
+from tinsmith.server.auth import (
+    Caller,
+    own_session,
+    readable_checkpoint,
+    readable_sampler,
+    refuse_export,
+    usable_sampler,
+)
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.limits.body_budget import hold_decoded
@@ -104,6 +111,8 @@ async def open_sampling_session(
         msg = "base_model and model_path are both missing; send one of them"
         raise UserError(msg)
     checkpoint = None if path is None else await readable_checkpoint(context, caller, str(path), base_model=base_model)
+    if checkpoint is not None:
+        await refuse_export(context, checkpoint)
     name = base_model or "" if checkpoint is None else checkpoint.base_model
     context.settings.model(name)  # raises UserError if it is not served
     wanted = SamplingSessionRecord(
@@ -146,7 +155,7 @@ def _refuse_other_content(first: SamplingSessionRecord, wanted: SamplingSessionR
 
 def _sampler_path(text: str) -> TinkerPath:
     path = TinkerPath.parse(text)
-    if path.kind != "sampler":
+    if path.kind == "training":
         msg = (
             f"model_path {text!r} is not a sampler checkpoint; pass the path that save_weights_for_sampler returned "
             "(tinker://.../sampler_weights/...)"

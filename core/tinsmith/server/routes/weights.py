@@ -9,7 +9,14 @@ from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import Caller, own_known_run, own_session, read_right, readable_checkpoint
+from tinsmith.server.auth import (
+    Caller,
+    own_known_run,
+    own_session,
+    read_right,
+    readable_checkpoint,
+    refuse_export,
+)
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.kept import KnownRun
 from tinsmith.server.refusals import NumberedRoute
@@ -96,6 +103,7 @@ async def _create_from_checkpoint(
     session = await own_session(context, caller, session_id)
     translate.check_load(body)
     checkpoint = await readable_checkpoint(context, caller, body.path, base_model=body.base_model)
+    await refuse_export(context, checkpoint)
     operation = ops.CreateModel(
         model_id=translate.model_id(session_id, model_seq_id),
         lora=checkpoint.lora,
@@ -116,6 +124,7 @@ async def _right_to_load(context: ServerContext, caller: Principal, path: str, r
     if TinkerPath.parse(path).model_id == run.model_id:
         return ops.ReadRight()
     checkpoint = await readable_checkpoint(context, caller, path)
+    await refuse_export(context, checkpoint)
     if checkpoint.base_model != run.base_model:
         msg = f"{path!r} is a checkpoint of {checkpoint.base_model!r}, but this model is of {run.base_model!r}"
         raise UserError(msg)
