@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 import transformers
 from fsdp_harness import LOSSES, VOCAB
-from test_fsdp_modes import LENGTHS, make_trainer, tensors_of
+from test_fsdp_modes import LENGTHS, TENANTS, add_tenants, make_trainer, run, tensors_of
 from transformers.models.llama import modeling_llama
 
-from tinsmith import ConfigError, ForwardBackward
+from tinsmith import Array, ConfigError, Datum, ForwardBackward
 from tinsmith.testing import assert_close_arrays, ragged_data
-from tinsmith_checkpoints.huggingface import tiny_causal_lm, tiny_config
+from tinsmith_checkpoints.huggingface import deltas, tiny_causal_lm, tiny_config
+from tinsmith_checkpoints.huggingface.weight_places import Place, weight_places
 from tinsmith_fsdp import probe
+from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.probe import require_packing
@@ -50,8 +52,11 @@ FAMILIES = (
     "GraniteForCausalLM",
     "Cohere2ForCausalLM",
     "SeedOssForCausalLM",
+    "Phi3ForCausalLM",
 )
 SHORT = 3  # of these, for `make test`
+ADAPTED = ("Phi3ForCausalLM",)
+"""Classes whose modules have no matrix of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +95,81 @@ def test_a_family_trains_as_transformers_does(name: str, mesh: Mesh, tmp_path: P
     assert len(micros) == 1, "the sequences are packed"
     scored = trainer.run_full("m", micros, True)
     for datum, own in zip(data, sorted(scored, key=lambda each: each.index), strict=True):  # type: ignore[union-attr, arg-type, return-value]
-        logits = model(torch.tensor(datum.tokens_T.astype(np.int64))[None]).logits[0]
-        logp_TK = torch.log_softmax(logits, -1).gather(-1, torch.tensor(datum.targets_TK))
-        np.testing.assert_allclose(own.logp_TK, logp_TK.detach().numpy(), rtol=0, atol=1e-4)  # type: ignore[union-attr]
-        weights = torch.tensor(datum.loss_inputs["weights"]).reshape(len(logp_TK), -1)
-        (-(weights * logp_TK).sum()).backward()
+        np.testing.assert_allclose(own.logp_TK, differentiated(model, datum), rtol=0, atol=1e-4)  # type: ignore[union-attr]
     expected = {
         key: parameter.grad.numpy() for key, parameter in model.named_parameters() if parameter.grad is not None
     }
     found = tensors_of(trainer, "gradients", tmp_path / "state")
     assert found.keys() == expected.keys()
     assert_close_arrays(found, expected, 1e-4, "gradients")
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_train_as_merged_weights_do(name: str, mesh: Mesh, tmp_path: Path) -> None:
+    """Tenants in one stream, against models of transformers with their adapters added to the weights.
+
+    A change of W changes A and B by what the chain rule says: W + scale * B A.
+    """
+    write_model(name, tmp_path / "model")
+    trainer = make_trainer(tmp_path / "model", mesh, strict=False)
+    add_tenants(trainer, 0.03)  # which changes the weights by about a third
+    found = iter(run(trainer, backward=True))
+    for index, lora in enumerate(TENANTS):
+        adapter = trainer.adapters[f"m{index}"]
+        weights, gradients = (
+            adapter.layout.named(flat.numpy()) for flat in (adapter.weights, not_none(adapter.gradients))
+        )
+        model, places = merged(name, weights, lora.scale)
+        for datum in ragged_data(index, VOCAB, LENGTHS):
+            np.testing.assert_allclose(next(found), differentiated(model, datum), rtol=0, atol=1e-4)
+        expected = {name: np.zeros_like(value) for name, value in gradients.items()}
+        for changed, delta in deltas({key: value.shape for key, value in weights.items()}).items():
+            place = places[changed]
+            d_W = not_none(model.get_parameter(place.tensor).grad).numpy()[place.index]
+            d_W = lora.scale * (d_W.T if place.transposed else d_W)
+            A, B = delta.factors(weights)
+            d_A, d_B = delta.factors(expected)  # views
+            d_A += B.T @ d_W
+            d_B += d_W @ A.T
+        assert_close_arrays(gradients, expected, 1e-4, f"gradients of tenant {index}")
+
+
+def merged(name: str, weights: Mapping[str, Array], scale: float) -> tuple[Any, Mapping[str, Place]]:
+    """Return the model with an adapter in its weights, and where each weight is."""
+    model = tiny_causal_lm(name, SIZES)
+    model.set_attn_implementation("eager")
+    tensors = {key: value.data.numpy() for key, value in model.named_parameters()}
+    config = {**model.config.to_dict(), "architectures": [name]}
+    places = weight_places(config, {key: value.shape for key, value in tensors.items()})
+    for changed, delta in deltas({key: value.shape for key, value in weights.items()}).items():
+        A, B = delta.factors(weights)
+        places[changed].add(scale * (B @ A), tensors[places[changed].tensor])
+    return model.double(), places
+
+
+def differentiated(model: Any, datum: Datum) -> Array:
+    """Return the logprobs of a sequence by itself. Its gradient is added to the model's."""
+    logits = model(torch.tensor(datum.tokens_T.astype(np.int64))[None]).logits[0]
+    logp_TK = torch.log_softmax(logits, -1).gather(-1, torch.tensor(datum.targets_TK))
+    weights = torch.tensor(datum.loss_inputs["weights"]).reshape(len(logp_TK), -1)
+    (-(weights * logp_TK).sum()).backward()
+    found: Array = logp_TK.detach().numpy()
+    return found
+
+
+def not_none(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def test_sequences_are_within_the_short_frequencies_of_longrope() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+    for given in ({"rope_parameters": {**rope, "original_max_position_embeddings": 64}}, {"rope_scaling": rope}):
+        config = config_of("Phi3ForCausalLM").to_dict() | {"rope_parameters": None, **given}
+        config |= {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
+        assert architecture_of(config, Path("config.json")).max_position == 64
+        with pytest.raises(ConfigError, match=r"max_context_tokens is 65, .* sequences of more than 64 tokens"):
+            architecture_of(config, Path("config.json"), 65)
 
 
 def test_windows_and_sinks_are_those_of_transformers() -> None:

@@ -103,13 +103,13 @@ def run(trainer: Trainer, *, backward: bool, num_models: int = len(TENANTS), kee
     return [each.logp_TK for each in sorted(scored, key=lambda each: each.index)]
 
 
-def add_tenants(trainer: Trainer) -> None:
-    """Give A and B of every tenant random values."""
+def add_tenants(trainer: Trainer, size: float = 0.1) -> None:
+    """Give A and B of every tenant random values of about this size."""
     for index, lora in enumerate(TENANTS):
         trainer.create_model(f"m{index}", lora)
         state = trainer.capture_adapter(f"m{index}")
         assert isinstance(state, AdapterState)
-        weights = (0.1 * np.random.default_rng(index).normal(size=state.weights.shape)).astype(np.float32)
+        weights = (size * np.random.default_rng(index).normal(size=state.weights.shape)).astype(np.float32)
         trainer.restore_adapter(f"m{index}", replace(state, weights=weights))
 
 

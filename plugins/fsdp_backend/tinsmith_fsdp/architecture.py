@@ -1,24 +1,33 @@
 """The facts about a base model that the engine's side needs, read from its config.json. No torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import HEAD, DecoderShape, Json, decoder_shape, read_model_config
+from tinsmith_checkpoints.huggingface import (
+    HEAD,
+    DecoderShape,
+    Json,
+    decoder_shape,
+    joined_matrices,
+    read_model_config,
+)
 
 DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes whose layers tensor parallelism divides: their norms are before attention and MLP, and of single heads."""
 
 
-def read_architecture(directory: Path) -> DecoderShape:
+def read_architecture(directory: Path, context_tokens: int | None = None) -> DecoderShape:
     """Read `directory`/config.json. Raise ConfigError if it is missing, broken or of an unsupported kind.
 
+    `context_tokens`: of the longest sequence, if the settings say so; the model must compute it as it does short ones.
     Which classes of transformers can be trained, the ranks find out: see probe.py.
     """
-    return architecture_of(read_model_config(directory), directory / "config.json")
+    return architecture_of(read_model_config(directory), directory / "config.json", context_tokens)
 
 
-def architecture_of(config: Mapping[str, Json], path: Path) -> DecoderShape:
+def architecture_of(config: Mapping[str, Json], path: Path, context_tokens: int | None = None) -> DecoderShape:
     """Do the same with a parsed configuration. `path` names the file in errors."""
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
     if not class_name.endswith("ForCausalLM"):
@@ -32,7 +41,35 @@ def architecture_of(config: Mapping[str, Json], path: Path) -> DecoderShape:
         )
         raise ConfigError(msg)
     _check_groups(shape, path)
-    return shape
+    if shape.int8 is not None and (joined := joined_matrices(config)):
+        msg = (
+            f"{path}: the matrices of {class_name} are 8-bit integers and joined ({joined[0].path}), which the fsdp "
+            "backend does not train; use the unquantised model"
+        )
+        raise ConfigError(msg)
+    return _within_short_frequencies(shape, config, path, context_tokens)
+
+
+def _within_short_frequencies(
+    shape: DecoderShape, config: Mapping[str, Json], path: Path, context_tokens: int | None
+) -> DecoderShape:
+    """Return the shape with sequences no longer than those for which longrope has its short frequencies.
+
+    With a longer one in a stream, transformers takes the long frequencies for all of it: neighbours would change.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "short_factor" not in rope:
+        return shape
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    longest = min(shape.max_position, int(original or shape.max_position))
+    if context_tokens is not None and context_tokens > longest:
+        msg = (
+            f"{path}: max_context_tokens is {context_tokens}, and {shape.class_name} has other rotary frequencies for "
+            f"sequences of more than {longest} tokens, with which the fsdp backend does not train; set it to at most "
+            f"{longest}"
+        )
+        raise ConfigError(msg)
+    return replace(shape, max_position=longest)
 
 
 def _check_groups(shape: DecoderShape, path: Path) -> None:

@@ -49,7 +49,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
     _budget: Budget
 
     def __init__(self, config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None = None) -> None:
-        self.architecture = read_architecture(context.model_directory)
+        self.architecture = read_architecture(context.model_directory, config.max_context_tokens)
         _refuse_full_models_of_integers(config, self.architecture)
         super().__init__(start_ranks(PROGRAM, config, context, launch_with), config, context)
         self.most_kept = self.rank_tokens

@@ -3,7 +3,7 @@
 Each rank reads only its own rows of every tensor from the safetensors files. No rank ever holds the whole model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import ATTENTION, MLP, WeightFiles
+from tinsmith_checkpoints.huggingface import (
+    ATTENTION,
+    MLP,
+    JoinedMatrix,
+    WeightFiles,
+    joined_matrices,
+    read_model_config,
+)
 from tinsmith_fsdp.causal_lm import (
     Buffer,
     attend_packed,
@@ -25,7 +32,7 @@ from tinsmith_fsdp.causal_lm import (
     read_config,
     require_parts,
 )
-from tinsmith_fsdp.lora import MultiLoraLinear
+from tinsmith_fsdp.lora import Adapters, JoinedLoraLinear, MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.packed_model import PackedModel, canonical_name
 from tinsmith_fsdp.program import Loaded, Setup
@@ -108,15 +115,17 @@ class BaseModel:
     def _adapt(self, causal_lm: nn.Module) -> None:
         """Replace every linear layer by an adaptable one."""
         int8, shapes = self._setup.architecture.int8, self._setup.architecture.linear_shapes()
+        joined = joined_matrices(read_model_config(self._directory))
+        alone = [path for path in (*ATTENTION, *MLP) if not any(path in matrix.modules for matrix in joined)]
         for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
-            for path in (*ATTENTION, *MLP):
-                parent_path, _, leaf = path.rpartition(".")
-                cut = 0 if leaf in _COLUMN else 1
+            for path in alone:
+                cut = 0 if path.rpartition(".")[2] in _COLUMN else 1
                 module = f"model.layers.{index}.{path}"
                 linear = _linear_of(layer, path, shapes[path], module)
-                parent = layer.get_submodule(parent_path)
                 scales = None if int8 is None else int8.num_scales(linear.in_features)
-                setattr(parent, leaf, MultiLoraLinear(linear, module, cut, num_scales=scales))
+                layer.set_submodule(path, MultiLoraLinear(linear, module, cut, num_scales=scales))
+            for matrix in joined:
+                layer.set_submodule(matrix.path, _joined(layer, matrix, shapes, index))
 
     def _divide(self, causal_lm: nn.Module) -> None:
         """Divide the matrices, the vocabulary and the tokens between layers over the tp axis."""
@@ -239,7 +248,7 @@ class BaseModel:
     def forget_adapters(self) -> None:
         """Drop the adapters of the last pass, and their gradients."""
         for module in self.model.modules():
-            if isinstance(module, MultiLoraLinear):
+            if isinstance(module, Adapters):
                 module.factors = None
 
     @property
@@ -277,6 +286,15 @@ class BaseModel:
             piece = files.part(part.name, part.shape, cut)
         self.read_bytes += piece.numel() * piece.element_size()
         part.local.copy_(piece)
+
+
+def _joined(
+    layer: nn.Module, matrix: JoinedMatrix, shapes: Mapping[str, tuple[int, int]], index: int
+) -> JoinedLoraLinear:
+    """Return what replaces a joined matrix of a layer. Raise ConfigError as `_linear_of` does."""
+    size = shapes[matrix.modules[0]][0], sum(shapes[path][1] for path in matrix.modules)
+    linear = _linear_of(layer, matrix.path, size, f"model.layers.{index}.{matrix.path}")
+    return JoinedLoraLinear(linear, {f"model.layers.{index}.{path}": shapes[path][1] for path in matrix.modules})
 
 
 def _linear_of(layer: nn.Module, path: str, size: tuple[int, int], module: str) -> nn.Linear:

@@ -15,7 +15,7 @@ def demand(config: FsdpConfig, model: Mapping[str, Json] | None, placement: Plac
     """See `tinsmith.BackendSpec`."""
     if model is None:
         return Demand(num_devices=config.num_devices, asleep_bytes=0)
-    shape = architecture_of(model, Path("config.json"))
+    shape = architecture_of(model, Path("config.json"), config.max_context_tokens)
     ranks = resolved_ranks(config, config.world(placement), on_cpu=config.computes_on_cpu(placement))
     budget = budget_of(config, shape, ranks, placement.memory_bytes)
     return Demand(

@@ -1,8 +1,9 @@
-"""A frozen linear layer with the adapters of all tenants whose tokens pass through it.
+"""Frozen linear layers with the adapters of all tenants whose tokens pass through them.
 
 Legend: T = tokens of the stream, G = groups (adapters), r = rank of one adapter, R = the rank to which all are padded.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -36,48 +37,25 @@ def factors_of(leaves: Leaves) -> dict[str, Factors]:
     return found
 
 
-class MultiLoraLinear(nn.Module):
-    """y = W x + b + scale * B (A x), with A and B of each token's own adapter.
+class Adapters(nn.Module):
+    """Adds scale * B (A x) to what a frozen matrix makes of x, with A and B of each token's own adapter.
 
-    With tensor parallelism, `cut` is the dimension of W that is divided: 0 (out, a column-parallel layer) or 1 (in, a
-    row-parallel one). A column-parallel layer takes all tokens, a row-parallel one returns this rank's. Adapters are
-    whole on every rank, which uses its part. The gradients of all ranks add up to the adapter's gradient.
+    With tensor parallelism, `cut` is the dimension of the matrix that is divided: 0 (out, a column-parallel layer) or 1
+    (in, a row-parallel one). A column-parallel layer takes all tokens, a row-parallel one returns this rank's. Adapters
+    are whole on every rank, which uses its part. The gradients of all ranks add up to the adapter's gradient.
     """
 
-    def __init__(
-        self, linear: nn.Linear, module: str, cut: int | None = None, *, num_scales: int | None = None
-    ) -> None:
-        """num_scales: of each row, if in place of the layer's matrix comes one of 8-bit integers."""
+    def __init__(self, module: str, cut: int | None = None) -> None:
+        """`module`: the canonical path of what is adapted."""
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.weight_scale: nn.Parameter | None = None  # [out, G] of 8-bit integers
-        if num_scales is not None:
-            integers = torch.empty_like(linear.weight, dtype=torch.int8)
-            self.weight = nn.Parameter(integers, requires_grad=False)
-            scale = torch.empty(linear.weight.shape[0], num_scales, device=linear.weight.device)
-            self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.module = module
         self.cut = cut
         self.group: dist.ProcessGroup | None = None  # of the tp axis, if it has more than one rank
         self.tp_rank = 0
         self.factors: Factors | None = None  # of the current stream
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [1, T, in] to [1, T, out]; a row-parallel layer, to the rank's tokens."""
-        bias = None if self.bias is None else local(self.bias)
-        if self.group is None or self.cut == 0:
-            return self._with_adapters(x, self._product(x, bias))
-        y = scatter_sums(self._product(x, None), self.group)
-        return self._with_adapters(x, y if bias is None else y + bias)
-
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        weight = local(self.weight)
-        if self.weight_scale is None:
-            return F.linear(x, weight, bias)
-        y = int8_linear(x, weight, local(self.weight_scale))
-        return y if bias is None else y + bias
-
-    def _with_adapters(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return y [1, T, out] with what the adapters make of x [1, T, in]."""
         if self.factors is None:
             return y
         A, B = self._own(self.factors, x.shape[-1], y.shape[-1])
@@ -103,6 +81,54 @@ class MultiLoraLinear(nn.Module):
         if self.group is None or self.cut == 0:
             return ends
         return (ends - self.tp_rank * num_tokens).clamp(0, num_tokens)
+
+
+class MultiLoraLinear(Adapters):
+    """y = W x + b, and the adapters."""
+
+    def __init__(
+        self, linear: nn.Linear, module: str, cut: int | None = None, *, num_scales: int | None = None
+    ) -> None:
+        """num_scales: of each row, if in place of the layer's matrix comes one of 8-bit integers."""
+        super().__init__(module, cut)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.weight_scale: nn.Parameter | None = None  # [out, G] of 8-bit integers
+        if num_scales is not None:
+            integers = torch.empty_like(linear.weight, dtype=torch.int8)
+            self.weight = nn.Parameter(integers, requires_grad=False)
+            scale = torch.empty(linear.weight.shape[0], num_scales, device=linear.weight.device)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [1, T, in] to [1, T, out]; a row-parallel layer, to the rank's tokens."""
+        bias = None if self.bias is None else local(self.bias)
+        if self.group is None or self.cut == 0:
+            return self.added(x, self._product(x, bias))
+        y = scatter_sums(self._product(x, None), self.group)
+        return self.added(x, y if bias is None else y + bias)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight = local(self.weight)
+        if self.weight_scale is None:
+            return F.linear(x, weight, bias)
+        y = int8_linear(x, weight, local(self.weight_scale))
+        return y if bias is None else y + bias
+
+
+class JoinedLoraLinear(nn.Module):
+    """One matrix with the rows of several modules, each of which has adapters of its own."""
+
+    def __init__(self, linear: nn.Linear, parts: Mapping[str, int]) -> None:
+        """`parts`: the canonical paths of the modules and the numbers of their rows, in order."""
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.parts = nn.ModuleList(Adapters(module) for module in parts)
+        self._sizes = list(parts.values())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [1, T, in] to [1, T, out]."""
+        pieces = F.linear(x, self.weight, self.bias).split(self._sizes, dim=-1)
+        return torch.cat([part.added(x, y) for part, y in zip(self.parts, pieces, strict=True)], dim=-1)  # type: ignore[operator]  # Adapters
 
 
 def local(parameter: object) -> torch.Tensor:

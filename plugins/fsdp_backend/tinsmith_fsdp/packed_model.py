@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tinsmith_fsdp.lora import MultiLoraLinear, local
+from tinsmith_fsdp.lora import Adapters, local
 from tinsmith_fsdp.streams import Call, Stream
 from tinsmith_fsdp.tensor_parallel import gather_tokens, scatter_sums
 from tinsmith_workers.torch import LossTable, Rows, Scores, Span, Vocabulary, score, score_with_gradients
@@ -24,7 +24,7 @@ class PackedLayer(nn.Module):
         super().__init__()
         self.inner = inner
         self.checkpointing = checkpointing
-        self.linears = tuple(module for module in inner.modules() if isinstance(module, MultiLoraLinear))
+        self.adapters = tuple(module for module in inner.modules() if isinstance(module, Adapters))
 
     def forward(self, hiddens: Sequence[torch.Tensor], streams: Sequence[Stream], index: int) -> list[torch.Tensor]:
         """`index`: of the layer, whose calls the streams have."""
@@ -34,8 +34,8 @@ class PackedLayer(nn.Module):
         return [self._run(*each) for each in work]
 
     def _run(self, hidden: torch.Tensor, stream: Stream, call: Call) -> torch.Tensor:
-        for linear in self.linears:  # set here, so that recomputation in the backward pass sees it too
-            linear.factors = stream.factors.get(linear.module)
+        for adapters in self.adapters:  # set here, so that recomputation in the backward pass sees them too
+            adapters.factors = stream.factors.get(adapters.module)
         positional, named = call
         out = self.inner(hidden, *positional, **named, stream=stream)
         assert isinstance(out, torch.Tensor)
