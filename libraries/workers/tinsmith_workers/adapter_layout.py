@@ -14,7 +14,7 @@ import numpy as np
 
 from tinsmith.errors import UserError
 from tinsmith.operations import Array, FloatArray, LoraConfig
-from tinsmith_checkpoints.huggingface.decoder import ATTENTION, EXPERTS, HEAD, MLP, DecoderShape
+from tinsmith_checkpoints.huggingface.decoder import ATTENTION, EXPERTS, HEAD, DecoderShape
 from tinsmith_checkpoints.huggingface.peft_layout import draw_lora_A, weight_name
 
 _ALIGNMENT = 16  # elements: weights start at 64 bytes, for matrix kernels and so that bits do not depend on alignment
@@ -180,7 +180,7 @@ def _modules(
 ) -> Iterator[tuple[str, str, int, tuple[Slot, Slot]]]:
     """Yield module, kind, layer, and the slots of A and B, which have no offsets yet."""
     shapes, rank = shape.linear_shapes(), lora.rank
-    mlp = MLP if shape.experts is None else ()
+    mlp = tuple(kind for kind in shape.plain_modules if kind not in ATTENTION)
     kinds = (*(ATTENTION if lora.train_attn else ()), *(mlp if lora.train_mlp else ()))
     for layer in part.layers:
         for kind in kinds:

@@ -33,6 +33,14 @@ SMALL = {
 }
 FAST = {"dtype": "bfloat16", "isolation": "fast"}
 STRICT = {"dtype": "float32", "isolation": "strict"}
+EXPERTS = {
+    **SMALL,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+}
 INT8_GROUPS = {**SMALL, "quantization_config": int8_config(128)}
 INT8 = {**SMALL, "quantization_config": int8_config()}
 
@@ -59,6 +67,16 @@ def counted(
         ({**FAST, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**STRICT, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**FAST, "activation_checkpointing": True, "shard_size": 1}, 8, 4, SMALL),
+        ({**FAST, "activation_checkpointing": True}, 8, 1, EXPERTS),
+        pytest.param({**FAST, "activation_checkpointing": False}, 1, 4, EXPERTS, marks=pytest.mark.thorough),
+        pytest.param({**STRICT, "activation_checkpointing": False}, 1, 1, EXPERTS, marks=pytest.mark.thorough),
+        pytest.param(
+            {**STRICT, "activation_checkpointing": False},
+            1,
+            1,
+            {**EXPERTS, "num_experts_per_tok": 8},
+            marks=pytest.mark.thorough,
+        ),
         ({**FAST, "activation_checkpointing": False, "tensor_parallel": 2}, 2, 1, SMALL),
         pytest.param(
             {**FAST, "activation_checkpointing": True, "tensor_parallel": 4}, 8, 1, SMALL, marks=pytest.mark.thorough

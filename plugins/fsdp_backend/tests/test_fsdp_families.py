@@ -16,7 +16,7 @@ from fsdp_harness import LOSSES, VOCAB
 from test_fsdp_modes import LENGTHS, TENANTS, add_tenants, make_trainer, run, tensors_of
 from transformers.models.llama import modeling_llama
 
-from tinsmith import Array, ConfigError, Datum, ForwardBackward
+from tinsmith import Array, ConfigError, Datum, ForwardBackward, LoraConfig
 from tinsmith.testing import assert_close_arrays, ragged_data
 from tinsmith_checkpoints.huggingface import deltas, tiny_causal_lm, tiny_config
 from tinsmith_checkpoints.huggingface.weight_places import Place, weight_places
@@ -55,8 +55,10 @@ FAMILIES = (
     "Phi3ForCausalLM",
 )
 SHORT = 3  # of these, for `make test`
-ADAPTED = ("Phi3ForCausalLM",)
-"""Classes whose modules have no matrix of their own."""
+ADAPTED = ("Phi3ForCausalLM", "GptOssForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Classes that have several modules in one matrix, or experts."""
+COMPANY = (*TENANTS, LoraConfig(rank=4, seed=4))
+"""The first and the last train experts in one stream."""
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +106,18 @@ def test_a_family_trains_as_transformers_does(name: str, mesh: Mesh, tmp_path: P
     assert_close_arrays(found, expected, 1e-4, "gradients")
 
 
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ADAPTED)
-def test_adapters_train_as_merged_weights_do(name: str, mesh: Mesh, tmp_path: Path) -> None:
-    """Tenants in one stream, against models of transformers with their adapters added to the weights.
+def test_adapters_train_as_merged_weights_do(name: str, strict: bool, mesh: Mesh, tmp_path: Path) -> None:
+    """Tenants in one stream, or each sequence in its own, against models with their adapters added to the weights.
 
     A change of W changes A and B by what the chain rule says: W + scale * B A.
     """
-    write_model(name, tmp_path / "model")
-    trainer = make_trainer(tmp_path / "model", mesh, strict=False)
-    add_tenants(trainer, 0.03)  # which changes the weights by about a third
-    found = iter(run(trainer, backward=True))
-    for index, lora in enumerate(TENANTS):
+    require_packing(name, write_model(name, tmp_path / "model").config, None)
+    trainer = make_trainer(tmp_path / "model", mesh, strict=strict)
+    add_tenants(trainer, 0.03, COMPANY)  # which changes the weights by about a third
+    found = iter(run(trainer, backward=True, num_models=len(COMPANY)))
+    for index, lora in enumerate(COMPANY):
         adapter = trainer.adapters[f"m{index}"]
         weights, gradients = (
             adapter.layout.named(flat.numpy()) for flat in (adapter.weights, not_none(adapter.gradients))
@@ -138,6 +141,7 @@ def merged(name: str, weights: Mapping[str, Array], scale: float) -> tuple[Any, 
     """Return the model with an adapter in its weights, and where each weight is."""
     model = tiny_causal_lm(name, SIZES)
     model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # the only one in float64
     tensors = {key: value.data.numpy() for key, value in model.named_parameters()}
     config = {**model.config.to_dict(), "architectures": [name]}
     places = weight_places(config, {key: value.shape for key, value in tensors.items()})
@@ -173,7 +177,6 @@ def test_sequences_are_within_the_short_frequencies_of_longrope() -> None:
 
 
 def test_windows_and_sinks_are_those_of_transformers() -> None:
-    """Of a class whose experts adapters cannot train: it is refused for them alone."""
     require_packing("GptOssForCausalLM", config_of("GptOssForCausalLM"), None)
 
 

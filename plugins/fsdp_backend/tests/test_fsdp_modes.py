@@ -103,9 +103,9 @@ def run(trainer: Trainer, *, backward: bool, num_models: int = len(TENANTS), kee
     return [each.logp_TK for each in sorted(scored, key=lambda each: each.index)]
 
 
-def add_tenants(trainer: Trainer, size: float = 0.1) -> None:
+def add_tenants(trainer: Trainer, size: float = 0.1, tenants: Sequence[LoraConfig] = TENANTS) -> None:
     """Give A and B of every tenant random values of about this size."""
-    for index, lora in enumerate(TENANTS):
+    for index, lora in enumerate(tenants):
         trainer.create_model(f"m{index}", lora)
         state = trainer.capture_adapter(f"m{index}")
         assert isinstance(state, AdapterState)

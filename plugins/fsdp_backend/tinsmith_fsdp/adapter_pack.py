@@ -9,6 +9,7 @@ does for each adapter is a few operations, for any number of layers.
 Legend: L = layers, G = groups, R = the common rank, r = an adapter's own.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Final
@@ -24,7 +25,7 @@ from tinsmith_workers.torch import to_device
 RANK_STEP: Final = 8  # grouped products need rows aligned to 16 bytes
 
 Stacks = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""A [L, G, R, in] and B [L, G, out, R] of each kind of linear layer."""
+"""A [L, G, R, in] and B [L, G, out, R] of each kind of linear layer; of experts, with an axis of them after G."""
 
 
 class AdapterPack:
@@ -76,7 +77,10 @@ def _zeros(layouts: Sequence[AdapterLayout], dtype: torch.dtype, device: torch.d
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*of_each, *shape, dtype=dtype, device=device)
 
-    return {kind: (zeros(rank, pair.A.shape[1]), zeros(pair.B.shape[0], rank)) for kind, pair in pairs.items()}
+    return {
+        kind: (zeros(*pair.A.shape[:-2], rank, pair.A.shape[-1]), zeros(*pair.B.shape[:-1], rank))
+        for kind, pair in pairs.items()
+    }
 
 
 def _first_layer(layout: AdapterLayout) -> Sequence[Pair]:
@@ -102,15 +106,18 @@ def _by_group(stacks: Stacks, layouts: Sequence[AdapterLayout]) -> Iterator[list
 
 
 def _of_rank(A: torch.Tensor, B: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return (A, B) if A.shape[1] == rank else (A[:, :rank], B[..., :rank])
+    return (A, B) if A.shape[-2] == rank else (A[..., :rank, :], B[..., :rank])
 
 
 def _of_vector(layout: AdapterLayout, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return, of each kind, A [L, r, in] and B [L, out, r]."""
+    """Return, of each kind, A [L, r, in] and B [L, out, r]; of experts, with an axis of them after L."""
     head, num_layers = layout.pairs.get(HEAD), len(layout.part.layers)
-    distance = (layout.size if head is None else head.A.offset) // num_layers
+    distance = (layout.shared_size if head is None else head.A.offset) // num_layers
+    of_experts = (layout.size - layout.shared_size) // num_layers  # in a region of its own
 
     def all_layers(first: Slot) -> torch.Tensor:
-        return flat.as_strided((num_layers, *first.shape), (distance, first.shape[1], 1), first.offset)
+        strides = [math.prod(first.shape[axis + 1 :]) for axis in range(len(first.shape))]
+        apart = of_experts if first.of_experts else distance
+        return flat.as_strided((num_layers, *first.shape), (apart, *strides), first.offset)
 
     return [all_layers(slot) for pair in _first_layer(layout) for slot in (pair.A, pair.B)]

@@ -33,11 +33,13 @@ def architecture_of(config: Mapping[str, Json], path: Path, context_tokens: int 
     if not class_name.endswith("ForCausalLM"):
         msg = f"{path}: architecture {class_name!r} is not supported, only those for text alone (...ForCausalLM)"
         raise ConfigError(msg)
+    if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        config = {**config, "quantization_config": None}  # the tensors say by their names which of them are
     shape = decoder_shape(config, path, supported=[class_name])
-    if shape.experts is not None:
+    if shape.experts is not None and shape.int8 is not None:
         msg = (
-            f"{path}: {class_name} is a mixture of experts, which the fsdp backend does not train; use the backend "
-            "megatron or jax"
+            f"{path}: {class_name} has experts of 8-bit integers, which the fsdp backend does not train; use the "
+            "unquantised model, or the backend jax"
         )
         raise ConfigError(msg)
     _check_groups(shape, path)

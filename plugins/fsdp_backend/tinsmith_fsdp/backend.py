@@ -50,7 +50,7 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
 
     def __init__(self, config: FsdpConfig, context: BackendContext, launch_with: MakeLauncher | None = None) -> None:
         self.architecture = read_architecture(context.model_directory, config.max_context_tokens)
-        _refuse_full_models_of_integers(config, self.architecture)
+        _refuse_full_models(config, self.architecture)
         super().__init__(start_ranks(PROGRAM, config, context, launch_with), config, context)
         self.most_kept = self.rank_tokens
         counted = self.setup.strict and self._budget.memory is not None
@@ -77,8 +77,8 @@ class FsdpBackend(WorkersBackend[FsdpConfig, Setup, Loaded]):
 
     @property
     def max_full_models(self) -> int:
-        """0 for a model of 8-bit integers: nothing can be trained in them."""
-        return 0 if self.architecture.int8 is not None else self.config.max_full_models
+        """0 for a model whose weights cannot be trained fully: see `_refuse_full_models`."""
+        return self.config.max_full_models if _why_no_full_models(self.architecture) is None else 0
 
     # sleep
 
@@ -210,13 +210,26 @@ def _check_tensor_parallel(arch: DecoderShape, tp: int) -> None:
             raise ConfigError(msg)
 
 
-def _refuse_full_models_of_integers(config: FsdpConfig, architecture: DecoderShape) -> None:
-    if architecture.int8 is not None and config.max_full_models and "max_full_models" in config.model_fields_set:
-        msg = (
-            f"max_full_models is {config.max_full_models}, and the base model's matrices are 8-bit integers, which "
-            "cannot be trained; set it to 0, or use the unquantised model"
-        )
+def _refuse_full_models(config: FsdpConfig, architecture: DecoderShape) -> None:
+    why = _why_no_full_models(architecture)
+    if why is not None and config.max_full_models and "max_full_models" in config.model_fields_set:
+        msg = f"max_full_models is {config.max_full_models}, and {why}"
         raise ConfigError(msg)
+
+
+def _why_no_full_models(architecture: DecoderShape) -> str | None:
+    """Return why not all weights of the model can be trained, with the remedy; None: they can."""
+    if architecture.int8 is not None:
+        return (
+            "the base model's matrices are 8-bit integers, which cannot be trained; set it to 0, or use the "
+            "unquantised model"
+        )
+    if architecture.experts is not None:
+        return (
+            "the fsdp backend trains adapters of experts, but not all weights of a model with experts; set it to 0, or "
+            "use the backend megatron"
+        )
+    return None
 
 
 def _half(micros: Sequence[MicroBatch], answers: Sequence[object]) -> int:

@@ -24,6 +24,7 @@ from tinsmith_checkpoints.huggingface import (
     joined_matrices,
     read_model_config,
 )
+from tinsmith_fsdp import experts
 from tinsmith_fsdp.causal_lm import (
     Buffer,
     attend_packed,
@@ -32,6 +33,7 @@ from tinsmith_fsdp.causal_lm import (
     read_config,
     require_parts,
 )
+from tinsmith_fsdp.expert_files import ExpertFiles
 from tinsmith_fsdp.lora import Adapters, JoinedLoraLinear, MultiLoraLinear
 from tinsmith_fsdp.mesh import Mesh
 from tinsmith_fsdp.packed_model import PackedModel, canonical_name
@@ -116,7 +118,8 @@ class BaseModel:
         """Replace every linear layer by an adaptable one."""
         int8, shapes = self._setup.architecture.int8, self._setup.architecture.linear_shapes()
         joined = joined_matrices(read_model_config(self._directory))
-        alone = [path for path in (*ATTENTION, *MLP) if not any(path in matrix.modules for matrix in joined)]
+        own = self._setup.architecture.plain_modules
+        alone = [path for path in own if not any(path in matrix.modules for matrix in joined)]
         for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
             for path in alone:
                 cut = 0 if path.rpartition(".")[2] in _COLUMN else 1
@@ -126,6 +129,8 @@ class BaseModel:
                 layer.set_submodule(path, MultiLoraLinear(linear, module, cut, num_scales=scales))
             for matrix in joined:
                 layer.set_submodule(matrix.path, _joined(layer, matrix, shapes, index))
+            if self._setup.architecture.experts is not None:
+                experts.adapt(layer, f"model.layers.{index}", self._setup.architecture.experts)
 
     def _divide(self, causal_lm: nn.Module) -> None:
         """Divide the matrices, the vocabulary and the tokens between layers over the tp axis."""
@@ -270,18 +275,20 @@ class BaseModel:
 
     def load(self, report: Report) -> None:
         """Read this rank's part of every tensor. Raises the errors of `WeightFiles`."""
-        with WeightFiles(self._directory, framework="pt") as files:
+        with WeightFiles(self._directory, framework="pt") as files, ExpertFiles(self._directory, files) as of_experts:
             for number, part in enumerate(self.parts):
-                self._read(part, files)
+                self._read(part, files, of_experts)
                 report((number + 1) / len(self.parts))
 
-    def _read(self, part: ParameterShard, files: WeightFiles) -> None:
+    def _read(self, part: ParameterShard, files: WeightFiles, of_experts: ExpertFiles) -> None:
         if part.rows.start == part.rows.stop:
             return
         cut = (part.rows,) if part.columns is None else (part.rows, part.columns)
         if part.parameter.dtype == torch.int8:
             columns = part.columns or slice(0, part.shape[1])
             piece = torch.from_numpy(files.integers(part.name, part.shape, (part.rows, columns)))
+        elif of_experts.has(part.name):
+            piece = of_experts.part(part.name, part.shape, part.rows)
         else:
             piece = files.part(part.name, part.shape, cut)
         self.read_bytes += piece.numel() * piece.element_size()
@@ -304,8 +311,10 @@ def _linear_of(layer: nn.Module, path: str, size: tuple[int, int], module: str) 
         return found
     linear = ", ".join(name for name, each in layer.named_modules() if isinstance(each, nn.Linear))
     shown = "none" if found is None else str(found)
+    adapted = ", ".join((*ATTENTION, *MLP))
     msg = (
         f"{module} should be a linear module from {size[0]} to {size[1]}, and is {shown}: the fsdp backend trains "
-        f"adapters of {', '.join((*ATTENTION, *MLP))}, and the linear modules of the model's layer are {linear}"
+        f"adapters of {adapted}, or of experts in place of the MLP, and the linear modules of the model's layer are "
+        f"{linear}"
     )
     raise ConfigError(msg)

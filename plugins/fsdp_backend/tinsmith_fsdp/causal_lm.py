@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from tinsmith import ConfigError
-from tinsmith_fsdp import attention
+from tinsmith_fsdp import attention, experts
 
 Buffer = tuple[nn.Module, str, torch.Tensor]
 _PARTS: Final = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
@@ -46,9 +46,11 @@ def require_parts(causal_lm: nn.Module) -> None:
 
 
 def attend_packed(causal_lm: nn.Module) -> None:
-    """Have the model's layers call our attention."""
+    """Have the model's layers call our attention, and our experts if it has any."""
     attention.register()
+    experts.register()
     causal_lm.config._attn_implementation = attention.NAME  # type: ignore[union-attr]  # noqa: SLF001  (where they look)
+    causal_lm.config._experts_implementation = experts.NAME  # type: ignore[union-attr]  # noqa: SLF001  (as above)
 
 
 def computed_buffers(causal_lm: nn.Module, device: torch.device) -> list[Buffer]:

@@ -37,6 +37,14 @@ _COMPILED_KEPT: Final = (8, 6, 6, 6, 14)
 _COMPILED_DIFFERENTIATED: Final = (2, 12, 0, 0, 0)
 """As `_DIFFERENTIATED`. From peaks on an H200: kernels write what they fuse beside all that the layer has kept."""
 
+_EXPERTS_KEPT: Final = {"bfloat16": (8, 10, 10, 8, 14), "float32": (19, 16, 14, 10, 28)}
+_EXPERTS_DIFFERENTIATED: Final = {"bfloat16": (3, 3, 0, 0, 0), "float32": (8, 4, 4, 3, 2)}
+"""As the above, of layers with experts, compiled or not. The inner size is that of all experts of a token."""
+
+_PAIR_KEPT: Final = {"bfloat16": 4, "float32": 8}
+_PAIR_DIFFERENTIATED: Final = {"bfloat16": 5, "float32": 1}
+"""In addition, bytes per token, expert of the token, and hidden size."""
+
 _TOP: Final = {"bfloat16": (4, 6), "float32": (8, 8)}
 """Bytes per token and hidden size at the head: for all tokens, and for a tensor-parallel rank's share."""
 _PER_TOKEN: Final = 500  # ids, positions, rotations
@@ -96,9 +104,12 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
     layer = weights.layer_bytes(item) // ranks.tp
     outside = weights.outside_layers * item // ranks.tp
     gathered = _gathered(config, weights, ranks, layer, outside)
-    keeps, takes = _factors(ranks)
+    keeps, takes = _factors(ranks, shape)
     kept = _of_layer(keeps, shape, ranks, config.max_lora_rank, whole=2 * item)
     more = _of_layer(takes, shape, ranks, config.max_lora_rank, whole=item)
+    if shape.experts is not None:
+        of_pairs = shape.experts.top_k * shape.hidden_size
+        kept, more = kept + _PAIR_KEPT[ranks.dtype] * of_pairs, more + _PAIR_DIFFERENTIATED[ranks.dtype] * of_pairs
     (whole, divided), vocabulary = _TOP[ranks.dtype], shape.vocab_size // ranks.tp
     return Costs(
         base=-(-(outside + weights.num_layers * layer) // ranks.shards),
@@ -143,11 +154,20 @@ def _converted(shape: DecoderShape) -> int:
     return largest if shape.int8.group_size is None else 2 * largest  # before and after its scales
 
 
-def _factors(ranks: Ranks) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _inner_size(shape: DecoderShape) -> int:
+    """Return the inner values of a token: of all experts that compute it, if the model has any."""
+    if shape.experts is None:
+        return shape.intermediate_size
+    return shape.experts.top_k * shape.experts.intermediate_size + shape.experts.shared_size
+
+
+def _factors(ranks: Ranks, shape: DecoderShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return a layer's kept memory and its additional peak, per token and size.
 
     Code that is compiled around attention (on CPUs, in float32) or collectives counts as if it were not.
     """
+    if shape.experts is not None:
+        return _EXPERTS_KEPT[ranks.dtype], _EXPERTS_DIFFERENTIATED[ranks.dtype]
     if ranks.compiled and ranks.dtype == "bfloat16" and ranks.tp == 1 and not ranks.on_cpu:
         return _COMPILED_KEPT, _COMPILED_DIFFERENTIATED
     return _KEPT[ranks.dtype], _DIFFERENTIATED[ranks.dtype]
@@ -160,5 +180,5 @@ def _of_layer(factors: tuple[int, ...], shape: DecoderShape, ranks: Ranks, lora_
     """
     hidden, inner, q, kv, rank = factors
     divided = (hidden - whole) * shape.hidden_size
-    divided += inner * shape.intermediate_size + q * shape.q_size + kv * shape.kv_size
+    divided += inner * _inner_size(shape) + q * shape.q_size + kv * shape.kv_size
     return divided // ranks.tp + whole * shape.hidden_size + rank * lora_rank

@@ -6,16 +6,27 @@ none: others compute group by group, behind operators that compiled code does no
 Legend: T = rows, G = groups, K and N = columns before and after.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 
+MOST_GROUPS: Final = 1023  # of one kernel of a GPU
+
 
 def grouped(x_TK: torch.Tensor, w_GNK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
     """Multiply each group's rows by its matrix: [T, N]. `ends_G` (int32): where each group ends; the last is T."""
+    if x_TK.dtype == torch.bfloat16 and len(w_GNK) > MOST_GROUPS:
+        return _in_parts(x_TK, w_GNK, ends_G)
     y: torch.Tensor = _Grouped.apply(x_TK, w_GNK, ends_G)  # type: ignore[no-untyped-call]
     return y
+
+
+def _in_parts(x_TK: torch.Tensor, w_GNK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Multiply by kernels of as many groups as one takes. Waits for the device, which says where their rows end."""
+    starts = [0, *ends_G[MOST_GROUPS - 1 : -1 : MOST_GROUPS].tolist()]
+    parts = zip(x_TK.tensor_split(starts[1:]), w_GNK.split(MOST_GROUPS), ends_G.split(MOST_GROUPS), starts, strict=True)
+    return torch.cat([grouped(x, w, ends - start) for x, w, ends, start in parts])
 
 
 class _Grouped(torch.autograd.Function):

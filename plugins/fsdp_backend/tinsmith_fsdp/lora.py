@@ -55,14 +55,14 @@ class Adapters(nn.Module):
         self.factors: Factors | None = None  # of the current stream
 
     def added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return y [1, T, out] with what the adapters make of x [1, T, in]."""
+        """Return y [1, T, out], or [T, out], with what the adapters make of x [1, T, in], or [T, in]."""
         if self.factors is None:
             return y
         A, B = self._own(self.factors, x.shape[-1], y.shape[-1])
         ends, scale = self.factors.ends, self.factors.scale
         if ends is not None:
-            h = self._narrow((grouped(x[0], A, ends) * scale).to(x.dtype))
-            return y + grouped(h, B, self._own_ends(ends, h.shape[0])).unsqueeze(0)
+            h = self._narrow((grouped(x.flatten(0, -2), A, ends) * scale).to(x.dtype))
+            return y + grouped(h, B, self._own_ends(ends, h.shape[0])).view(y.shape)
         return y + ((self._narrow(x.float() @ A.T) @ B.T) * scale).to(x.dtype)
 
     def _own(self, factors: Factors, d_in: int, d_out: int) -> tuple[torch.Tensor, torch.Tensor]:
