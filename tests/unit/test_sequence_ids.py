@@ -64,6 +64,7 @@ def test_ids_expire() -> None:
         ("x" * 10_000, "is not known"),
         (sampled(recorded=None), "was sampled without record_stability_info"),
     ],
+    ids=["another tenant", "another store", "longer prompt", "another sample", "no id", "long", "not recorded"],
 )
 def test_other_ids_are_refused(sequence_id: str, words: str) -> None:
     found = problem(sequence_id)
