@@ -39,6 +39,9 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_workers.torch.adamw:adamw_": (
         "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
     ),
+    "tinsmith_workers.torch.gated_delta:gated_delta": (
+        "libraries/workers/tests/test_gated_delta.py::test_packed_sequences_agree_with_transformers_on_each_alone"
+    ),
     "tinsmith_workers.torch.head:_chunks": FSDP + ROWS,
     "tinsmith_workers.torch.models:free_what_is_unused": FSDP + THERE_AND_BACK,
     "tinsmith_workers.torch.process_group:_computes_on_gpus": FSDP + NO_CPU,

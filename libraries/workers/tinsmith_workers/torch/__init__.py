@@ -5,6 +5,7 @@ The names exported here are public: a backend that depends on torch imports this
 
 from tinsmith_workers.torch.adamw import Stepped, adamw_
 from tinsmith_workers.torch.full_models import FullModelOfWorker, Piece, square_norm
+from tinsmith_workers.torch.gated_delta import causal_convolution, gated_delta
 from tinsmith_workers.torch.head import (
     HeadAdapters,
     Rows,
@@ -48,7 +49,9 @@ __all__ = [
     "Vocabulary",
     "adamw_",
     "all_gather_single",
+    "causal_convolution",
     "free_what_is_unused",
+    "gated_delta",
     "join_process_group",
     "local_devices",
     "reduce_scatter_single",
