@@ -1,7 +1,9 @@
 """Which process runs which test, in what order, and what `make test` leaves to `make test-all`."""
 
 import gc
-from collections.abc import Iterable, Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,3 +129,30 @@ def _mark_repetitions(items: Iterable[pytest.Item]) -> None:
         if key in seen:
             item.add_marker(pytest.mark.thorough)
         seen.add(key)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:  # Any: a Browser of tests/e2e/browser.py, which not every test can import
+    from browser import running_browser
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    with running_browser(chromium, tmp_path / "profile") as browser:
+        yield browser
+
+
+@pytest.fixture
+def take(browser: Any, tmp_path: Path) -> Callable[[str], None]:
+    """Return what takes pictures of a view in all sizes and colours, and holds that nothing is wider than the page."""
+    pictures = Path(os.environ.get("PAGE_PICTURES", tmp_path))
+    sizes = {"desktop": (1280, 800), "phone": (390, 844)}
+
+    def take(view: str) -> None:
+        for device, (width, height) in sizes.items():
+            for dark in (False, True):
+                browser.look(width=width, height=height, dark=dark)
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, device)
+                browser.picture(pictures / f"{view}-{device}-{'dark' if dark else 'light'}.png")
+
+    return take

@@ -139,7 +139,7 @@ def sampler_kl(op: ForwardBackward, outputs: Sequence[Mapping[str, Array]]) -> M
     These have a logprob in `logprobs` that is not 0, which stands at prompts. Means are over sequences, and the
     estimators are the same as of `rollout_kl`.
     """
-    drifts = [_drift(datum.loss_inputs, output) for datum, output in zip(op.data, outputs, strict=True)]
+    drifts = [drift_of(datum.loss_inputs, output) for datum, output in zip(op.data, outputs, strict=True)]
     drifts = [drift for drift in drifts if drift.size]
     if not drifts:
         return {}
@@ -149,7 +149,7 @@ def sampler_kl(op: ForwardBackward, outputs: Sequence[Mapping[str, Array]]) -> M
     return {"sampler_kl:mean": sum(kl) / len(kl), "sampler_kl_k3:mean": sum(kl_k3) / len(kl_k3)}
 
 
-def _drift(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Float64Array:
+def drift_of(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Float64Array:
     """Return the trainer's logprobs less the sampler's, of sampled tokens."""
     sampled_T = inputs["logprobs"].reshape(-1).astype(np.float64)
     drift_T: Float64Array = (outputs["logprobs"].reshape(-1) - sampled_T)[sampled_T != 0]

@@ -57,6 +57,8 @@ __all__ = [  # noqa: F405
     "ReportedFigures",
     "RequestStore",
     "ResultExpiredError",
+    "RolloutsRow",
+    "RolloutsTrained",
     "RunLog",
     "RunRecord",
     "RunState",

@@ -3,8 +3,10 @@
 import json
 import logging
 import math
+import struct
 import time
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
@@ -23,7 +25,7 @@ class Tracker:
 
     def __init__(self, url: str, key: str, run_id: str) -> None:
         self.run_id = run_id
-        self._url = f"{url.rstrip('/')}/api/v1/runs/{quote(run_id)}/metrics"
+        self._url = f"{url.rstrip('/')}/api/v1/runs/{quote(run_id)}"
         self._headers = {"x-api-key": key, "content-type": "application/json"}
 
     def log(self, step: int, metrics: Mapping[str, float] | None = None, /, **values: float) -> None:
@@ -37,25 +39,36 @@ class Tracker:
     def log_many(self, points: Sequence[Point]) -> None:
         """As `log`, for up to 1,000 steps at once."""
         body = {"points": [{"step": step, "values": _as_json(values)} for step, values in points]}
+        self._send("metrics", body, f"metrics of {len(points)} steps")
+
+    def _send(self, to: str, body: Mapping[str, Any], what: str) -> None:
         data = json.dumps(body, allow_nan=False).encode()
         for pause_s in (*_PAUSES_S, None):
-            problem = self._post(data)
+            problem = self._post(f"{self._url}/{to}", data)
             if problem is None:
                 return
             if pause_s is None:
-                _log.warning("metrics of %d steps of %s are not logged: %s", len(points), self.run_id, problem)
+                _log.warning("%s of %s are not logged: %s", what, self.run_id, problem)
             else:
                 time.sleep(pause_s)
 
-    def _post(self, data: bytes) -> Exception | None:
+    def log_rewards(self, step: int, data: Sequence[Any], rewards: Sequence[float]) -> None:
+        """Log the reward of each rollout of a step, given by the data that forward_backward trains on.
+
+        `data`: Datum objects of the SDK, in the order of `rewards`. Errors are as of `log`.
+        """
+        body = {"step": step, "rewards": dict(zip(map(_digest, data), map(float, rewards), strict=True))}
+        self._send("rewards", body, f"the rewards of step {step}")
+
+    def _post(self, url: str, data: bytes) -> Exception | None:
         """Return why it may work later, if so."""
         try:
-            urlopen(Request(self._url, data, self._headers), timeout=_TIMEOUT_S).close()
+            urlopen(Request(url, data, self._headers), timeout=_TIMEOUT_S).close()
         except HTTPError as error:
             with error:
                 if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code == HTTPStatus.TOO_MANY_REQUESTS:
                     return error
-                msg = f"the server refuses the metrics of {self.run_id}: {error.read().decode(errors='replace')}"
+                msg = f"the server refuses what {self.run_id} logs: {error.read().decode(errors='replace')}"
             raise ValueError(msg) from error
         except (URLError, OSError) as error:
             return error
@@ -79,3 +92,9 @@ def track(training_client: Any) -> Tracker:  # Any: a TrainingClient of the SDK,
 def _as_json(values: Mapping[str, float]) -> dict[str, float | None]:
     numbers = {name: float(value) for name, value in values.items()}
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def _digest(datum: Any) -> str:
+    """Return how the server knows the sequence of a Datum: its tokens, and the last target."""
+    tokens = [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
+    return blake2b(struct.pack(f"<{len(tokens)}i", *tokens), digest_size=16).hexdigest()

@@ -1,49 +1,25 @@
 """The page, in a browser: a run that the SDK trains appears, its curve grows, and its reward arrives."""
 
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import tinker
-from browser import Browser, running_browser
+from browser import Browser
 from test_curves import WAIT_S, trained
 
 import tinsmith
 from tinsmith.testing.harness import RunningServer, running_server
+
+Take = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with running_server(tmp_path_factory.mktemp("page")) as server:
         yield server
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("needs Chromium")
-    with running_browser(chromium, tmp_path / "profile") as browser:
-        yield browser
-
-
-def _photographer(browser: Browser, directory: Path) -> Callable[[str], None]:
-    """Return what takes pictures of a view in all sizes and colours, and holds that nothing is wider than the page."""
-    pictures = Path(os.environ.get("PAGE_PICTURES", directory))
-    sizes = {"desktop": (1280, 800), "phone": (390, 844)}
-
-    def take(view: str) -> None:
-        for device, (width, height) in sizes.items():
-            for dark in (False, True):
-                browser.look(width=width, height=height, dark=dark)
-                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, device)
-                browser.picture(pictures / f"{view}-{device}-{'dark' if dark else 'light'}.png")
-
-    return take
 
 
 def test_the_page_needs_no_key_and_no_other_host(server: RunningServer) -> None:
@@ -61,11 +37,10 @@ def test_the_page_needs_no_key_and_no_other_host(server: RunningServer) -> None:
         assert httpx.get(server.url + secret, timeout=WAIT_S).status_code == 404
 
 
-def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, tmp_path: Path) -> None:
+def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, take: Take) -> None:
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
     first, second = (client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S) for _ in range(2))
     trained(first, 2)
-    take = _photographer(browser, tmp_path)
     browser.look(width=1280, height=800, dark=False)
     browser.open(server.url)  # which has no keys, so its page asks for none
     browser.until("document.querySelectorAll('#rows tr').length === 2")
@@ -95,14 +70,13 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     assert browser.problems == []
 
 
-def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser) -> None:
+def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser, take: Take) -> None:
     keys = [{"key": f"tml-{name}", "tenant": name, "admin": name == "root"} for name in ("ann", "bob", "root")]
     with running_server(tmp_path, server={"api_keys": keys}, engines=False) as server:
         for name in ("ann", "bob"):
             client = tinker.ServiceClient(base_url=server.url, api_key=f"tml-{name}")
             client.create_lora_training_client(base_model="toy", rank=4)  # waits: no engine runs
         shown = "[...document.querySelectorAll('#cards tbody tr')].map((row) => row.cells[0].textContent).join()"
-        take = _photographer(browser, tmp_path)
         browser.look(width=1280, height=800, dark=False)
         browser.open(f"{server.url}/#view=engines&key=tml-root")
         browser.until(f"{shown} === 'ann,bob'")
@@ -120,14 +94,14 @@ def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser) 
         assert browser.problems == []
 
 
-def test_a_server_with_keys_asks_for_one_until_it_is_known(tmp_path: Path, browser: Browser) -> None:
+def test_a_server_with_keys_asks_for_one_until_it_is_known(tmp_path: Path, browser: Browser, take: Take) -> None:
     keys = [{"key": "tml-secret", "tenant": "ann"}]
     with running_server(tmp_path, server={"api_keys": keys}) as server:
         browser.open(server.url)
         browser.until("document.activeElement?.id === 'key'")
         assert server.url in browser.evaluate("document.querySelector('#snippet').textContent")
         assert browser.evaluate("document.querySelector('#problem').hidden")
-        _photographer(browser, tmp_path)("key")
+        take("key")
         browser.evaluate("document.querySelector('#key').value = 'tml-secret'")
         browser.press("Enter")
         browser.until("!document.querySelector('#runs').hidden && !document.querySelector('#none').hidden")

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from typing import Final
 
 from tinsmith import operations as ops
-from tinsmith.corrections import has_sampler_logprobs, sampler_kl
 from tinsmith.engine.claimed import Finished, Ran, usage_of
 from tinsmith.engine.claims import Claims
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.failures import with_retries
+from tinsmith.engine.rollouts import shows_rollouts, with_rollouts
 from tinsmith.failpoints import durable_boundary
 from tinsmith.figures import (
     BATCH_FILL,
@@ -85,7 +85,7 @@ class Recorder:
     @durable_boundary("engine.record")
     async def _record(self, batches: Sequence[_Batch]) -> None:
         batches = [
-            replace(each, finished=[await self._recordable(await _seen(one)) for one in each.finished])
+            replace(each, finished=[await self._recordable(await self._shown(one)) for one in each.finished])
             for each in batches
         ]
         completions = [each.completion(usage, batch.ran) for batch in batches for each, usage in batch.used()]
@@ -108,6 +108,12 @@ class Recorder:
             self.on_finished(event)
         else:
             finished.outcome.comparing.add_done_callback(compared)
+
+    async def _shown(self, finished: Finished) -> Finished:
+        """Add what a pass of reinforcement learning shows. The device does not wait for this."""
+        if not shows_rollouts(finished):
+            return finished
+        return await asyncio.to_thread(with_rollouts, finished, self.engine.settings.server.rollout_bytes)
 
     async def _recordable(self, finished: Finished) -> Finished:
         """Replace a result that the store cannot hold by a failure that says so. Everything else goes on."""
@@ -146,14 +152,3 @@ class Recorder:
                 hits = result.prompt_cache_hit_tokens
                 figures.count(PREFIX_TOKENS, hits, "hit")
                 figures.count(PREFIX_TOKENS, usage.prefilled_tokens - hits, "miss")
-
-
-async def _seen(finished: Finished) -> Finished:
-    """Add what a pass of reinforcement learning shows. The device does not wait for this."""
-    operation, result = finished.claimed.operation, finished.outcome.result
-    if not isinstance(operation, ops.ForwardBackward) or not isinstance(result, ops.ForwardBackwardOutput):
-        return finished
-    if not has_sampler_logprobs(operation):
-        return finished
-    seen = await asyncio.to_thread(sampler_kl, operation, result.loss_fn_outputs)
-    return replace(finished, outcome=replace(finished.outcome, seen=seen))

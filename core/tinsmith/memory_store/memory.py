@@ -28,6 +28,7 @@ from tinsmith.store import (
     OperationState,
     RecoveryPointRecord,
     ReportedFigures,
+    RolloutsRow,
     RunRecord,
     RunState,
     SamplingSessionRecord,
@@ -39,6 +40,7 @@ from tinsmith.store.codec import encode_operation, encode_result, kind_of
 from tinsmith.store.metrics import encode_values, row_bytes
 from tinsmith.store.records import SILENCE
 from tinsmith.store.request_ids import new_request_id
+from tinsmith.store.rollouts import row_bytes as rollout_bytes
 from tinsmith.store.shares import Applicant, Idle, Taken
 from tinsmith.store.wakeups import done_topic, metrics_topic, places_topic, samples_topic, work_topic
 
@@ -84,6 +86,7 @@ class Run:
     rebuilds: int = 0  # begun and not finished
     metrics: dict[tuple[int, int], MetricsRow] = field(default_factory=dict)  # by step and seq_id
     share_links: dict[str, ShareLink] = field(default_factory=dict)  # by id
+    rollouts: dict[tuple[int, int], RolloutsRow] = field(default_factory=dict)  # by step and seq_id
 
     @property
     def is_live(self) -> bool:
@@ -312,6 +315,17 @@ class Memory:
         more = row_bytes(run.record.model_id, encode_values(row.values))
         run.change(metric_bytes=run.record.metric_bytes + more)
         self.told.append(metrics_topic(run.record.model_id))
+
+    def keep_rollouts(self, run: Run, row: RolloutsRow, max_bytes: int) -> None:
+        """Keep a row of rollouts, in place of the one with its step and seq_id; drop the oldest ones if necessary."""
+        run.rollouts[row.step, row.seq_id] = row
+        sizes = {key: rollout_bytes(run.record.model_id, each.content) for key, each in sorted(run.rollouts.items())}
+        total = sum(sizes.values())
+        for key, size in sizes.items():
+            if total > max_bytes:
+                del run.rollouts[key]
+                total -= size
+        run.change(rollout_bytes=total)
 
     # gaps, and the end of a session
 

@@ -52,6 +52,8 @@ from tinsmith.store import (
     RecoveryPointTaken,
     ReportedFigures,
     RequestStore,
+    RolloutsRow,
+    RolloutsTrained,
     RunLog,
     RunRecord,
     RunState,
@@ -71,6 +73,7 @@ from tinsmith.store.codec import decode_result
 from tinsmith.store.metrics import merged
 from tinsmith.store.records import CLEARING, OF_CLIENT, PASS, SILENCE
 from tinsmith.store.refusals import refuse_large_metadata
+from tinsmith.store.rollouts import with_rewards
 from tinsmith.store.shares import decide, place_wait
 from tinsmith.store.wakeups import (
     WakeUps,
@@ -674,6 +677,9 @@ class MemoryStore(RequestStore):
                 memory.keep_newest(effect.record, effect.keep)
             case ExpertsSampled():
                 self._keep_experts(effect)
+            case RolloutsTrained():
+                row = RolloutsRow(step=effect.step, seq_id=effect.seq_id, number=effect.number, content=effect.content)
+                memory.keep_rollouts(memory.run(effect.model_id), row, effect.max_bytes)
 
     def _keep_experts(self, sampled: ExpertsSampled) -> None:
         kept, now = self._memory.experts, datetime.now(UTC)
@@ -958,8 +964,8 @@ class MemoryStore(RequestStore):
         for (of, _, _), (experts, _) in memory.experts.items():
             kept[of]["routed_experts"] += len(experts)
         for run in memory.runs.values():
-            if run.record.metric_bytes:
-                kept[run.record.tenant]["metrics"] += run.record.metric_bytes
+            if num_bytes := run.record.metric_bytes + run.record.rollout_bytes:
+                kept[run.record.tenant]["metrics"] += num_bytes
         return [KeptBytes(tenant=of, **found) for of, found in sorted(kept.items()) if tenant in (None, of)]
 
     @_transaction
@@ -1023,6 +1029,26 @@ class MemoryStore(RequestStore):
     def delete_share_link(self, model_id: str, share_id: str) -> bool:
         run = self._memory.runs.get(model_id)
         return run is not None and run.share_links.pop(share_id, None) is not None
+
+    # rollouts
+
+    @_transaction
+    def log_rewards(self, model_id: str, step: int, rewards: Mapping[bytes, float], max_bytes: int) -> None:
+        run = self._memory.run(model_id)
+        before = run.rollouts.get((step, OF_CLIENT))
+        content = with_rewards(None if before is None else before.content, step, rewards)
+        row = RolloutsRow(step=step, seq_id=OF_CLIENT, number=0, content=content)
+        self._memory.keep_rollouts(run, row, max_bytes)
+
+    @_transaction
+    def rollout_steps(self, model_id: str) -> list[int]:
+        run = self._memory.runs.get(model_id)
+        return sorted({step for step, seq_id in (run.rollouts if run is not None else ()) if seq_id != OF_CLIENT})
+
+    @_transaction
+    def read_rollouts(self, model_id: str, step: int) -> list[RolloutsRow]:
+        run = self._memory.runs.get(model_id)
+        return [row for key, row in sorted(run.rollouts.items()) if key[0] == step] if run is not None else []
 
     # tokens that are being drawn
 

@@ -36,6 +36,7 @@ from tinsmith.server.routes import (
     engines,
     futures,
     metrics,
+    rollouts,
     runs,
     sampling,
     searches,
@@ -56,7 +57,7 @@ from tinsmith.store.disk_room import space_at
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (
     *(futures, training, sampling, weights, sessions, service, runs, downloads),
-    *(copies, uploads, searches, metrics, engines, usage, traces),
+    *(copies, uploads, searches, metrics, rollouts, engines, usage, traces),
 )
 
 

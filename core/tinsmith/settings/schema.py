@@ -230,6 +230,12 @@ class ServerSettings(_Section):
         description="seconds after its last heartbeat for which an ended session is kept; then it is deleted with "
         "its models and sampling sessions, unless they still have results or checkpoints; `null` keeps all",
     )
+    rollout_bytes: int = Field(
+        8 << 20,
+        ge=0,
+        description="bytes of rollouts kept for each run, as long as the run; those of the oldest steps are dropped "
+        "first; 0 keeps none",
+    )
     max_request_bytes: int = Field(
         64 << 20,
         ge=1 << 20,

@@ -28,6 +28,7 @@ from tinsmith.sql_store.subjects import (
     places,
     recovery,
     requests,
+    rollouts,
     runs,
     sampling,
     sessions,
@@ -244,6 +245,11 @@ class SqlStore(RequestStore):
     find_share_link = _read(share_links.find)
     list_share_links = _read(share_links.of_run)
     delete_share_link = _durable(share_links.delete)
+
+    # rollouts
+    log_rewards = _durable(rollouts.log_rewards)
+    rollout_steps = _read(rollouts.steps)
+    read_rollouts = _read(rollouts.read)
 
     # tokens that are being drawn
     tell_drawn = _relaxed(sampling.tell)

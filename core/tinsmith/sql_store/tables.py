@@ -102,6 +102,7 @@ class Runs(Table, table=True):
     rebuilds: int  # rebuilds begun and not finished: how often an engine died in one
     steps: int = _int64()
     metric_bytes: int = _int64()
+    rollout_bytes: int = _int64()
 
 
 class SamplingSessions(Table, table=True):
@@ -331,6 +332,17 @@ class ShareLinks(Table, table=True):
     model_id: str = Field(index=True)
     created_at: int = _int64()
     expires_at: int | None = _int64(nullable=True)
+
+
+class Rollouts(Table, table=True):
+    """The rollouts of one pass, or the rewards that the client logged for one step (`seq_id` -1)."""
+
+    model_id: str = Field(primary_key=True)
+    step: int = _key_part()
+    seq_id: int = _key_part()
+    number: int
+    num_bytes: int = _int64()
+    content: bytes = Field(sa_type=LargeBinary)
 
 
 class Secrets(Table, table=True):

@@ -109,6 +109,7 @@ class RunRecord:
     applied_seq_id: int = -1  # the highest one whose result is recorded
     steps: int = 0  # optimizer steps behind its recorded results, including a loaded state's
     metric_bytes: int = 0  # of metrics ever written
+    rollout_bytes: int = 0  # of rollouts that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,8 +441,26 @@ class ExpertsSampled:
     max_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutsTrained:
+    """The rollouts of one pass. Of each run, the newest `max_bytes` are kept."""
+
+    model_id: str
+    step: int
+    seq_id: int
+    number: int  # of sequences in the pass; fewer may be kept
+    content: bytes  # `rollouts.encode_rollouts`
+    max_bytes: int
+
+
 Effect = (
-    RunStateChanged | LoraResolved | CheckpointWritten | SamplingSessionCreated | RecoveryPointTaken | ExpertsSampled
+    RunStateChanged
+    | LoraResolved
+    | CheckpointWritten
+    | SamplingSessionCreated
+    | RecoveryPointTaken
+    | ExpertsSampled
+    | RolloutsTrained
 )
 
 
@@ -530,7 +549,7 @@ class KeptBytes:
     snapshots: int = 0  # of open sampling sessions that own one
     recovery_points: int = 0
     routed_experts: int = 0
-    metrics: int = 0
+    metrics: int = 0  # and rollouts
 
     @property
     def total(self) -> int:
@@ -656,6 +675,16 @@ class ShareLink:
     model_id: str
     created_at: datetime
     expires_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutsRow:
+    """The rollouts of one pass, or the rewards that the client logged for one step."""
+
+    step: int
+    seq_id: int  # OF_CLIENT: the client's rewards
+    number: int  # of sequences in the pass
+    content: bytes  # `rollouts.decode_rollouts`, or `decode_rewards`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ seq_ids only have to be unique within it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -45,6 +45,7 @@ from tinsmith.store.records import (
     Position,
     RecoveryPointRecord,
     ReportedFigures,
+    RolloutsRow,
     RunLog,
     RunRecord,
     SamplingSessionRecord,
@@ -630,6 +631,23 @@ class RequestStore(ABC):
     @abstractmethod
     async def delete_share_link(self, model_id: str, share_id: str) -> bool:
         """Delete a link of a run. Return whether it was there."""
+
+    # rollouts: recorded with the pass that trained on them (RolloutsTrained), and kept as long as its run
+
+    @abstractmethod
+    async def log_rewards(self, model_id: str, step: int, rewards: Mapping[bytes, float], max_bytes: int) -> None:
+        """Keep rewards of a step, by the digest of the sequence. One replaces the one with its digest.
+
+        Repeating a call changes nothing. Raise UserError if a step would have more than `MOST_REWARDS`.
+        """
+
+    @abstractmethod
+    async def rollout_steps(self, model_id: str) -> list[int]:
+        """Return the steps of which rollouts are kept, in order."""
+
+    @abstractmethod
+    async def read_rollouts(self, model_id: str, step: int) -> list[RolloutsRow]:
+        """Return the rows of a step by seq_id: first the client's rewards, if there are any."""
 
     # tokens on their way to a client that reads them while they are drawn
 

@@ -58,6 +58,7 @@ from tinsmith.testing.store_records import (
 )
 from tinsmith.testing.store_recovery import RecoveryContract
 from tinsmith.testing.store_retention import RetentionContract
+from tinsmith.testing.store_rollouts import RolloutsContract
 from tinsmith.testing.store_share_links import ShareLinksContract
 from tinsmith.testing.store_streams import StreamsContract
 from tinsmith.testing.store_tallies import TalliesContract
@@ -72,6 +73,7 @@ class RequestStoreContract(
     RoutedExpertsContract,
     MetricsContract,
     ShareLinksContract,
+    RolloutsContract,
     StreamsContract,
     TalliesContract,
 ):

@@ -1,14 +1,11 @@
 """The chat page in a browser: two checkpoints answer side by side, each with its own text, while it is drawn."""
 
-import os
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 import tinker
-from browser import Browser, running_browser
+from browser import Browser
 from openai_served import checkpoint, toy_model, train_to_say
 
 from tinsmith.testing.harness import RunningServer, running_server
@@ -23,15 +20,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("needs Chromium")
-    with running_browser(chromium, tmp_path / "profile") as browser:
-        yield browser
-
-
 def test_the_page_is_public_and_whole(server: RunningServer) -> None:
     for path in ("/chat", "/chat/chat.css", "/chat/chat.js"):
         answer = httpx.get(server.url + path, timeout=60).raise_for_status()
@@ -39,7 +27,9 @@ def test_the_page_is_public_and_whole(server: RunningServer) -> None:
     assert httpx.get(f"{server.url}/chat/chat.html", timeout=60).status_code == 404
 
 
-def test_two_checkpoints_answer_side_by_side(server: RunningServer, browser: Browser, tmp_path: Path) -> None:
+def test_two_checkpoints_answer_side_by_side(
+    server: RunningServer, browser: Browser, take: Callable[[str], None]
+) -> None:
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
     training = service.create_lora_training_client(base_model="toy", rank=8, seed=1).result()
     paths = []
@@ -64,12 +54,7 @@ def test_two_checkpoints_answer_side_by_side(server: RunningServer, browser: Bro
     browser.until("document.querySelectorAll('.assistant small').length === 2")
     said = "[...document.querySelectorAll('.assistant')].map((each) => each.firstChild.textContent)"
     assert browser.evaluate(said) == ["kkkkkk", "mmmmmm"]
-    pictures = Path(os.environ.get("PAGE_PICTURES", tmp_path))
-    for device, (width, height) in {"desktop": (1280, 800), "phone": (390, 844)}.items():
-        for dark in (False, True):
-            browser.look(width=width, height=height, dark=dark)
-            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), device
-            browser.picture(pictures / f"chat-{device}-{'dark' if dark else 'light'}.png")
+    take("chat")
 
     # a second turn goes on; what is refused is told, and forgotten
     browser.evaluate("document.querySelector('#text').value = 'and?'; document.querySelector('#say').requestSubmit()")

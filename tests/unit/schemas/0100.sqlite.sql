@@ -3,7 +3,7 @@ CREATE INDEX ix_sessions_created_at ON sessions (created_at);
 CREATE INDEX ix_sessions_last_seen_at ON sessions (last_seen_at);
 CREATE INDEX ix_sessions_open ON sessions (tenant) WHERE ended IS NULL;
 CREATE INDEX ix_sessions_tenant ON sessions (tenant);
-CREATE TABLE runs ( model_id VARCHAR NOT NULL, session_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, base_model VARCHAR NOT NULL, lora JSON NOT NULL, created_at BIGINT NOT NULL, last_request_at BIGINT NOT NULL, user_metadata JSON, state VARCHAR NOT NULL, state_reason VARCHAR, next_seq_id BIGINT NOT NULL, applied_seq_id BIGINT NOT NULL, arrived_seq_id BIGINT NOT NULL, pruned_seq_id BIGINT NOT NULL, unload_seq_id BIGINT, rebuilds INTEGER NOT NULL, steps BIGINT NOT NULL, metric_bytes BIGINT NOT NULL, CONSTRAINT pk_runs PRIMARY KEY (model_id) );
+CREATE TABLE runs ( model_id VARCHAR NOT NULL, session_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, base_model VARCHAR NOT NULL, lora JSON NOT NULL, created_at BIGINT NOT NULL, last_request_at BIGINT NOT NULL, user_metadata JSON, state VARCHAR NOT NULL, state_reason VARCHAR, next_seq_id BIGINT NOT NULL, applied_seq_id BIGINT NOT NULL, arrived_seq_id BIGINT NOT NULL, pruned_seq_id BIGINT NOT NULL, unload_seq_id BIGINT, rebuilds INTEGER NOT NULL, steps BIGINT NOT NULL, metric_bytes BIGINT NOT NULL, rollout_bytes BIGINT NOT NULL, CONSTRAINT pk_runs PRIMARY KEY (model_id) );
 CREATE INDEX ix_runs_session_id ON runs (session_id);
 CREATE INDEX ix_runs_live ON runs (base_model, created_at) WHERE state IN ('creating', 'ready', 'parked');
 CREATE INDEX ix_runs_live_of_tenant ON runs (tenant) WHERE state IN ('creating', 'ready', 'parked');
@@ -41,6 +41,7 @@ CREATE INDEX ix_routed_experts_tenant_id_num_bytes ON routed_experts (tenant, id
 CREATE TABLE metrics ( model_id VARCHAR NOT NULL, step BIGINT NOT NULL, seq_id BIGINT NOT NULL, time BIGINT NOT NULL, numbers BLOB NOT NULL, CONSTRAINT pk_metrics PRIMARY KEY (model_id, step, seq_id) ) WITHOUT ROWID;
 CREATE TABLE share_links ( share_id VARCHAR NOT NULL, digest VARCHAR NOT NULL, model_id VARCHAR NOT NULL, created_at BIGINT NOT NULL, expires_at BIGINT, CONSTRAINT pk_share_links PRIMARY KEY (share_id), CONSTRAINT uq_share_links_digest UNIQUE (digest) );
 CREATE INDEX ix_share_links_model_id ON share_links (model_id);
+CREATE TABLE rollouts ( model_id VARCHAR NOT NULL, step BIGINT NOT NULL, seq_id BIGINT NOT NULL, number INTEGER NOT NULL, num_bytes BIGINT NOT NULL, content BLOB NOT NULL, CONSTRAINT pk_rollouts PRIMARY KEY (model_id, step, seq_id) );
 CREATE TABLE secrets ( name VARCHAR NOT NULL, value BLOB NOT NULL, CONSTRAINT pk_secrets PRIMARY KEY (name) );
 CREATE TABLE retention ( id INTEGER NOT NULL, finished_before BIGINT NOT NULL, CONSTRAINT pk_retention PRIMARY KEY (id) );
 CREATE TABLE write_checks ( id INTEGER NOT NULL, content BLOB NOT NULL, CONSTRAINT pk_write_checks PRIMARY KEY (id) );

@@ -4,6 +4,7 @@ import { readKey, unfollow } from "./api.js";
 import { connect as connectCurves, hideCurves, showCurves } from "./curves.js";
 import { drawEngines, showEngines } from "./engines.js";
 import { $, MOST_RUNS } from "./parts.js";
+import { showRollouts } from "./rollouts.js";
 import { connect as connectRuns, showRuns } from "./runs.js";
 
 const REFRESH_MS = 2000; // of views that are read again and again
@@ -55,6 +56,9 @@ async function route() {
     show("engines");
     await showEngines();
     await refresh(drawEngines);
+  } else if (ids.length && asked.get("view") === "rollouts") {
+    show("rollouts");
+    await showRollouts(ids[0], asked.get("step"), asked.get("rollout"));
   } else if (ids.length) {
     show("curves");
     await showCurves(ids, tell);

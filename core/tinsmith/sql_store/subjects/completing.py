@@ -15,6 +15,7 @@ from tinsmith.sql_store.subjects import (
     log,
     metrics,
     models,
+    rollouts,
     sampling,
     usage,
 )
@@ -28,6 +29,7 @@ from tinsmith.store import (
     LoraResolved,
     OperationState,
     RecoveryPointTaken,
+    RolloutsTrained,
     RunStateChanged,
     SamplingSessionCreated,
 )
@@ -138,6 +140,8 @@ def _apply(tx: Transaction, effect: Effect) -> None:
             models.keep_newest_points(connection, effect.record, effect.keep)
         case ExpertsSampled():
             sampling.keep_experts(tx, effect)
+        case RolloutsTrained():
+            rollouts.keep(tx, effect)
 
 
 def _change_state(tx: Transaction, effect: RunStateChanged) -> None:

@@ -17,7 +17,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import CHUNK, Change, Query, insert_into, query, total
-from tinsmith.sql_store.subjects import log, metrics, sampling, share_links
+from tinsmith.sql_store.subjects import log, metrics, rollouts, sampling, share_links
 from tinsmith.sql_store.transaction import Transaction
 
 
@@ -187,6 +187,7 @@ def delete_unneeded(tx: Transaction, rows: Rows, keys: Sequence[str]) -> int:
         _DELETE_COUNTS.run(tx.connection, keys=keys)
     if rows is _MODELS:
         metrics.DELETE_OF_DELETED.run(tx.connection, keys=keys)
+        rollouts.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         share_links.DELETE_OF_DELETED.run(tx.connection, keys=keys)
     return deleted
 

@@ -52,7 +52,7 @@ _SIZES = {  # by kind: the tenant, the bytes of a row, and the rows
         "recovery_points JOIN runs ON runs.model_id = recovery_points.model_id WHERE TRUE",
     ),
     "routed_experts": ("tenant", "num_bytes", "routed_experts WHERE TRUE"),
-    "metrics": ("tenant", "metric_bytes", "runs WHERE metric_bytes > 0"),
+    "metrics": ("tenant", "metric_bytes + rollout_bytes", "runs WHERE metric_bytes + rollout_bytes > 0"),
 }
 
 

@@ -1,0 +1,122 @@
+"""Rollouts as people and programs read them: a step's, by reward, and one in full, with its text."""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from tinsmith.errors import NotFoundError
+from tinsmith.protocol import wire
+from tinsmith.server.run_views import finite
+from tinsmith.store import RolloutsRow
+from tinsmith.store.records import OF_CLIENT
+from tinsmith.store.refusals import no_such
+from tinsmith.store.rollouts import Rollout, decode_rewards, decode_rollouts
+
+_SHOWN: Final = 64  # tokens of a rollout in a list
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    name: str
+    rollout: Rollout
+    reward: float | None
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        return self.reward is None, -(self.reward or 0.0), -self.rollout.advantage
+
+
+@cache
+def decoder_of(directory: Path) -> Decode | None:
+    """Return what decodes tokens of a base model; None without its tokenizer, or the library."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
+    except ModuleNotFoundError:
+        return None
+
+    def decode(tokens: Sequence[int]) -> str:
+        text: str = tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    return decode
+
+
+def list_of(
+    run_id: str, steps: list[int], step: int | None, rows: Sequence[RolloutsRow], directory: Path | None
+) -> wire.RolloutList:
+    decode = None if directory is None else decoder_of(directory)
+    named = sorted(_named(rows), key=lambda each: each.rank)
+    return wire.RolloutList(
+        run_id=run_id,
+        steps=steps,
+        step=step,
+        number=sum(row.number for row in rows),
+        rollouts=[wire.RolloutSummary(**_summary(each, decode)) for each in named],
+    )
+
+
+def view_of(run_id: str, step: int, name: str, rows: Sequence[RolloutsRow], directory: Path | None) -> wire.RolloutView:
+    """Raises NotFoundError if the step has no such rollout, or no longer."""
+    found = next((each for each in _named(rows) if each.name == name), None)
+    if found is None:
+        raise NotFoundError(no_such("rollout", name))
+    decode, tokens = None if directory is None else decoder_of(directory), _tokens(found.rollout)
+    parts = [
+        wire.RolloutPart(sampled=sampled, tokens=tokens[first:after], text=decode and decode(tokens[first:after]))
+        for sampled, first, after in _parts(found.rollout, len(tokens))
+    ]
+    return wire.RolloutView(**_summary(found, decode), run_id=run_id, step=step, parts=parts)
+
+
+def _named(rows: Sequence[RolloutsRow]) -> Iterator[_Named]:
+    rewards = {
+        digest: reward
+        for row in rows
+        if row.seq_id == OF_CLIENT
+        for digest, reward in decode_rewards(row.content).items()
+    }
+    for row in rows:
+        if row.seq_id != OF_CLIENT:
+            for number, rollout in enumerate(decode_rollouts(row.content)):
+                name = f"{row.step}-{row.seq_id}-{number}"
+                yield _Named(name=name, rollout=rollout, reward=rewards.get(rollout.digest))
+
+
+def _tokens(rollout: Rollout) -> list[int]:
+    tokens: list[int] = np.frombuffer(rollout.tokens, "<i4").tolist()
+    return tokens
+
+
+def _parts(rollout: Rollout, length: int) -> Iterator[tuple[bool, int, int]]:
+    at = 0
+    for first, after in rollout.sampled:
+        if at < first:
+            yield False, at, first
+        yield True, first, after
+        at = after
+    if at < length:
+        yield False, at, length
+
+
+def _summary(named: _Named, decode: Decode | None) -> dict[str, object]:
+    rollout, tokens = named.rollout, _tokens(named.rollout)
+    first = rollout.sampled[0][0] if rollout.sampled else len(tokens)
+    return {
+        "rollout": named.name,
+        "reward": named.reward,
+        "advantage": finite(rollout.advantage),
+        "kl": finite(rollout.kl),
+        "prompt_tokens": first,
+        "sampled_tokens": sum(after - first for first, after in rollout.sampled),
+        "text": decode and decode(tokens[first : first + _SHOWN]),
+    }

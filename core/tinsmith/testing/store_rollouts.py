@@ -1,0 +1,89 @@
+"""The part of the store contract about rollouts, and the rewards that clients log for them."""
+
+import pytest
+
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.operations import ModelUnloaded, OptimStepOutput
+from tinsmith.store import RequestStore, RolloutsTrained, RunState, RunStateChanged
+from tinsmith.store.records import OF_CLIENT
+from tinsmith.store.rollouts import MOST_REWARDS, decode_rewards, row_bytes
+from tinsmith.testing.store_records import NOW, a_model, an_operation, claim, complete, done
+from tinsmith.testing.store_suite import StoreSuite
+
+_MODEL = "s1:train:0"
+_ROOM = 10_000
+
+
+async def _trained(
+    store: RequestStore, seq_id: int, step: int, content: bytes = b"rollouts", max_bytes: int = _ROOM
+) -> None:
+    """Complete a pass of the model, with its rollouts."""
+    request_id = await store.submit(an_operation(seq_id=seq_id))
+    await claim(store)
+    effect = RolloutsTrained(model_id=_MODEL, step=step, seq_id=seq_id, number=4, content=content, max_bytes=max_bytes)
+    await complete(store, [done(request_id, OptimStepOutput(), effect)])
+
+
+async def _rows(store: RequestStore, step: int) -> list[tuple[int, int, bytes]]:
+    return [(each.seq_id, each.number, each.content) for each in await store.read_rollouts(_MODEL, step)]
+
+
+class RolloutsContract(StoreSuite):
+    async def test_rollouts_are_there_with_the_result_of_their_pass(self, trained: RequestStore) -> None:
+        await _trained(trained, 1, 0, b"one")
+        await _trained(trained, 2, 0, b"two")
+        await _trained(trained, 3, 5, b"three")
+        assert await trained.rollout_steps(_MODEL) == [0, 5]
+        assert await _rows(trained, 0) == [(1, 4, b"one"), (2, 4, b"two")]
+        assert await _rows(trained, 1) == []
+        assert await trained.rollout_steps("nobody") == []
+        assert await trained.read_rollouts("nobody", 0) == []
+        kept = sum(row_bytes(_MODEL, content) for content in (b"one", b"two", b"three"))
+        assert (await trained.get_run(_MODEL)).rollout_bytes == kept
+        assert (await trained.kept_bytes("ann"))[0].metrics == kept
+
+    async def test_the_oldest_steps_go_first(self, trained: RequestStore) -> None:
+        room = 2 * row_bytes(_MODEL, bytes(100))
+        for seq_id, step in enumerate((7, 3, 8), start=1):
+            await _trained(trained, seq_id, step, bytes(100), max_bytes=room)
+        assert await trained.rollout_steps(_MODEL) == [7, 8]
+        assert (await trained.get_run(_MODEL)).rollout_bytes == room
+        await trained.log_rewards(_MODEL, 8, {b"a": 1.0}, room)
+        assert await trained.rollout_steps(_MODEL) == [8]
+
+    async def test_rewards_join_their_step_and_repeats_change_nothing(self, trained: RequestStore) -> None:
+        await trained.log_rewards(_MODEL, 2, {b"a": 1.0, b"b": 2.0}, _ROOM)  # before the pass
+        assert await trained.rollout_steps(_MODEL) == []
+        await _trained(trained, 1, 2)
+        for _ in range(2):
+            await trained.log_rewards(_MODEL, 2, {b"b": 3.0, b"c": 4.0}, _ROOM)
+        rewards, rollouts = await trained.read_rollouts(_MODEL, 2)
+        assert (rewards.seq_id, rewards.number) == (OF_CLIENT, 0)
+        assert decode_rewards(rewards.content) == {b"a": 1.0, b"b": 3.0, b"c": 4.0}
+        assert rollouts.seq_id == 1
+        kept = row_bytes(_MODEL, rewards.content) + row_bytes(_MODEL, rollouts.content)
+        assert (await trained.get_run(_MODEL)).rollout_bytes == kept
+
+    async def test_a_step_has_a_limited_number_of_rewards(self, trained: RequestStore) -> None:
+        many = {str(number).encode(): 0.0 for number in range(MOST_REWARDS)}
+        await trained.log_rewards(_MODEL, 0, many, 1 << 20)
+        with pytest.raises(UserError, match=f"step 0 would have {MOST_REWARDS + 1} rewards"):
+            await trained.log_rewards(_MODEL, 0, {b"more": 1.0}, 1 << 20)
+        with pytest.raises(NotFoundError, match="nobody"):
+            await trained.log_rewards("nobody", 0, {b"a": 1.0}, _ROOM)
+
+    async def test_rollouts_go_with_their_run(self, trained: RequestStore) -> None:
+        await _trained(trained, 1, 0)
+        await trained.end_session("s1", "success", None)
+        for request_id in await claim(trained):
+            unloaded = RunStateChanged(model_id=_MODEL, state=RunState.UNLOADED)
+            await complete(trained, [done(request_id, ModelUnloaded(model_id=_MODEL), unloaded)])
+        await trained.prune(NOW.replace(year=NOW.year + 9))
+        assert await trained.rollout_steps(_MODEL) == [0]  # the log is gone, the rollouts are not
+        await trained.forget_sessions(NOW.replace(year=NOW.year + 9))
+        assert await trained.rollout_steps(_MODEL) == []
+
+    @pytest.fixture
+    async def trained(self, store: RequestStore) -> RequestStore:
+        await a_model(store)
+        return store

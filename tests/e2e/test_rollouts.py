@@ -1,0 +1,181 @@
+"""Rollouts of a script of the SDK: what was given, what was sampled, its reward, its advantage, and who reads it."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+from browser import Browser
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+
+import tinsmith
+from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith.testing.sdk_data import datum
+
+WAIT_S = 300
+PROMPT = [1, 2, 3]
+
+
+class Script:
+    """Three rollouts of one prompt, trained in one step."""
+
+    def __init__(self, server: RunningServer) -> None:
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+        self.training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+        self.run_id = self.training.get_info().model_id
+        self.http = httpx.Client(base_url=f"{server.url}/api/v1/runs/{self.run_id}", timeout=WAIT_S)
+        self.url = server.url
+        self.answers: list[list[int]] = []
+        self.data: list[tinker.Datum] = []
+
+    def step(self, advantages: list[float], shift: float = 0.0) -> None:
+        """`shift`: added to the sampler's logprobs, as if another model had sampled."""
+        sampler = self.training.save_weights_and_get_sampling_client().result(WAIT_S)
+        params = tinker.SamplingParams(max_tokens=4, seed=1)
+        drawn = sampler.sample(tinker.ModelInput.from_ints(PROMPT), len(advantages), params).result(WAIT_S).sequences
+        self.answers = [list(each.tokens) for each in drawn]
+        self.data = [
+            _datum(each.tokens, [logprob + shift for logprob in each.logprobs], advantage)
+            for each, advantage in zip(drawn, advantages, strict=True)
+        ]
+        passed = self.training.forward_backward(self.data, "importance_sampling")
+        self.training.optim_step(tinker.AdamParams(learning_rate=0.0)).result(WAIT_S)
+        passed.result(WAIT_S)
+
+    def get(self, path: str = "", key: str = "tml-ann", **query: Any) -> Any:
+        answer = self.http.get(f"/rollouts{path}", params=query, headers={"x-api-key": key})
+        return answer.raise_for_status().json()
+
+
+def _datum(answer: list[int], logprobs: list[float], advantage: float) -> tinker.Datum:
+    tokens, given = [*PROMPT, *answer], [0.0] * (len(PROMPT) - 1)
+    inputs: Any = {
+        "target_tokens": tokens[1:],
+        "logprobs": [*given, *logprobs],
+        "advantages": [*given, *([advantage] * len(answer))],
+    }
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    model = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(WordLevel({f"w{number} ": number for number in range(64)}, unk_token="w0 "))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(model / "tokenizer.json"))
+    toy = ModelSettings(name="toy", path=model, backend=PluginSection(plugin="toy"))
+    with running_server(tmp_path_factory.mktemp("rollouts"), models=(toy,)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def script(server: RunningServer) -> Script:
+    script = Script(server)
+    script.step([1.0, -2.0, 0.5], shift=0.25)
+    tinsmith.track(script.training).log_rewards(0, script.data, [0.5, 0.0, 2.5])
+    return script
+
+
+def test_rollouts_of_a_step_are_listed_by_reward(script: Script) -> None:
+    found = script.get()
+    assert (found["run_id"], found["steps"], found["step"], found["number"]) == (script.run_id, [0], 0, 3)
+    assert [each["reward"] for each in found["rollouts"]] == [2.5, 0.5, 0.0]
+    assert [each["advantage"] for each in found["rollouts"]] == [0.5, 1.0, -2.0]
+    assert [each["kl"] for each in found["rollouts"]] == pytest.approx([0.25] * 3, abs=1e-5)
+    best = found["rollouts"][0]
+    assert (best["prompt_tokens"], best["sampled_tokens"]) == (3, len(script.answers[2]))
+    assert best["text"] == "".join(f"w{token} " for token in script.answers[2])
+
+
+def test_one_rollout_shows_what_was_given_and_what_was_sampled(script: Script) -> None:
+    name = script.get()["rollouts"][0]["rollout"]
+    found = script.get(f"/{name}")
+    assert [(each["sampled"], each["tokens"]) for each in found["parts"]] == [
+        (False, PROMPT),
+        (True, script.answers[2]),
+    ]
+    assert found["parts"][0]["text"] == "w1 w2 w3 "
+    assert (found["reward"], found["step"]) == (2.5, 0)
+
+
+def test_a_later_step_without_rewards_is_listed_by_advantage(server: RunningServer) -> None:
+    script = Script(server)
+    for advantages in ([0.0], [1.0, 3.0, 2.0]):
+        script.step(advantages)
+    found = script.get()
+    assert (found["steps"], found["step"]) == ([0, 1], 1)
+    assert [each["advantage"] for each in found["rollouts"]] == [3.0, 2.0, 1.0]
+    assert all("reward" not in each for each in found["rollouts"])
+    assert script.get(step=0)["number"] == 1
+    assert script.get(step=7)["rollouts"] == []
+
+
+def test_supervised_training_leaves_no_rollouts(server: RunningServer) -> None:
+    script = Script(server)
+    script.training.forward_backward([datum()], "cross_entropy").result(WAIT_S)
+    assert script.get() == {"run_id": script.run_id, "steps": [], "number": 0, "rollouts": []}
+
+
+def test_another_tenant_finds_no_rollout_and_adds_no_reward(script: Script) -> None:
+    name, bob = script.get()["rollouts"][0]["rollout"], {"x-api-key": "tml-bob"}
+    for path in ("/rollouts", f"/rollouts/{name}"):
+        assert script.http.get(path, headers=bob).status_code == 404
+    body = {"step": 0, "rewards": {"0" * 32: 1.0}}
+    assert script.http.post("/rewards", json=body, headers=bob).status_code == 404
+    for wrong in ("none", "9-9-9", f"{name}0", "1-2"):
+        assert script.http.get(f"/rollouts/{wrong}", headers={"x-api-key": "tml-ann"}).status_code == 404
+
+
+@pytest.mark.parametrize("rewards", [{"0f": 1.0}, {"g" * 32: 1.0}, {"0" * 32: "nan"}, {}])
+def test_what_is_no_reward_is_refused(script: Script, rewards: Any) -> None:
+    body = {"step": 0, "rewards": rewards}
+    assert script.http.post("/rewards", json=body, headers={"x-api-key": "tml-ann"}).status_code == 422
+
+
+def test_a_small_budget_keeps_the_newest_and_the_extremes(tmp_path: Path) -> None:
+    with running_server(tmp_path, server={"rollout_bytes": 8 * 2 * 100}) as server:  # two of seven tokens for each pass
+        script = Script(server)
+        for _ in range(12):
+            script.step([1.0, 2.0, 3.0, 4.0])
+        found = script.get()
+        assert found["number"] == 4
+        assert [each["advantage"] for each in found["rollouts"]] == [4.0, 1.0]
+        assert [name for each in found["rollouts"] for name in each if name == "text"] == []  # it has no tokenizer
+        assert 0 < found["steps"][0] < found["steps"][-1] == 11
+        assert script.get(step=0)["rollouts"] == []
+
+
+def test_a_server_without_a_budget_keeps_none(tmp_path: Path) -> None:
+    with running_server(tmp_path, server={"rollout_bytes": 0}) as server:
+        script = Script(server)
+        script.step([1.0])
+        assert script.get()["steps"] == []
+        with pytest.raises(ValueError, match=r"server\.rollout_bytes is 0"):
+            tinsmith.track(script.training).log_rewards(0, script.data, [1.0])
+        curves = script.http.get("/metrics", headers={"x-api-key": "tml-ann"}).json()["series"]
+        assert any(each["name"] == "sampler_kl:mean" and math.isfinite(each["values"][0]) for each in curves)
+
+
+def test_the_page_shows_which_rollout_got_the_highest_reward(
+    script: Script, browser: Browser, take: Callable[[str], None]
+) -> None:
+    browser.look(width=1280, height=800, dark=False)
+    browser.open(f"{script.url}/#run={script.run_id}&key=tml-ann")
+    browser.until("document.querySelector('figure')")
+    browser.evaluate("document.querySelector('#to-rollouts').click()")
+    best = "".join(f"w{token} " for token in script.answers[2])
+    browser.until(f"document.querySelector('#rollout .sampled')?.textContent === {best!r}")
+    rewards = "[...document.querySelectorAll('#rollout-list tbody tr')].map((row) => row.cells[1].textContent)"
+    assert browser.evaluate(rewards) == ["2.5", "0.5", "0"]
+    assert browser.evaluate("document.querySelector('#rollout .given').textContent") == "w1 w2 w3 "
+    browser.evaluate("document.querySelectorAll('#rollout-list a')[2].click()")
+    worst = "".join(f"w{token} " for token in script.answers[1])
+    browser.until(f"document.querySelector('#rollout .sampled')?.textContent === {worst!r}")
+    take("rollouts")
+    assert browser.problems == []
