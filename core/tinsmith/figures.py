@@ -119,13 +119,22 @@ class Gpu(msgspec.Struct, frozen=True, array_like=True):
     total_bytes: int
 
 
+class Interface(msgspec.Struct, frozen=True, array_like=True):
+    """A network interface of a host, and its traffic since the host started."""
+
+    name: str
+    received_bytes: int
+    sent_bytes: int
+
+
 class HostReport(msgspec.Struct, frozen=True, array_like=True):
-    """Resource use of a process and of its host's GPUs."""
+    """Resource use of a process, and of its host's GPUs and network."""
 
     host: str
     resident_bytes: int
     cpu_s: float
     gpus: tuple[Gpu, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,10 @@ from browser import Browser
 from test_curves import WAIT_S, trained
 
 import tinsmith
+from tinsmith.figures import Figures, Gpu, HostReport, Interface, Report, encode_report
+from tinsmith.store import Lease
 from tinsmith.testing.harness import RunningServer, running_server
+from tinsmith.testing.sdk_data import rl_datum
 
 Take = Callable[[str], None]
 
@@ -70,6 +73,15 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     assert browser.problems == []
 
 
+def report_host(server: RunningServer) -> None:
+    """Report what an engine on a host with a GPU would."""
+    gpu, traffic = Gpu("GPU-1", 1, "H100", 0.75, 20 * 10**9, 80 * 10**9), Interface("eth0", 5 * 10**9, 10**6)
+    lease = server.call(server.store.acquire_lease("toy", engine_id="far", duration_s=WAIT_S))
+    assert isinstance(lease, Lease)
+    report = Report(Figures().series(), HostReport("node-1", 1000, 2.5, (gpu,), (traffic,)))
+    server.call(server.store.report_figures(lease, encode_report(report)))
+
+
 def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser, take: Take) -> None:
     keys = [{"key": f"tml-{name}", "tenant": name, "admin": name == "root"} for name in ("ann", "bob", "root")]
     with running_server(tmp_path, server={"api_keys": keys}, engines=False) as server:
@@ -81,6 +93,11 @@ def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser, 
         browser.open(f"{server.url}/#view=engines&key=tml-root")
         browser.until(f"{shown} === 'ann,bob'")
         assert "starting" in browser.evaluate("document.querySelector('#cards h2').textContent")
+        assert browser.evaluate("document.querySelectorAll('#hosts article').length") == 0
+        report_host(server)
+        browser.until("document.querySelectorAll('#hosts tbody tr').length === 2")
+        assert browser.evaluate("document.querySelector('#hosts tbody').textContent") == "1H10075 %20 GB of 80 GB"
+        assert browser.evaluate("document.querySelectorAll('#hosts tbody')[1].rows[0].cells[3].textContent") == "5 GB"
         take("engines")
         figures = httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
         kind = '{base_model="toy",kind="create_model",state="queued"}'
@@ -89,6 +106,7 @@ def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser, 
         assert "process_resident_memory_bytes " in figures
         browser.open(f"{server.url}/?again#view=engines&key=tml-ann")
         browser.until(f"{shown} === 'ann'")
+        assert browser.evaluate("document.querySelectorAll('#hosts article').length") == 0
         browser.press("Escape")
         browser.until("!document.querySelector('#runs').hidden")
         assert browser.problems == []
@@ -114,3 +132,57 @@ def test_a_server_with_keys_asks_for_one_until_it_is_known(tmp_path: Path, brows
         browser.open(f"{server.url}/#key=tml-secret")
         browser.until("document.querySelector('#runs') && !document.querySelector('#runs').hidden")
         assert "secret" not in browser.evaluate("location.href")
+
+
+def test_health_shows_recoveries_verdicts_commits_and_quotas(tmp_path: Path, browser: Browser, take: Take) -> None:
+    keys = [{"key": f"tml-{name}", "tenant": name, "admin": name == "root"} for name in ("ann", "root")]
+    with running_server(tmp_path, server={"api_keys": keys}) as server:
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+        training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+        training.save_weights_and_get_sampling_client().result(WAIT_S)
+        found = httpx.get(f"{server.url}/api/v1/engines", headers={"x-api-key": "tml-root"}, timeout=WAIT_S).json()
+        assert found["commits"]["number"] > 0
+        assert 0 < found["commits"]["mean_s"] <= found["commits"]["most_s"]
+        tenants = httpx.get(f"{server.url}/api/v1/engines", headers={"x-api-key": "tml-ann"}, timeout=WAIT_S).json()
+        assert "hosts" in found
+        assert "hosts" not in tenants
+        browser.look(width=1280, height=800, dark=False)
+        browser.open(f"{server.url}/#view=health&key=tml-root")
+        browser.until("document.querySelectorAll('#checks article').length === 3")
+        text = browser.evaluate("document.querySelector('#checks').textContent")
+        assert "toyready" in text
+        assert "commits of this server" in text
+        assert browser.evaluate("document.querySelectorAll('#checks table')[1].rows[1].cells[0].textContent") == "ann"
+        take("health")
+        assert browser.problems == []
+
+
+def test_axe_finds_no_serious_fault(server: RunningServer, browser: Browser) -> None:
+    """In every view, in light and dark, on a desktop and a phone."""
+    axe = Path(pytest.importorskip("axe_core_python").__file__).parent / "axe.min.js"
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-eve")
+    runs = [client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S) for _ in range(2)]
+    for run in runs:
+        passed = run.forward_backward([rl_datum([1, 2, 3, 4], [0.0, 0.0, -0.5], 1.0)], "importance_sampling")
+        run.optim_step(tinker.AdamParams(learning_rate=0.1)).result(WAIT_S)
+        passed.result(WAIT_S)
+    one, other = (run.get_info().model_id for run in runs)
+    views = {
+        "": "document.querySelector('#rows tr')",
+        f"#run={one}": "document.querySelector('figure')",
+        f"#run={one}&run={other}": "document.querySelector('figure')",
+        f"#run={one}&view=rollouts": "document.querySelector('#rollout .sampled')",
+        "#view=engines": "document.querySelector('#cards article')",
+        "#view=health": "document.querySelector('#checks article')",
+    }
+    for number, (view, drawn) in enumerate(views.items()):
+        browser.open(f"{server.url}/?{number}{view}")
+        browser.until(drawn)
+        browser.evaluate(f"{axe.read_text()}; true")
+        for width, height, dark in ((1280, 800, False), (390, 844, True)):
+            browser.look(width=width, height=height, dark=dark)
+            faults = browser.evaluate(
+                "axe.run().then((found) => found.violations.filter((each) => /serious|critical/.test(each.impact))"
+                ".map((each) => [each.id, each.nodes.map((node) => node.html)]))"
+            )
+            assert faults == [], (view, dark)

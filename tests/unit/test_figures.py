@@ -2,6 +2,7 @@
 
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +10,18 @@ import pytest
 from tinsmith.builtin.metrics_endpoint import figure_metrics
 from tinsmith.figures import (
     BATCH_OPERATIONS,
+    COMMIT_SECONDS,
     TOKENS,
     Figures,
     Gpu,
     HostReport,
+    Interface,
     Report,
     decode_report,
     encode_report,
 )
-from tinsmith.processes.figure_reports import Gpus
+from tinsmith.processes.figure_reports import Gpus, interfaces
+from tinsmith.server.figure_views import hosts_of, times_of
 from tinsmith.server.kept import backlog_of
 from tinsmith.store import PendingWork, ReportedFigures
 
@@ -129,3 +133,32 @@ async def test_the_backlog_is_read_once_for_all_who_ask() -> None:
     for _ in range(3):
         assert await backlog.get() == []
     assert store.reads == 1
+
+
+def test_a_histogram_tells_its_number_mean_and_what_bounds_nearly_all() -> None:
+    figures = Figures()
+    assert times_of(figures.series(), COMMIT_SECONDS).number == 0
+    for _ in range(99):
+        figures.observe(COMMIT_SECONDS, 0.002)
+    figures.observe(COMMIT_SECONDS, 0.102)
+    found = times_of(figures.series(), COMMIT_SECONDS)
+    assert (found.number, found.most_s) == (100, 0.0025)
+    assert found.mean_s == pytest.approx(0.003)
+    for _ in range(10):
+        figures.observe(COMMIT_SECONDS, 1e9)  # beyond the largest bound
+    assert times_of(figures.series(), COMMIT_SECONDS).most_s is None
+
+
+def test_a_host_is_shown_once_as_it_was_reported_last() -> None:
+    (host,) = hosts_of([reported("b", 10, age_s=9.0), reported("a", 20), reported("c", 30, age_s=5.0)])
+    assert (host.host, host.engines, host.gpus[0].used_bytes) == ("node-1", ["a", "b", "c"], 20)
+
+
+def test_interfaces_are_read_as_the_system_lists_them(tmp_path: Path) -> None:
+    (tmp_path / "dev").write_text(
+        "Inter-|   Receive       |  Transmit\n face |bytes packets errs drop fifo frame compressed multicast|bytes\n"
+        "    lo: 10 1 0 0 0 0 0 0 10 1 0 0 0 0 0 0\n  ifb0: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n"
+        "eth0:123 2 0 0 0 0 0 0 456 3 0 0 0 0 0 0\n"
+    )
+    assert interfaces(tmp_path / "dev") == (Interface("lo", 10, 10), Interface("eth0", 123, 456))
+    assert interfaces(tmp_path / "none") == ()

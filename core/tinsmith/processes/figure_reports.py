@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinsmith.errors import LeaseLostError, ServerError
-from tinsmith.figures import Figures, Gpu, HostReport, Report, encode_report
+from tinsmith.figures import Figures, Gpu, HostReport, Interface, Report, encode_report
 from tinsmith.stopping import alongside
 from tinsmith.store import Lease, RequestStore
 
@@ -54,13 +54,13 @@ class _FigureReports:
             await asyncio.sleep(_EVERY_S)
 
     async def send(self) -> None:
-        """Report what has changed. Counting the commits of the reports themselves is no reason for one."""
+        """Report what has changed. Commits of the reports themselves, and traffic, are no reason for one."""
         gpus = await asyncio.to_thread(self._gpus.read) if self._gpus.any else ()
         series = self._figures.series()
         changed = (gpus, [each for each in series if not each.name.startswith("store_")])
         if changed == self._sent:
             return
-        host = HostReport(socket.gethostname(), resident_bytes(), _cpu_s(), gpus)
+        host = HostReport(socket.gethostname(), resident_bytes(), _cpu_s(), gpus, interfaces())
         await self._store.report_figures(self._lease, encode_report(Report(series, host)))
         self._sent = changed
 
@@ -72,6 +72,20 @@ def resident_bytes() -> int:
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+_RECEIVED, _SENT = 0, 8  # columns of the table
+
+
+def interfaces(table: Path = Path("/proc/self/net/dev")) -> tuple[Interface, ...]:
+    """Return the network interfaces that have carried anything; none where the system has no such table."""
+    try:
+        lines = table.read_text().splitlines()[2:]  # below two lines of headings
+    except OSError:
+        return ()
+    rows = [(name.strip(), counts.split()) for name, _, counts in (line.partition(":") for line in lines)]
+    found = [Interface(name, int(counts[_RECEIVED]), int(counts[_SENT])) for name, counts in rows]
+    return tuple(each for each in found if each.received_bytes or each.sent_bytes)
 
 
 def _cpu_s() -> float:

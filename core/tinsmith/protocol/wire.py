@@ -917,6 +917,40 @@ class ComparedSaves(BaseModel):
     largest_difference: float | None = None
 
 
+class GpuView(BaseModel):
+    number: int
+    name: str
+    utilization: float | None = None  # part of the last second in which it computed, 0 to 1
+    used_bytes: int
+    total_bytes: int
+
+
+class InterfaceView(BaseModel):
+    """Traffic since the host started."""
+
+    name: str
+    received_bytes: int
+    sent_bytes: int
+
+
+class HostView(BaseModel):
+    """A host of engines, as one of them reported last."""
+
+    host: str
+    engines: list[str]  # base models
+    reported_at: datetime
+    gpus: list[GpuView]
+    interfaces: list[InterfaceView]
+
+
+class TimesView(BaseModel):
+    """How often something happened since its process started, and how long it took."""
+
+    number: int
+    mean_s: float | None = None
+    most_s: float | None = None  # 99 % took at most this, a bound of the histogram on /metrics
+
+
 class EngineView(BaseModel):
     base_model: str
     state: str
@@ -934,11 +968,15 @@ class EngineView(BaseModel):
     models: int = 0  # that have a place on the backend
     models_waiting: int = 0  # for a place
     max_models: int | None = None  # places; None: not known yet
+    resident_bytes: int | None = None  # memory of its process
+    recoveries: TimesView | None = None  # starts at which it rebuilt models
     work: list[PendingView]
 
 
 class EngineList(BaseModel):
     engines: list[EngineView]
+    hosts: list[HostView] | None = None  # for operators
+    commits: TimesView  # of this server
     storage: str | None = None  # why requests cannot be recorded now
     free_bytes: int
     reserve_bytes: int

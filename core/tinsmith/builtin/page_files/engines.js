@@ -1,7 +1,7 @@
 // What each engine does, and what waits for it.
 
 import { read } from "./api.js";
-import { $, bytes, duration, element, facts, number, table } from "./parts.js";
+import { $, bytes, duration, element, facts, moment, number, table } from "./parts.js";
 
 export async function showEngines() {
   document.title = "engines - tinsmith";
@@ -11,9 +11,41 @@ export async function showEngines() {
 
 export async function drawEngines() {
   const found = await read("/engines");
-  $("storage").textContent = found.storage ?? `Disk: ${bytes(found.free_bytes)} free, of which ${bytes(Math.min(found.reserve_bytes, found.free_bytes))} are in reserve.`;
+  $("storage").textContent = found.storage ?? `Disk: ${diskOf(found)}`;
   $("storage").className = found.storage ? "lost" : "quiet";
   $("cards").replaceChildren(...found.engines.map(cardOf));
+  $("hosts").replaceChildren(...(found.hosts ?? []).map(hostOf));
+}
+
+export function diskOf(found) {
+  return found.storage ?? `${bytes(found.free_bytes)} free, of which ${bytes(Math.min(found.reserve_bytes, found.free_bytes))} are in reserve.`;
+}
+
+const earlier = new Map(); // traffic by host and interface, as it was reported before
+
+function hostOf(host) {
+  const gpus = host.gpus.map((gpu) => [
+    String(gpu.number), gpu.name, gpu.utilization === undefined ? "" : `${Math.round(100 * gpu.utilization)} %`, `${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)}`,
+  ]);
+  const traffic = host.interfaces.map((each) => [each.name, ...rates(host, each), bytes(each.received_bytes), bytes(each.sent_bytes)]);
+  const head = element("h2", {}, `Host ${host.host}`, " ", element("span", { className: "quiet", textContent: `reported ${moment(host.reported_at)}` }));
+  return element(
+    "article", {}, head,
+    gpus.length ? table(`GPUs of ${host.host}`, ["GPU", "Model", "Busy", "Memory"], gpus) : element("p", { className: "quiet", textContent: "No GPU is reported." }),
+    ...(traffic.length ? [table(`network of ${host.host}`, ["Interface", "In", "Out", "Received", "Sent"], traffic)] : []),
+  );
+}
+
+// What an interface carried each second, between the last two reports.
+function rates(host, each) {
+  const key = `${host.host} ${each.name}`, time = Date.parse(host.reported_at) / 1000;
+  const known = earlier.get(key) ?? { time, ...each, rates: ["", ""] };
+  if (time > known.time) {
+    const rate = (field) => `${bytes((each[field] - known[field]) / (time - known.time))}/s`;
+    known.rates = [rate("received_bytes"), rate("sent_bytes")];
+  }
+  earlier.set(key, { time, ...each, rates: known.rates });
+  return known.rates;
 }
 
 function cardOf(engine) {
@@ -26,6 +58,7 @@ function cardOf(engine) {
     ["restarts", engine.restarts || undefined],
     ["works since", engine.running_s === undefined ? undefined : duration(engine.running_s)],
     ["devices", engine.turn && `${engine.turn} has them${engine.turn_awaited ? ", the other side waits" : ""}`],
+    ["memory", engine.resident_bytes && bytes(engine.resident_bytes)],
     ["saves compared", engine.saves && `${engine.saves.consistent} agree, ${engine.saves.inconsistent} refused, ${engine.saves.not_compared} not compared`],
     ["largest difference", engine.saves?.largest_difference === undefined ? undefined : `${number(engine.saves.largest_difference)} nats`],
   ]);

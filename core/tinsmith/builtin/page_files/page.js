@@ -3,6 +3,7 @@
 import { readKey, unfollow } from "./api.js";
 import { connect as connectCurves, hideCurves, showCurves } from "./curves.js";
 import { drawEngines, showEngines } from "./engines.js";
+import { drawHealth, showHealth } from "./health.js";
 import { $, MOST_RUNS } from "./parts.js";
 import { showRollouts } from "./rollouts.js";
 import { connect as connectRuns, showRuns } from "./runs.js";
@@ -56,6 +57,10 @@ async function route() {
     show("engines");
     await showEngines();
     await refresh(drawEngines);
+  } else if (asked.get("view") === "health") {
+    show("health");
+    await showHealth();
+    await refresh(drawHealth);
   } else if (ids.length && asked.get("view") === "rollouts") {
     show("rollouts");
     await showRollouts(ids[0], asked.get("step"), asked.get("rollout"));

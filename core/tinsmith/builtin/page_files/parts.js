@@ -40,11 +40,11 @@ export function number(value) {
 }
 
 export function duration(seconds) {
-  return seconds < 120 ? `${number(Math.round(seconds * 10) / 10)} s` : seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
+  return seconds < 1 && seconds > 0 ? `${Number((seconds * 1000).toPrecision(2))} ms` : seconds < 120 ? `${number(Math.round(seconds * 10) / 10)} s` : seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
 }
 
 export function bytes(count) {
-  return count < 1e9 ? `${Math.round(count / 1e6)} MB` : `${Math.round(count / 1e8) / 10} GB`;
+  return count < 1e6 ? `${Math.round(count / 1e3)} kB` : count < 1e9 ? `${Math.round(count / 1e6)} MB` : `${Math.round(count / 1e8) / 10} GB`;
 }
 
 export const moment = (time) => new Date(time).toLocaleString("sv");

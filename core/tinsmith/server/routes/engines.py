@@ -9,9 +9,11 @@ from typing import Final
 
 from fastapi import APIRouter
 
+from tinsmith.figures import COMMIT_SECONDS
 from tinsmith.protocol import wire
 from tinsmith.server.auth import Viewer, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context
+from tinsmith.server.figure_views import hosts_of, times_of, with_figures
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.waiting_reasons import last_failure, with_causes
 from tinsmith.settings.secrets import cleaned
@@ -31,14 +33,17 @@ async def list_engines(caller: Viewer, context: Context) -> wire.EngineList:
     since = await context.store.running_since()
     trouble = await context.storage.trouble()
     operator = context.is_operator(caller)
-    space = await context.quotas.disk.space()
+    space, figures = await context.quotas.disk.space(), await context.store.list_figures()
     names = [model.name for model in context.settings.models]
     places = {name: await context.store.count_places(name) for name in names}
+    engines = [
+        _engine(name, records.get(name), pending, since, places[name], operator=operator, now=context.now())
+        for name in names
+    ]
     return wire.EngineList(
-        engines=[
-            _engine(name, records.get(name), pending, since, places[name], operator=operator, now=context.now())
-            for name in names
-        ],
+        engines=[with_figures(each, figures) for each in engines],
+        hosts=hosts_of(figures) if operator else None,
+        commits=times_of(context.figures.series(), COMMIT_SECONDS),
         storage=None if trouble is None else cleaned(trouble.to(operator=operator)),
         free_bytes=max(0, space.free_bytes),
         reserve_bytes=await context.quotas.disk.reserve_bytes(),

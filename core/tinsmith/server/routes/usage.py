@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 
 from tinsmith.errors import UserError
 from tinsmith.protocol import wire
-from tinsmith.server.auth import Caller, visible_tenant
+from tinsmith.server.auth import Caller, Viewer, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.limits.disk_quota import DiskUse
@@ -101,7 +101,7 @@ def _stored(each: StoredCheckpoints) -> wire.StorageUsageItem:
 
 
 @router.get("/usage/disk")
-async def disk_usage(caller: Caller, context: Context) -> wire.DiskUsage:
+async def disk_usage(caller: Viewer, context: Context) -> wire.DiskUsage:
     """List the bytes kept, and the limits."""
     disk = context.quotas.disk
     uses = await disk.uses(visible_tenant(caller, "accessible"))

@@ -1,0 +1,69 @@
+"""What engines reported of their processes and hosts, as people and programs read it."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import accumulate
+from typing import Final
+
+from tinsmith.figures import RECOVERY_SECONDS, Figure, HostReport, Series, decode_report
+from tinsmith.protocol import wire
+from tinsmith.store import ReportedFigures
+
+_MOST: Final = 0.99  # the share of observations that `most_s` bounds
+
+
+def with_figures(engine: wire.EngineView, reported: Sequence[ReportedFigures]) -> wire.EngineView:
+    """Add what an engine last reported of its process."""
+    found = next((each for each in reported if each.base_model == engine.base_model), None)
+    report = None if found is None else decode_report(found.report)
+    if report is None:
+        return engine
+    recoveries = times_of(report.series, RECOVERY_SECONDS)
+    return engine.model_copy(
+        update={
+            "resident_bytes": report.host.resident_bytes or None,
+            "recoveries": recoveries if recoveries.number else None,
+        }
+    )
+
+
+def times_of(series: Sequence[Series], figure: Figure) -> wire.TimesView:
+    """Summarise a histogram."""
+    found = next((each for each in series if each.name == figure.name and not each.labels), None)
+    number = 0 if found is None else sum(found.counts)
+    if found is None or not number:
+        return wire.TimesView(number=0)
+    bounds = [*figure.buckets, None]
+    most = next(
+        (bound for bound, until in zip(bounds, accumulate(found.counts), strict=True) if until >= _MOST * number), None
+    )
+    return wire.TimesView(number=number, mean_s=found.total / number, most_s=most)
+
+
+def hosts_of(reported: Sequence[ReportedFigures]) -> list[wire.HostView]:
+    """Return the hosts by name, each as it was reported last: several engines may share one."""
+    newest: dict[str, tuple[datetime, HostReport]] = {}
+    engines: dict[str, list[str]] = {}
+    for each in reported:
+        if (report := decode_report(each.report)) is None:
+            continue
+        name = report.host.host
+        engines.setdefault(name, []).append(each.base_model)
+        if name not in newest or newest[name][0] < each.reported_at:
+            newest[name] = each.reported_at, report.host
+    return [_host(name, engines[name], *newest[name]) for name in sorted(newest)]
+
+
+def _host(name: str, engines: Sequence[str], reported_at: datetime, report: HostReport) -> wire.HostView:
+    gpus = [
+        wire.GpuView(
+            number=gpu.number,
+            name=gpu.name,
+            utilization=gpu.utilisation,
+            used_bytes=gpu.used_bytes,
+            total_bytes=gpu.total_bytes,
+        )
+        for gpu in report.gpus
+    ]
+    interfaces = [wire.InterfaceView.model_validate(each, from_attributes=True) for each in report.interfaces]
+    return wire.HostView(host=name, engines=sorted(engines), reported_at=reported_at, gpus=gpus, interfaces=interfaces)
