@@ -1,10 +1,12 @@
 """What people and programs read of runs, by the page, the API and `tinsmith runs`: lists of runs, and their curves."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import Final
+
+import numpy as np
 
 from tinsmith.protocol import wire
 from tinsmith.store import MetricsRow, RequestStore, RunRecord, SessionRecord
@@ -87,17 +89,24 @@ def _ended(rows: Sequence[MetricsRow]) -> datetime | None:
 
 
 def _joined(rows: Sequence[MetricsRow]) -> dict[str, float]:
-    """A name that the client has logged is the client's."""
-    logged = {name: value for row in rows if row.seq_id == OF_CLIENT for name, value in row.values.items()}
-    measured: defaultdict[str, list[float]] = defaultdict(list)
+    """A name that the client has logged is the client's. Most names come once: the others are reduced."""
+    values: dict[str, float] = {}
+    repeated: dict[str, list[float]] = {}
     for row in rows:
         if row.seq_id != OF_CLIENT:
             for name, value in row.values.items():
-                measured[name].append(value)
-    values = {name: _reduced(name, found) for name, found in measured.items()}
+                if name in values:
+                    repeated.setdefault(name, [values[name]]).append(value)
+                else:
+                    values[name] = value
+    for name, found in repeated.items():
+        values[name] = _reduced(name, found)
     if values.get(TOKENS) and values.get(ENGINE_S):
         values[TOKENS_PER_S] = values[TOKENS] / values[ENGINE_S]
-    return values | logged
+    for row in rows:
+        if row.seq_id == OF_CLIENT:
+            values.update(row.values)
+    return values
 
 
 def _reduced(name: str, values: Sequence[float]) -> float:
@@ -114,22 +123,29 @@ def _reduced(name: str, values: Sequence[float]) -> float:
 
 def series_of(steps: Sequence[Step], *, max_points: int, names: frozenset[str] | None = None) -> list[wire.Series]:
     """Return a series for each metric, of at most `max_points`. Every point is one that was measured."""
-    points: dict[str, list[tuple[int, datetime, float]]] = {}
-    for step, time, values in steps:
+    columns: dict[str, tuple[list[int], list[float]]] = {}  # the steps, by their place in the sequence, and the values
+    for at, (_, _, values) in enumerate(steps):
         for name, value in values.items():
             if names is None or name in names:
-                points.setdefault(name, []).append((step, time, value))
-    return [_series(name, found, max_points) for name, found in sorted(points.items())]
+                column = columns.get(name)
+                if column is None:
+                    column = columns[name] = [], []
+                column[0].append(at)
+                column[1].append(value)
+    return [_series(name, steps, *column, max_points) for name, column in sorted(columns.items())]
 
 
-def _series(name: str, points: Sequence[tuple[int, datetime, float]], max_points: int) -> wire.Series:
-    kept = [points[at] for at in thinned([value for _, _, value in points], max_points)]
+def _series(
+    name: str, steps: Sequence[Step], places: Sequence[int], values: Sequence[float], max_points: int
+) -> wire.Series:
+    kept = thinned(values, max_points)
+    points = [steps[places[at]] for at in kept]
     return wire.Series(
         name=name,
-        num_points=len(points),
-        steps=[step for step, _, _ in kept],
-        times=[round(time.timestamp(), 3) for _, time, _ in kept],
-        values=[finite(value) for _, _, value in kept],
+        num_points=len(values),
+        steps=[step for step, _, _ in points],
+        times=[round(time.timestamp(), 3) for _, time, _ in points],
+        values=[finite(values[at]) for at in kept],
     )
 
 
@@ -143,9 +159,11 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
     if len(values) <= most:
         return list(range(len(values)))
     kept: set[int] = set()
+    array = np.array(values, np.float64)
+    counted = np.isfinite(array)
+    low, high = np.where(counted, array, np.inf), np.where(counted, array, -np.inf)
     stretches = most // 2
-    for number in range(stretches):
-        stretch = range(number * len(values) // stretches, (number + 1) * len(values) // stretches)
-        counted = [at for at in stretch if math.isfinite(values[at])] or [stretch.start]
-        kept |= {min(counted, key=values.__getitem__), max(counted, key=values.__getitem__)}
+    bounds = np.arange(stretches + 1) * len(array) // stretches
+    for first, after in pairwise(bounds.tolist()):
+        kept |= {first + int(low[first:after].argmin()), first + int(high[first:after].argmax())}
     return sorted(kept)
