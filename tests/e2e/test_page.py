@@ -30,7 +30,7 @@ def test_the_page_needs_no_key_and_no_other_host(server: RunningServer) -> None:
     assert page.status_code == 200
     assert "default-src 'self'" in page.headers["content-security-policy"]
     names = re.findall(r'(?:src|href)="(/page/[^"]+)"', page.text)
-    assert len(names) == 4
+    assert len(names) == 5
     modules = re.findall(r'from "\./([^"]+)"', httpx.get(f"{server.url}/page/page.js", timeout=WAIT_S).text)
     assert {"api.js", "curves.js", "engines.js", "runs.js"} <= set(modules)
     for name in (*names, *(f"/page/{module}" for module in modules), "/page/uPlot.LICENSE"):

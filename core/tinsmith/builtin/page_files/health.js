@@ -25,7 +25,7 @@ function enginesOf(engines) {
     each.saves ? `${each.saves.consistent} agree, ${each.saves.inconsistent} refused, ${each.saves.not_compared} not compared` : "none",
     each.saves?.largest_difference === undefined ? "" : `${number(each.saves.largest_difference)} nats`,
   ]);
-  const deaths = engines.filter((each) => each.restarted).map((each) => element("p", { className: "lost", textContent: `${each.base_model}: ${each.restarted}` }));
+  const deaths = engines.filter((each) => each.last_failure ?? each.restarted).map((each) => element("p", { className: "lost", textContent: `${each.base_model}, before: ${each.last_failure ?? each.restarted}` }));
   const headings = ["Engine", "State", "Restarts", "Recoveries", "Saves compared", "Largest difference"];
   return element("article", {}, element("h2", { textContent: "Engines" }), table("engines", headings, rows), ...deaths);
 }
