@@ -27,13 +27,22 @@ def _no_meaning(note: str) -> Status:
 
 
 _TAG = _no_meaning("a constant that repeats the endpoint")
-_NO_ENDPOINT = _refused("the endpoint answers that it is not offered")
+# What is refused, whatever it holds: a test counts these
+_CUSTOM = _refused("custom losses in the server: `forward_backward_custom` runs the loss in the client")
+_OPTIMIZER = _refused("optimizers other than AdamW, such as `dimuon`: no backend has one")
+_TOKEN = _refused("access tokens for weights: publish the checkpoint instead")
+_NO_SESSION = _refused("samples without a sampling session: create a sampling client, as the SDK does")
+_AUDIT = _refused("the audit log: none is kept")
+_JSON_FORWARD = _refused("`/forward` of SDKs up to 0.24: newer ones send forward passes to `forward_backward`")
+_KEYS = _refused("deleting API keys: they are part of the server's configuration, `server.api_keys`")
 _DROPPED = _no_meaning("telemetry is accepted and dropped")
 _SPAN = _honoured("of `stable_reinforce`, if another loss stands in for it; without a meaning for other losses")
 _LIMIT = _honoured("1 to 1000, else refused")
 _SCOPE = _honoured("`owned`, or `accessible`: an administrator then sees every tenant's")
 _EVENT = ("event", "event_id", "event_session_index", "severity", "timestamp")  # fields of every telemetry event
-_IMAGE = _refused("text models only: image and dmel chunks are refused by name")
+_IMAGE = _refused("image and dmel chunks: all models are of text")
+
+_SHOWN = 3  # of the places where something is refused
 
 FIELDS: dict[str, dict[str, Status]] = {
     # Sessions and configuration
@@ -85,13 +94,13 @@ FIELDS: dict[str, dict[str, Status]] = {
         "train_attn": _honoured("all three false is refused"),
     },
     "AdamOptimizerConfig": {"type": _honoured()},
-    "OptimizerConfigBase": {"type": _refused("families other than `adamw`")},
+    "OptimizerConfigBase": {"type": _OPTIMIZER},
     "DimuonOptimizerConfig": {
-        "type": _refused("`dimuon` is not offered"),
-        "version": _refused("`dimuon` is not offered"),
+        "type": _OPTIMIZER,
+        "version": _OPTIMIZER,
     },
     "GetInfoRequest": {"model_id": _honoured(), "type": _TAG},
-    "UnloadModelRequest": {"model_id": _NO_ENDPOINT, "type": _NO_ENDPOINT},
+    "UnloadModelRequest": {"model_id": _honoured(), "type": _TAG},
     "OptimStepRequest": {
         "optim_params": _honoured("as `adam_params`; `optimizer_params` is refused"),
         "model_id": _honoured(),
@@ -106,10 +115,8 @@ FIELDS: dict[str, dict[str, Status]] = {
         "weight_decay": _honoured(),
         "grad_clip_norm": _honoured(),
     },
-    "OptimParamsBase": {"type": _refused("families other than `adamw`")},
-    "DimuonParams": dict.fromkeys(
-        ("type", "learning_rate", "grad_clip_norm", "beta1"), _refused("`dimuon` is not offered")
-    ),
+    "OptimParamsBase": {"type": _OPTIMIZER},
+    "DimuonParams": dict.fromkeys(("type", "learning_rate", "grad_clip_norm", "beta1"), _OPTIMIZER),
     # Protobuf: forward_backward
     "proto ForwardBackwardRequest": {
         "model_id": _honoured(),
@@ -122,7 +129,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "forward_only": _honoured(),
         "loss_fn_config_v2": _honoured("preferred; text values are refused"),
     },
-    "proto LossConfigValue": {"number": _honoured(), "text": _refused("no offered loss takes text")},
+    "proto LossConfigValue": {"number": _honoured(), "text": _CUSTOM},
     "proto Datum": {
         "model_input": _honoured("text chunks are concatenated"),
         "loss_fn_inputs": _honoured("the inputs of the loss; `weights` of `cross_entropy` default to 1.0"),
@@ -186,7 +193,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "path": _honoured("one's own, or published"),
         "optimizer": _honoured(),
         "optimizer_config": _honoured("`adamw`; other families are refused"),
-        "weights_access_token": _refused("publish the checkpoint instead"),
+        "weights_access_token": _TOKEN,
         "type": _TAG,
     },
     "CopyWeightsRequest": {
@@ -195,14 +202,14 @@ FIELDS: dict[str, dict[str, Status]] = {
         "destination_project_id": _honoured("a label: the copy is in a new session, which has ended"),
         "source_path": _honoured("one's own, or published"),
         "ttl_seconds": _honoured("3600 to ten years, else refused; not inherited"),
-        "weights_access_token": _refused("publish the checkpoint instead"),
+        "weights_access_token": _TOKEN,
     },
     "CreateCustomLossRequest": dict.fromkeys(
-        ("session_id", "custom_loss_seq_id", "name", "inputs", "graph", "type"), _NO_ENDPOINT
+        ("session_id", "custom_loss_seq_id", "name", "inputs", "graph", "type"), _CUSTOM
     ),
-    "CustomLossInput": {"name": _NO_ENDPOINT, "rank": _NO_ENDPOINT},
-    "CustomLossGraph": {"format": _NO_ENDPOINT, "nodes": _NO_ENDPOINT},
-    "CustomLossNode": dict.fromkeys(("op", "name", "target", "args", "kwargs"), _NO_ENDPOINT),
+    "CustomLossInput": {"name": _CUSTOM, "rank": _CUSTOM},
+    "CustomLossGraph": {"format": _CUSTOM, "nodes": _CUSTOM},
+    "CustomLossNode": dict.fromkeys(("op", "name", "target", "args", "kwargs"), _CUSTOM),
     # Sampling
     "CreateSamplingSessionRequest": {
         "session_id": _honoured(),
@@ -216,8 +223,8 @@ FIELDS: dict[str, dict[str, Status]] = {
         "num_samples": _honoured("1 to 1024"),
         "prompt": _honoured("text chunks are concatenated"),
         "sampling_params": _honoured(),
-        "base_model": _refused("samples belong to a sampling session"),
-        "model_path": _refused("samples belong to a sampling session"),
+        "base_model": _NO_SESSION,
+        "model_path": _NO_SESSION,
         "sampling_session_id": _honoured("required"),
         "seq_id": _honoured("required, 64 bits"),
         "prompt_logprobs": _honoured(),
@@ -298,8 +305,37 @@ FIELDS: dict[str, dict[str, Status]] = {
     },
     "GET /api/v1/training_runs/{training_run_id}": {"access_scope": _SCOPE},
     "GET /api/v1/checkpoints": {"limit": _LIMIT, "offset": _honoured()},
-    "GET /api/v1/audit": {"event_type": _NO_ENDPOINT, "day": _NO_ENDPOINT},
+    "GET /api/v1/audit": {"event_type": _AUDIT, "day": _AUDIT},
 }
+
+NOT_OFFERED: dict[str, Status] = {
+    "POST /api/v1/create_custom_loss": _CUSTOM,
+    "GET /api/v1/audit": _AUDIT,
+    "POST /api/v1/forward": _JSON_FORWARD,
+    "DELETE /api/v1/auth/apikey/me": _KEYS,
+}
+"""Endpoints of the SDK that answer with their reason alone."""
+
+
+def refusals() -> dict[str, list[str]]:
+    """Return what is refused, whatever it holds, and why; and where the SDK has it."""
+    found: dict[str, list[str]] = {}
+    for call, status in NOT_OFFERED.items():
+        found.setdefault(status.note, []).append(f"`{call}`")
+    for message, fields in FIELDS.items():
+        for name, status in fields.items():
+            if status.verdict == "refused":
+                found.setdefault(status.note, []).append(f"`{message}.{name}`")
+    return found
+
+
+def refused_lines() -> str:
+    """Return the list of docs/reference/protocol.md."""
+    lines = ["| Refused, and why | Where |", "|---|---|"]
+    for note, where in refusals().items():
+        shown = where if len(where) <= _SHOWN else [*where[:_SHOWN], "..."]
+        lines.append(f"| {note} | {', '.join(shown)} |")
+    return "\n".join(lines)
 
 
 def markdown() -> str:

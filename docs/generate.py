@@ -466,6 +466,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "plans-jax": what_fits_with_jax,
     "plan-in-full": plan_in_full,
     "fields": field_status.markdown,
+    "refusals": field_status.refused_lines,
     "ranges": range_table,
     "model-families": model_families,
     **generators(REFERENCE),

@@ -6,6 +6,9 @@ from pathlib import Path
 import field_status
 import pytest
 import sdk_walk
+from fastapi.routing import APIRoute
+
+from tinsmith.server.routes import service
 
 PAGE = Path(__file__).parents[2] / "docs/reference/protocol.md"
 sdk_calls, sdk_fields = functools.cache(sdk_walk.calls), functools.cache(sdk_walk.fields)
@@ -41,6 +44,18 @@ def test_no_status_is_of_a_field_that_does_not_exist() -> None:
 
 def test_the_page_shows_the_table() -> None:
     assert field_status.markdown() in PAGE.read_text()
+
+
+def test_at_most_ten_things_stay_refused_and_each_says_why() -> None:
+    refusals = field_status.refusals()
+    assert 0 < len(refusals) <= 10
+    assert all(": " in why for why in refusals), "each names a reason, or what to do instead"
+    assert field_status.refused_lines() in PAGE.read_text()
+
+
+def test_the_endpoints_that_are_not_offered_are_those_of_the_page() -> None:
+    routes = [each for each in service.router.routes if isinstance(each, APIRoute) and "not offered" in each.tags]
+    assert {f"{method} {each.path}" for each in routes for method in each.methods} == set(field_status.NOT_OFFERED)
 
 
 def test_nothing_in_the_newest_sdk_is_news() -> None:
