@@ -1,9 +1,10 @@
 """Put cards of `tinsmith-conformance --json` side by side on its page.
 
-    python docs/conformance_cards.py NAME=CARD ...
+    python docs/conformance_cards.py NAME=CARD[,CARD...] ...
 
-NAME says which server a card scores, with its version and what differs from its defaults. A card of a name that is
-there already takes its place. The verdicts go into reference/conformance.json, which generate.py makes the table of.
+NAME says which server the cards score, with its version and what differs from its defaults. A run can be in parts, with
+`--only`: of a check that several cards have, the last one counts. A name that is there already is replaced. The
+verdicts go into reference/conformance.json, which generate.py makes the table of.
 """
 
 import json
@@ -21,11 +22,8 @@ _SIGNS = {"passed": "passes", "failed": "**fails**", "skipped": "skipped"}
 def main(arguments: Sequence[str]) -> None:
     cards = _read()
     for argument in arguments:
-        name, _, file = argument.partition("=")
-        card = json.loads(Path(file).read_text(encoding="utf-8"))
-        verdicts = {each["check"]: [each["verdict"], each["detail"][:DETAIL]] for each in card["checks"]}
-        when = datetime.fromtimestamp(Path(file).stat().st_mtime, UTC).strftime("%Y-%m-%d")
-        cards[name] = {"when": when, **{key: card[key] for key in ("sdk", "seconds", "total")}, "checks": verdicts}
+        name, _, files = argument.partition("=")
+        cards[name] = _joined([Path(file) for file in files.split(",")])
     RECORD.write_text(json.dumps(cards, indent=1) + "\n", encoding="utf-8")
 
 
@@ -53,6 +51,25 @@ def markdown() -> str:
             _table(("Check", *columns), lines),
         ]
     )
+
+
+def _joined(files: Sequence[Path]) -> dict[str, Any]:
+    cards = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    checks = {each["check"]: [each["verdict"], _said(each, card)] for card in cards for each in card["checks"]}
+    verdicts = [verdict for verdict, _ in checks.values()]
+    return {
+        "when": datetime.fromtimestamp(files[-1].stat().st_mtime, UTC).strftime("%Y-%m-%d"),
+        "sdk": cards[-1]["sdk"],
+        "seconds": sum(card["seconds"] for card in cards),
+        "total": {verdict: verdicts.count(verdict) for verdict in _SIGNS},
+        "checks": checks,
+    }
+
+
+def _said(check: Mapping[str, Any], card: Mapping[str, Any]) -> str:
+    """Return what the server said, without names of the machine that it ran on."""
+    detail: str = check["detail"].replace(card["model"], "MODEL").replace(card["url"], "URL")
+    return detail[:DETAIL]
 
 
 def _read() -> dict[str, Any]:

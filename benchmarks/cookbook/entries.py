@@ -422,7 +422,7 @@ ENTRIES: Final = (
         module="capture.proxy.serve",
         models=(CHAT_4B,),
         size=("--base-model", CHAT_4B, "--port", "0", "--store-data-dir", "{dir}/capture"),
-        up=r"(?i)running on|listening",
+        up="capture proxy for .* on http:",
     ),
     # Images and sounds
     Entry(
@@ -478,10 +478,15 @@ ENTRIES: Final = (
         module="scripts.copy_checkpoint",
         models=(CHAT_4B,),
         after="recipes.multiplayer_rl.text_arena.train",
-        size=("--source-path", "{sampler}"),
+        size=("--source-path", "{state}"),
     ),
     Entry(module="scripts.save_audit_log", size=("--once", "--backfill-days", "1", "--output-dir", "{dir}/audit")),
-    Entry(module="scripts.get_access_token"),
+    Entry(
+        module="scripts.get_access_token",
+        lacks=Lack(
+            what="an organization at the vendor, whose address is in the script", shown_by="TINKER_CREDENTIAL_CMD"
+        ),
+    ),
     Entry(
         module="scripts.merge_tinker_adapter_to_hf_model",
         size=("--tinker-adapter-path", "{dir}/adapter", "--hf-model", "{dir}/model", "--output-path", "{dir}/merged"),

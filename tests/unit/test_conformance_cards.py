@@ -7,13 +7,14 @@ import conformance_cards
 import pytest
 
 
-def card(file: Path, *verdicts: str) -> str:
+def card(file: Path, *verdicts: str, first: int = 0) -> str:
     checks = [
-        {"check": f"wire/{number}", "verdict": verdict, "detail": "no | answer" * (verdict != "passed")}
-        for number, verdict in enumerate(verdicts)
+        {"check": f"wire/{number}", "verdict": verdict, "detail": "no | answer of /models/tiny" * (verdict != "passed")}
+        for number, verdict in enumerate(verdicts, first)
     ]
-    total = {verdict: verdicts.count(verdict) for verdict in ("passed", "failed", "skipped")}
-    file.write_text(json.dumps({"sdk": "0.38.0", "seconds": 12.3, "total": total, "checks": checks}))
+    file.write_text(
+        json.dumps({"url": "http://h", "model": "/models/tiny", "sdk": "0.38.0", "seconds": 12.3, "checks": checks})
+    )
     return str(file)
 
 
@@ -25,8 +26,21 @@ def test_checks_that_a_server_does_not_pass_are_shown(tmp_path: Path, monkeypatc
     lines = conformance_cards.markdown().splitlines()
     assert "Checks that pass on each of them: 1. The others, with the answers:" in lines
     assert lines[-3:] == [
-        "| wire/1 | **fails**: no \\| answer | passes |",
-        "| wire/2 | passes | skipped: no \\| answer |",
+        "| wire/1 | **fails**: no \\| answer of MODEL | passes |",
+        "| wire/2 | passes | skipped: no \\| answer of MODEL |",
         "| wire/3 | passes | not run |",
     ]
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| one", "| other"]
+
+
+def test_a_run_in_parts_is_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance_cards, "RECORD", tmp_path / "conformance.json")
+    first = card(tmp_path / "a.json", "passed", "failed", "failed")
+    second = card(tmp_path / "b.json", "passed", "skipped", first=2)
+    conformance_cards.main([f"one={first},{second}"])
+    found = json.loads((tmp_path / "conformance.json").read_text())["one"]
+    assert found["total"] == {"passed": 2, "failed": 1, "skipped": 1}
+    assert (found["seconds"], [verdict for verdict, _ in found["checks"].values()]) == (
+        24.6,
+        ["passed", "failed", "passed", "skipped"],
+    )
