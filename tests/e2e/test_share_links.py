@@ -1,6 +1,7 @@
 """Links to the curves of one run: whoever has one sees these, and nothing else."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -9,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+from browser import running_browser
 from typer.testing import CliRunner
 
 from tinsmith.commands.cli import build_group
@@ -137,3 +139,28 @@ def test_the_command_makes_and_revokes_links_that_survive_a_restart(tmp_path: Pa
         assert api(server, "GET", f"runs/{run}/metrics", link).status_code == 404
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert not [file for file in files if link["x-share-secret"].encode() in file.read_bytes()], "it is kept nowhere"
+
+
+def test_the_page_makes_a_link_that_shows_the_run_without_a_key(server: RunningServer, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    run = a_run(server)
+    drawn = "[...document.querySelectorAll('figcaption')].some((each) => each.textContent === 'reward0.5')"
+    with running_browser(chromium, tmp_path / "owner") as owner:
+        owner.look(width=1280, height=800, dark=False)
+        owner.open(f"{server.url}/#run={run}&key={ANN['x-api-key']}")
+        owner.until(drawn)
+        owner.evaluate("document.querySelector('#curves .bar button').click()")
+        owner.until("document.querySelector('#curves p a')?.href.includes('share=')")
+        owner.look(width=390, height=844, dark=True)
+        assert owner.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        url = owner.evaluate("document.querySelector('#curves p a').href")
+        assert owner.problems == []
+    with running_browser(chromium, tmp_path / "friend") as friend:
+        friend.look(width=1280, height=800, dark=False)
+        friend.open(url)
+        friend.until(drawn)
+        friend.until("document.querySelector('#live').textContent === 'live'")
+        assert friend.evaluate("document.querySelector('#curves .bar button').hidden")
+        assert friend.problems == []

@@ -1,8 +1,9 @@
 """Signing in by a real provider: who gets in as whom, for how long, and what is refused."""
 
+import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import httpx
 import jwt
 import pytest
+from browser import Browser as PageOfBrowser
+from browser import running_browser
 from cryptography.hazmat.primitives.asymmetric import rsa
 from oidc_served import API, CLIENT, SCRIPT, SECRET, Browser, RealProvider
 
@@ -54,6 +57,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, provider: RealProvider) -> 
 def browser(server: RunningServer) -> Iterator[Browser]:
     with Browser(server.url) as browser:
         yield browser
+
+
+def provider_of(server: RunningServer) -> str:
+    assert server.settings.login is not None
+    issuer: str = server.settings.login.options()["issuer"]
+    return issuer
 
 
 def runs(server: RunningServer, token: str) -> httpx.Response:
@@ -295,3 +304,33 @@ def test_the_readme_describes_every_option() -> None:
     ]
     described = {name.strip("`"): description for name, _, description in rows}
     assert described == {name: field.description for name, field in OidcConfig.model_fields.items()}
+
+
+def until(page: PageOfBrowser, condition: str) -> None:
+    """Return once a condition is true, on whatever page the browser has come to. The test's time-out bounds it."""
+    while True:
+        with suppress(AssertionError):  # the page has changed meanwhile
+            page.until(condition)
+            return
+
+
+@pytest.mark.thorough
+def test_the_page_leads_to_the_provider_and_back(server: RunningServer, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    with running_browser(chromium, tmp_path / "profile") as page:
+        page.look(width=1280, height=800, dark=False)
+        page.open(server.url)
+        until(page, "document.querySelector('#ask a')")
+        page.evaluate("document.querySelector('#ask a').click()")
+        until(page, "document.querySelector('[name=login]')")
+        page.evaluate("document.querySelector('[name=login]').value = 'ann'")
+        page.evaluate("document.querySelector('[name=password]').value = 'any'")
+        page.evaluate("document.querySelector('form').requestSubmit()")
+        until(page, "document.querySelector('[name=prompt]')?.value === 'consent'")
+        page.evaluate("document.querySelector('form').requestSubmit()")
+        until(page, "document.querySelector('#user')?.textContent === 'ann@example.org'")
+        until(page, "!document.querySelector('#runs').hidden")
+        page.evaluate("document.querySelector('#user ~ button:last-of-type').click()")
+        until(page, f"location.origin === {provider_of(server)!r}")
