@@ -269,7 +269,9 @@ def test_a_sample_can_be_cancelled(http: httpx.Client, session: str) -> None:
 # Ownership ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_belongs_to_others_looks_as_if_it_did_not_exist(http: httpx.Client, session: str, model: str) -> None:
+def test_what_belongs_to_others_looks_as_if_it_did_not_exist(
+    http: httpx.Client, server: RunningServer, session: str, model: str
+) -> None:
     request_id = ok(http.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}}))["request_id"]
     ok(
         http.post(
@@ -277,6 +279,9 @@ def test_what_belongs_to_others_looks_as_if_it_did_not_exist(http: httpx.Client,
             json={"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"},
         )
     )
+
+    tenant = server.call(server.store.get_run(model)).tenant
+    server.call(server.store.add_checkpoint(a_checkpoint(model, tenant)))
 
     def probes(session_id: str, model_id: str, sampler_id: str, request: str) -> list[tuple[str, str, dict[str, Any]]]:
         return [
@@ -302,6 +307,30 @@ def test_what_belongs_to_others_looks_as_if_it_did_not_exist(http: httpx.Client,
             ("GET", f"samplers/{sampler_id}", {}),
             ("POST", "retrieve_future", {"json": {"request_id": request}}),
             ("POST", "cancel_future", {"json": {"request_id": request}}),
+            ("POST", "unload_model", {"json": {"model_id": model_id}}),
+            *checkpoint_probes(session_id, model_id),
+        ]
+
+    def checkpoint_probes(session_id: str, model_id: str) -> list[tuple[str, str, dict[str, Any]]]:
+        path, place = f"tinker://{model_id}/weights/x", f"training_runs/{model_id}/checkpoints/weights/x"
+        mine = ok(http.post("create_session", json={}, headers=OTHER_KEY))["session_id"]
+        slot = {"session_id": session_id, "model_seq_id": 9}
+        return [
+            ("POST", "weights_info", {"json": {"tinker_path": path}}),
+            (
+                "POST",
+                "load_weights",
+                {"json": {"session_id": mine, "model_seq_id": 0, "path": path, "optimizer": True}},
+            ),
+            ("POST", "copy_weights", {"json": {"source_path": path, "destination_project_id": "p"}}),
+            ("POST", "copy_weights", {"json": {"source_path": path, **slot}}),
+            ("GET", f"training_runs/{model_id}/checkpoints", {}),
+            ("GET", f"{place}/external_weights_urls", {}),
+            ("GET", f"{place}/archive", {}),
+            ("POST", f"{place}/publish", {}),
+            ("DELETE", f"{place}/publish", {}),
+            ("PUT", f"{place}/ttl", {"json": {"ttl_seconds": None}}),
+            ("DELETE", place, {}),
         ]
 
     theirs = probes(session, model, f"{session}:sample:0", request_id)

@@ -414,6 +414,24 @@ FAULTS = {
         "user_metadata=None",
         "A run returns its metadata, as text",
     ),
+    "copies are not made once": Fault(
+        f"{_ROUTES}.copies",
+        "idempotency_key=None if key is None else _KEY + key,",
+        "idempotency_key=None,",
+        "A copy of a checkpoint lives on when its source is deleted, and a repeat makes no second one",
+    ),
+    "a search of sessions ignores metadata": Fault(
+        f"{_ROUTES}.searches",
+        "and _has(wire.as_text(session.user_metadata) or {}, body.user_metadata)",
+        "and True",
+        "A search of sessions finds those with the metadata that it names, newest first in pages",
+    ),
+    "a search of checkpoints ignores the kind": Fault(
+        f"{_ROUTES}.searches",
+        "and body.checkpoint_type in {None, each.kind}",
+        "and True",
+        "A search of checkpoints finds those of the kind and with the metadata that it names",
+    ),
     "ranks are not told": Fault(
         f"{_ROUTES}.weights",
         "lora_rank=lora.rank,",

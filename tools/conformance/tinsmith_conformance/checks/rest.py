@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from tinsmith_conformance.adapters import exported, links
 from tinsmith_conformance.data import learned
 from tinsmith_conformance.registry import Group
 from tinsmith_conformance.tester import Model, Tester
-from tinsmith_conformance.verdicts import expect
+from tinsmith_conformance.verdicts import expect, skip
 
 GROUP: Final = Group("rest", "Lists of runs, checkpoints and sessions, and the operations on them.")
 
@@ -350,3 +351,69 @@ def absent(t: Tester, case: str) -> None:
     """
     status = t.http.get(case).status_code
     expect(status == 404, f"status {status}")
+
+
+def _answered(t: Tester, path: str, body: dict[str, Any]) -> Any:
+    """Skip the check if the server does not offer the call."""
+    answer = t.http.post(path, json=body)
+    if answer.status_code in (404, 405, 501) or "not offered" in answer.text:
+        skip(f"the server does not offer {path}")
+    expect(answer.is_success, f"{path}: status {answer.status_code}, {answer.text[:300]}")
+    return answer.json()
+
+
+@GROUP.check
+def copies(t: Tester) -> None:
+    """A copy of a checkpoint lives on when its source is deleted, and a repeat makes no second one.
+
+    What was archived is gone, or the disk fills with copies.
+    """
+    model = t.model()
+    model.step([learned()], learning_rate=0.05)
+    source = model.save("one")
+    body = {"source_path": source, "destination_project_id": "conformance"}
+    t.http.headers["X-Idempotency-Key"] = f"copy of {source}"
+    try:
+        copy, again = (_answered(t, "copy_weights", body)["tinker_path"] for _ in range(2))
+    finally:
+        del t.http.headers["X-Idempotency-Key"]
+    expect(copy == again, f"a repeat made {again} beside {copy}")
+    t.ok_without_body(t.http.delete(f"training_runs/{model.id}/checkpoints/weights/one"))
+    expect(t.ok("weights_info", {"tinker_path": copy})["base_model"] == t.target.model, "the copy is of another model")
+
+
+@GROUP.check
+def searching_sessions(t: Tester) -> None:
+    """A search of sessions finds those with the metadata that it names, newest first in pages.
+
+    Nobody finds a run among thousands.
+    """
+    mark = secrets.token_hex(8)
+    made = [t.new_session(user_metadata={"mark": mark, "number": str(number)}) for number in range(3)]
+    t.new_session(user_metadata={"number": "0"})
+    found: list[str] = []
+    body: dict[str, Any] = {"user_metadata": {"mark": mark}, "limit": 2}
+    for _ in range(9):
+        page = _answered(t, "sessions/search", body)
+        found += [each["session_id"] for each in page["sessions"]]
+        if not page.get("next_cursor"):
+            break
+        body["cursor"] = page["next_cursor"]
+    expect(found == made[::-1], f"{found} of {made[::-1]}")
+
+
+@GROUP.check
+def searching_checkpoints(t: Tester) -> None:
+    """A search of checkpoints finds those of the kind and with the metadata that it names.
+
+    `search_checkpoints` of SDK 0.39 finds nothing, or everything.
+    """
+    model, mark = t.model(), secrets.token_hex(8)
+    path = model.save("one", user_metadata={"mark": mark})
+    model.save("two")
+    body = {"user_metadata": {"mark": mark}, "checkpoint_type": "training"}
+    found = _answered(t, "checkpoints/search", body)["checkpoints"]
+    expect([each["tinker_path"] for each in found] == [path], f"it found {found}")
+    expect(found[0].get("base_model") == t.target.model, f"base_model is {found[0].get('base_model')}")
+    others = _answered(t, "checkpoints/search", {**body, "checkpoint_type": "sampler"})["checkpoints"]
+    expect(not others, f"of another kind: {others}")
