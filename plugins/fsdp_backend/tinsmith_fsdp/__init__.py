@@ -1,1 +1,1 @@
-"""The FSDP backend: trains dense models of transformers with PyTorch FSDP2."""
+"""The FSDP backend: trains models of transformers with PyTorch FSDP2."""
