@@ -314,13 +314,13 @@ def test_what_belongs_to_others_looks_as_if_it_did_not_exist(
     def checkpoint_probes(session_id: str, model_id: str) -> list[tuple[str, str, dict[str, Any]]]:
         path, place = f"tinker://{model_id}/weights/x", f"training_runs/{model_id}/checkpoints/weights/x"
         mine = ok(http.post("create_session", json={}, headers=OTHER_KEY))["session_id"]
-        slot = {"session_id": session_id, "model_seq_id": 9}
+        own_slot, slot = ({"session_id": each, "model_seq_id": 9} for each in (mine, session_id))
         return [
             ("POST", "weights_info", {"json": {"tinker_path": path}}),
             (
                 "POST",
                 "load_weights",
-                {"json": {"session_id": mine, "model_seq_id": 0, "path": path, "optimizer": True}},
+                {"json": {"path": path, "optimizer": True, **own_slot}},
             ),
             ("POST", "copy_weights", {"json": {"source_path": path, "destination_project_id": "p"}}),
             ("POST", "copy_weights", {"json": {"source_path": path, **slot}}),
@@ -343,8 +343,9 @@ def test_what_belongs_to_others_looks_as_if_it_did_not_exist(
         for mine, unknown in ((session, "s0"), (request_id, "r0")):
             hidden = hidden.replace(mine, unknown)
         assert hidden == missing.json()["detail"]
-    assert ok(http.get("sessions", headers=OTHER_KEY)) == {"sessions": []}
+    assert session not in ok(http.get("sessions", headers=OTHER_KEY))["sessions"]
     assert ok(http.get("training_runs", headers=OTHER_KEY))["training_runs"] == []
+    assert ok(http.get("checkpoints", headers=OTHER_KEY))["checkpoints"] == []
 
 
 @pytest.mark.parametrize("headers", [{"X-API-Key": ""}, {"X-API-Key": "sk-not-tinker"}])
