@@ -43,6 +43,7 @@ _WITH_THE_SDK = (
     "plugins/fsdp_backend/tests/test_fsdp_e2e.py",
     "plugins/megatron_backend/tests/test_megatron_e2e.py",
     "plugins/vllm_sampler/tests/test_vllm_families_sdk.py",
+    "plugins/oidc_login/tests",
     "plugins/openai_endpoints/tests",
     "plugins/vllm_sampler/tests/test_vllm_sdk.py",
     "tools/conformance/tests",

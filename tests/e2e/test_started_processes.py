@@ -26,7 +26,15 @@ from tinsmith.testing.sdk_data import TOKENS, datum, step, wait_until_at_rest
 
 WAIT_S = 900
 TRAPS = (
-    *("tinsmith", "tinsmith_jax", "tinsmith_fsdp", "tinsmith_megatron", "tinsmith_openai", "tinsmith_vllm"),
+    *(
+        "tinsmith",
+        "tinsmith_jax",
+        "tinsmith_fsdp",
+        "tinsmith_megatron",
+        "tinsmith_oidc",
+        "tinsmith_openai",
+        "tinsmith_vllm",
+    ),
     *("numpy", "torch", "jax", "vllm", "megatron", "transformers", "pydantic", "sqlalchemy", "msgspec", "uvloop"),
     *("uuid", "secrets", "sitecustomize", "usercustomize"),
 )

@@ -237,6 +237,7 @@ ONE_WAY = {"core/tinsmith/lifeline.py", "core/tinsmith/scratch.py"}
 OTHERS = {
     "core/tinsmith/processes/engine_child.py": "an engine calls end_with, and its supervisor ends its group",
     "core/tinsmith/checkpoints/atomic_directory.py": "writes beside the target; housekeeping sweeps",
+    "core/tinsmith/checkpoints/uploads.py": "writes beside the target; housekeeping sweeps",
     "libraries/checkpoints/tinsmith_checkpoints/tools/rewriting.py": "writes beside the target, which it then replaces",
     "libraries/workers/tinsmith_workers/state_files.py": "keeps files as long as their readers; sweeps for itself",
     "core/tinsmith/sql_store/databases/socket_wakeups.py": "one directory, which all processes share",

@@ -10,6 +10,7 @@ import pytest
 
 from tinsmith.processes.logs import EVERY_S, RepeatedWarnings
 from tinsmith.processes.serve import configure_logging
+from tinsmith.settings import ServerSettings
 from tinsmith.testing.harness import running_server
 
 
@@ -60,7 +61,7 @@ def test_a_server_logs_so_however_often_one_starts() -> None:
     left, uvicorns.filters = uvicorns.filters, []
     try:
         for _ in range(2):
-            configure_logging("info")
+            configure_logging(ServerSettings())
         assert [type(each) for each in uvicorns.filters] == [RepeatedWarnings]
     finally:
         uvicorns.filters = left

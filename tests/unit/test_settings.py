@@ -178,8 +178,8 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
         ("models:\n  - {name: a, backend: gauge}\n", "models.0.backend: "),
         (
             "servers: {}\n",
-            "servers: unknown key, allowed: losses, models, quotas, recovery, scheduler, server, store, supervisor, "
-            "watchdog; did you mean 'server'?",
+            "servers: unknown key, allowed: login, losses, models, quotas, recovery, scheduler, server, store, "
+            "supervisor, watchdog; did you mean 'server'?",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_other_addresses_need_keys(plugins: Plugins, write) -> None:
     file = write(GOOD)
     message = failure(plugins, file, flags=[("server.host", "0.0.0.0")])
     assert "--server.host: server.host: refused" in message
-    assert "add `server.api_keys`, or listen on 127.0.0.1" in message
+    assert "add `server.api_keys` or `login`, or listen on 127.0.0.1" in message
     keys = [("server.host", "0.0.0.0"), ("server.api_keys", "[{key: tml-abc, tenant: alice}]")]
     assert load(plugins, file=file, environ={}, flags=keys).server.api_keys[0].tenant == "alice"
 

@@ -23,6 +23,13 @@ CREATION = {"session_id": "s", "model_seq_id": 0, "base_model": "toy", "lora_con
 TENSOR = {"data": [1], "dtype": "int64"}
 SAMPLE = {"sampling_session_id": "s", "seq_id": 0, "prompt": PROMPT, "sampling_params": {"max_tokens": 1}}
 LOGGED = {"points": [{"step": 0, "values": {"reward": None}}]}
+SEARCH = {
+    "owner": {"type": "own"},
+    "cursor": {"last_created_at": "2026-11-27T12:00:00Z", "last_session_id": "s", "last_checkpoint_uuid": "tinker://s"},
+}
+SESSIONS = {**SEARCH, "cursor": {k: v for k, v in SEARCH["cursor"].items() if k != "last_checkpoint_uuid"}}
+CHECKPOINTS = {**SEARCH, "cursor": {k: v for k, v in SEARCH["cursor"].items() if k != "last_session_id"}}
+UPLOAD = {"base_model": "toy", "lora_config": {"rank": 4}}
 BODIES: list[tuple[type[BaseModel], dict[str, Any], tuple[str | int, ...]]] = [
     (wire.CreateModelRequest, CREATION, ()),
     (wire.CreateModelRequest, CREATION, ("lora_config",)),
@@ -42,6 +49,20 @@ BODIES: list[tuple[type[BaseModel], dict[str, Any], tuple[str | int, ...]]] = [
     (wire.SampleRequest, {**SAMPLE, "target_prompt_logprobs": TENSOR}, ("target_prompt_logprobs",)),
     (wire.LogMetricsRequest, LOGGED, ()),
     (wire.LogMetricsRequest, LOGGED, ("points", 0)),
+    (wire.LogRewardsRequest, {"step": 0, "rewards": {"0" * 32: 1.0}}, ()),
+    (wire.ShareRequest, {}, ()),
+    (wire.CopyWeightsRequest, {"source_path": "tinker://s:train:0/weights/a"}, ()),
+    (wire.UploadStartRequest, UPLOAD, ()),
+    (wire.UploadStartRequest, UPLOAD, ("lora_config",)),
+    (wire.UploadFinishRequest, {"upload_id": "u"}, ()),
+    *((wire.SessionSearchRequest, SESSIONS, place) for place in ((), ("owner",), ("cursor",))),
+    *((wire.CheckpointSearchRequest, CHECKPOINTS, place) for place in ((), ("owner",), ("cursor",))),
+    *(
+        (wire.SessionSearchRequest, {"statuses": [{"type": status}]}, ("statuses", 0))
+        for status in ("active", "cancelled", "failed", "client_finished")
+    ),
+    (wire.SessionSearchRequest, {"owner": {"type": "accessible"}}, ("owner",)),
+    (wire.SessionSearchRequest, {"owner": {"type": "user", "owner_urns": ["u"]}}, ("owner",)),
 ]
 """Every message of a body that changes numbers, and where in the body it is."""
 
@@ -83,6 +104,15 @@ def test_every_body_that_changes_numbers_is_tried() -> None:
         "Chunk",
         "TensorData",
         "LoggedPoint",
+        "SessionCursor",
+        "CheckpointCursor",
+        "OwnSearchOwner",
+        "AccessibleSearchOwner",
+        "UserSearchOwner",
+        "ActiveStatusQuery",
+        "CancelledStatusQuery",
+        "FailedStatusQuery",
+        "ClientFinishedStatusQuery",
     }
     assert exact == tried | inner
 
@@ -176,6 +206,7 @@ LEAST: dict[type[BaseModel], dict[str, Any]] = {
     wire.RetrieveFutureRequest: {"request_id": "r"},
     wire.RetrieveFuturesRequest: {"target": {"sampling_session_id": "s"}},
     wire.SamplingSessionTarget: {"sampling_session_id": "s"},
+    wire.ClientFinishedStatusQuery: {"type": "client_finished"},
 }
 
 
