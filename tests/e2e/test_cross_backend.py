@@ -21,6 +21,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import ragged
+from tinsmith_checkpoints.huggingface import tiny_causal_lm
 from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 WAIT_S = 600
@@ -66,6 +67,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("cross") / "a" / "experts"
     write_tiny_model(directory, replace(SHAPE, family="qwen3_moe", intermediate_size=24, num_experts=4))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers with the gated delta rule, and layers that attend."""
+    directory = tmp_path_factory.mktemp("cross") / "a" / "hybrid"
+    tiny_causal_lm("Qwen3_5ForCausalLM", {"vocab_size": SHAPE.vocab_size}).save_pretrained(directory)
     return directory
 
 
@@ -168,3 +177,12 @@ def test_experts_go_on_where_another_backend_was(tmp_path: Path, model_of_expert
     moved, stayed = legs(tmp_path, ["jax", away, "jax"], model_of_experts, 4, 20)
     np.testing.assert_allclose(moved, stayed, rtol=0, atol=1e-4)
     assert stayed[0] - stayed[-1] > LEARNT[20], "it must have learnt something"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not set(REAL) >= {"jax", "fsdp"}, reason=f"needs jax and fsdp, installed are {REAL}")
+def test_a_hybrid_goes_on_where_another_backend_was(tmp_path: Path, hybrid: Path) -> None:
+    """Twenty steps on each; each hands over the adapters of both kinds of layers, and the moments."""
+    moved, stayed = legs(tmp_path, ["jax", "fsdp", "jax"], hybrid, 4, 20)
+    np.testing.assert_allclose(moved, stayed, rtol=0, atol=1e-4)
+    assert stayed[0] - stayed[-1] > 0.5, "it must have learnt something"

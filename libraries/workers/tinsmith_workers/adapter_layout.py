@@ -14,7 +14,7 @@ import numpy as np
 
 from tinsmith.errors import UserError
 from tinsmith.operations import Array, FloatArray, LoraConfig
-from tinsmith_checkpoints.huggingface.decoder import ATTENTION, EXPERTS, HEAD, DecoderShape
+from tinsmith_checkpoints.huggingface.decoder import EXPERTS, HEAD, DecoderShape
 from tinsmith_checkpoints.huggingface.peft_layout import draw_lora_A, weight_name
 
 _ALIGNMENT = 16  # elements: weights start at 64 bytes, for matrix kernels and so that bits do not depend on alignment
@@ -71,12 +71,16 @@ class Pair:
 
 
 class AdapterLayout:
-    """The places of all weights of an adapter's part; untrained modules have none."""
+    """The places of all weights of an adapter's part; untrained modules have none.
+
+    `period`: after how many layers the modules repeat.
+    """
 
     def __init__(self, lora: LoraConfig, shape: DecoderShape, part: ModelPart | None = None) -> None:
         """`part` None: the whole model."""
         self.lora = lora
         self.part = whole_model(shape) if part is None else part
+        self.period = shape.period
         shapes = list(_modules(lora, shape, self.part))
         self._size = 0
         placed = [
@@ -180,10 +184,9 @@ def _modules(
 ) -> Iterator[tuple[str, str, int, tuple[Slot, Slot]]]:
     """Yield module, kind, layer, and the slots of A and B, which have no offsets yet."""
     shapes, rank = shape.linear_shapes(), lora.rank
-    mlp = tuple(kind for kind in shape.plain_modules if kind not in ATTENTION)
-    kinds = (*(ATTENTION if lora.train_attn else ()), *(mlp if lora.train_mlp else ()))
+    mlp = [kind for kind in shape.plain_modules if kind not in shape.attention_modules] if lora.train_mlp else []
     for layer in part.layers:
-        for kind in kinds:
+        for kind in (*(shape.mixer_modules(layer) if lora.train_attn else ()), *mlp):
             yield f"model.layers.{layer}.{kind}", kind, layer, _plain(rank, *shapes[kind])
         if shape.experts is not None and lora.train_mlp:
             inner = shape.experts.intermediate_size

@@ -41,6 +41,17 @@ EXPERTS = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 256,
 }
+HYBRID = {
+    **SMALL,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 INT8_GROUPS = {**SMALL, "quantization_config": int8_config(128)}
 INT8 = {**SMALL, "quantization_config": int8_config()}
 
@@ -67,6 +78,10 @@ def counted(
         ({**FAST, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**STRICT, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**FAST, "activation_checkpointing": True, "shard_size": 1}, 8, 4, SMALL),
+        *(
+            pytest.param({**how, "activation_checkpointing": recomputed}, ranks, 1, HYBRID, marks=pytest.mark.thorough)
+            for how, recomputed, ranks in ((FAST, True, 8), (FAST, False, 1), (STRICT, False, 1))
+        ),
         ({**FAST, "activation_checkpointing": True}, 8, 1, EXPERTS),
         pytest.param({**FAST, "activation_checkpointing": False}, 1, 4, EXPERTS, marks=pytest.mark.thorough),
         pytest.param({**STRICT, "activation_checkpointing": False}, 1, 1, EXPERTS, marks=pytest.mark.thorough),

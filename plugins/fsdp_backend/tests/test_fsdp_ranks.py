@@ -158,7 +158,11 @@ def test_refusals_are_user_errors_and_harm_nothing(one_rank: FsdpBackend) -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Qwen3_5ForConditionalGeneration", "is not supported, only those for text alone"),
+        ("LlamaForSequenceClassification", "is not supported, only those for text"),
+        (
+            "Qwen3_5ForConditionalGeneration",
+            "and its model_type is another's: llama",
+        ),
         ("NobodysForCausalLM", "has no class NobodysForCausalLM"),
     ],
 )

@@ -3,10 +3,11 @@
 All adapters of a pack are padded with zeros to one rank, and a layer that one of them does not train has zeros for it.
 So every layer computes all groups in the same few kernels, whatever their owners.
 
-The matrices of a kind are one tensor over all layers, and at equal distances in an adapter's vector: what a micro-batch
-does for each adapter is a few operations, for any number of layers.
+Layers repeat, alone or several of different kinds in turn. The matrices of each of these are one tensor over all
+repetitions, and at equal distances in an adapter's vector: what a micro-batch does for each adapter is a few
+operations, for any number of layers.
 
-Legend: L = layers, G = groups, R = the common rank, r = an adapter's own.
+Legend: L = repetitions (layers, if all are alike), G = groups, R = the common rank, r = an adapter's own.
 """
 
 import math
@@ -25,7 +26,7 @@ from tinsmith_workers.torch import to_device
 RANK_STEP: Final = 8  # grouped products need rows aligned to 16 bytes
 
 Stacks = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""A [L, G, R, in] and B [L, G, out, R] of each kind of linear layer; of experts, with an axis of them after G."""
+"""A [L, G, R, in] and B [L, G, out, R] of each linear layer of a repetition; of experts, with an axis after G."""
 
 
 class AdapterPack:
@@ -42,12 +43,22 @@ class AdapterPack:
             if own:
                 torch._foreach_copy_(own, _of_vector(layout, flat))
         self._gradients = _zeros(self._layouts, dtype, self._device) if backward else None
-        self._layers = _by_layer(weights)
+        self._layers = self._by_layer(weights)
         if self._gradients is not None:
-            for name, gradients in _by_layer(self._gradients).items():
+            for name, gradients in self._by_layer(self._gradients).items():
                 for leaf, gradient in zip(self._layers[name], gradients, strict=True):
                     leaf.requires_grad_()
                     leaf.grad = gradient  # autograd accumulates into it in place
+
+    def _by_layer(self, stacks: Stacks) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return A and B of each linear layer: to autograd and to compiled code, tensors of their own."""
+        period = self._layouts[0].period
+        pairs = {pair.module: pair for layout in self._layouts for pair in _first_period(layout)}
+        return {
+            f"model.layers.{pairs[name].layer + number * period}.{pairs[name].kind}": (A.detach(), B.detach())
+            for name, stack in stacks.items()
+            for number, (A, B) in enumerate(zip(*(each.unbind() for each in stack), strict=True))
+        }
 
     def factors(self, ends: Sequence[int]) -> dict[str, Factors]:
         """Return what each layer needs. `ends`: where each group's tokens end in the stream."""
@@ -71,37 +82,32 @@ class AdapterPack:
 def _zeros(layouts: Sequence[AdapterLayout], dtype: torch.dtype, device: torch.device) -> Stacks:
     """Make room for every layer that any of the adapters trains."""
     rank = -(-max(layout.lora.rank for layout in layouts) // RANK_STEP) * RANK_STEP
-    pairs = {pair.kind: pair for layout in layouts for pair in _first_layer(layout)}
-    of_each = (len(layouts[0].part.layers), len(layouts))
+    pairs = {pair.module: pair for layout in layouts for pair in _first_period(layout)}
+    of_each = (_repetitions(layouts[0]), len(layouts))
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*of_each, *shape, dtype=dtype, device=device)
 
     return {
-        kind: (zeros(*pair.A.shape[:-2], rank, pair.A.shape[-1]), zeros(*pair.B.shape[:-1], rank))
-        for kind, pair in pairs.items()
+        name: (zeros(*pair.A.shape[:-2], rank, pair.A.shape[-1]), zeros(*pair.B.shape[:-1], rank))
+        for name, pair in pairs.items()
     }
 
 
-def _first_layer(layout: AdapterLayout) -> Sequence[Pair]:
-    """List the modules of the first layer; the others are as it is. The head computes for itself."""
-    return list(takewhile(lambda pair: pair.layer == 0 and pair.kind != HEAD, layout.pairs.values()))
+def _first_period(layout: AdapterLayout) -> Sequence[Pair]:
+    """List the modules of the first layers, which the others repeat. The head computes for itself."""
+    return list(takewhile(lambda pair: pair.layer < layout.period and pair.kind != HEAD, layout.pairs.values()))
 
 
-def _by_layer(stacks: Stacks) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A and B of each linear layer: to autograd and to compiled code, tensors of their own."""
-    return {
-        f"model.layers.{layer}.{kind}": (A.detach(), B.detach())
-        for kind, pair in stacks.items()
-        for layer, (A, B) in enumerate(zip(*(stack.unbind() for stack in pair), strict=True))
-    }
+def _repetitions(layout: AdapterLayout) -> int:
+    return len(layout.part.layers) // layout.period
 
 
 def _by_group(stacks: Stacks, layouts: Sequence[AdapterLayout]) -> Iterator[list[torch.Tensor]]:
     """List each group's part, in the order of `_of_vector`."""
-    groups = {kind: (A.unbind(1), B.unbind(1)) for kind, (A, B) in stacks.items()}
+    groups = {name: (A.unbind(1), B.unbind(1)) for name, (A, B) in stacks.items()}
     for group, layout in enumerate(layouts):
-        own = [groups[pair.kind] for pair in _first_layer(layout)]
+        own = [groups[pair.module] for pair in _first_period(layout)]
         yield [part for A, B in own for part in _of_rank(A[group], B[group], layout.lora.rank)]
 
 
@@ -110,14 +116,14 @@ def _of_rank(A: torch.Tensor, B: torch.Tensor, rank: int) -> tuple[torch.Tensor,
 
 
 def _of_vector(layout: AdapterLayout, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return, of each kind, A [L, r, in] and B [L, out, r]; of experts, with an axis of them after L."""
-    head, num_layers = layout.pairs.get(HEAD), len(layout.part.layers)
-    distance = (layout.shared_size if head is None else head.A.offset) // num_layers
-    of_experts = (layout.size - layout.shared_size) // num_layers  # in a region of its own
+    """Return A [L, r, in] and B [L, out, r] of each linear layer of a repetition; of experts, with an axis after L."""
+    head, number = layout.pairs.get(HEAD), _repetitions(layout)
+    distance = (layout.shared_size if head is None else head.A.offset) // number
+    of_experts = (layout.size - layout.shared_size) // number  # in a region of its own
 
-    def all_layers(first: Slot) -> torch.Tensor:
+    def all_repetitions(first: Slot) -> torch.Tensor:
         strides = [math.prod(first.shape[axis + 1 :]) for axis in range(len(first.shape))]
         apart = of_experts if first.of_experts else distance
-        return flat.as_strided((num_layers, *first.shape), (apart, *strides), first.offset)
+        return flat.as_strided((number, *first.shape), (apart, *strides), first.offset)
 
-    return [all_layers(slot) for pair in _first_layer(layout) for slot in (pair.A, pair.B)]
+    return [all_repetitions(slot) for pair in _first_period(layout) for slot in (pair.A, pair.B)]

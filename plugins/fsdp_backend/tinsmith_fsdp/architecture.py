@@ -3,19 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import (
     HEAD,
     DecoderShape,
+    HybridShape,
     Json,
     decoder_shape,
+    hybrid_shape,
     joined_matrices,
+    language_config,
     read_model_config,
 )
 
 DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes whose layers tensor parallelism divides: their norms are before attention and MLP, and of single heads."""
+
+
+SEES: Final = "ForConditionalGeneration"
+"""How the classes of models end that also see or hear: their language part is trained."""
 
 
 def read_architecture(directory: Path, context_tokens: int | None = None) -> DecoderShape:
@@ -29,17 +37,31 @@ def read_architecture(directory: Path, context_tokens: int | None = None) -> Dec
 
 def architecture_of(config: Mapping[str, Json], path: Path, context_tokens: int | None = None) -> DecoderShape:
     """Do the same with a parsed configuration. `path` names the file in errors."""
+    config = language_config(config)
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
-    if not class_name.endswith("ForCausalLM"):
-        msg = f"{path}: architecture {class_name!r} is not supported, only those for text alone (...ForCausalLM)"
+    if not class_name.endswith(("ForCausalLM", SEES)):
+        msg = f"{path}: architecture {class_name!r} is not supported, only those for text, ...ForCausalLM and ...{SEES}"
         raise ConfigError(msg)
     if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         config = {**config, "quantization_config": None}  # the tensors say by their names which of them are
-    shape = decoder_shape(config, path, supported=[class_name])
+    shape_of = hybrid_shape if "linear_num_key_heads" in config else decoder_shape
+    shape = shape_of(config, path, supported=[class_name])
+    if shape.experts is not None and isinstance(shape, HybridShape):
+        msg = (
+            f"{path}: {class_name} has experts beside layers with the gated delta rule, which the fsdp backend does "
+            "not train; use the backend jax"
+        )
+        raise ConfigError(msg)
     if shape.experts is not None and shape.int8 is not None:
         msg = (
             f"{path}: {class_name} has experts of 8-bit integers, which the fsdp backend does not train; use the "
             "unquantised model, or the backend jax"
+        )
+        raise ConfigError(msg)
+    if shape.int8 is not None and isinstance(shape, HybridShape):
+        msg = (
+            f"{path}: the matrices are 8-bit integers, which the fsdp backend does not train for models with the gated "
+            "delta rule; use the unquantised model"
         )
         raise ConfigError(msg)
     _check_groups(shape, path)

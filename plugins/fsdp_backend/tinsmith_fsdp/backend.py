@@ -16,7 +16,7 @@ from tinsmith import (
 )
 from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_fsdp.admission import Budget, budget_of
-from tinsmith_fsdp.architecture import DIVISIBLE, read_architecture
+from tinsmith_fsdp.architecture import DIVISIBLE, SEES, read_architecture
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.costs import FULL_BYTES, ITEM, STRICT_SEQUENCES
 from tinsmith_fsdp.demand import resolved_ranks
@@ -228,6 +228,11 @@ def _why_no_full_models(architecture: DecoderShape) -> str | None:
         return (
             "the fsdp backend trains adapters of experts, but not all weights of a model with experts; set it to 0, or "
             "use the backend megatron"
+        )
+    if architecture.class_name.endswith(SEES):
+        return (
+            f"the model is a {architecture.class_name}, of which only the language part is loaded; set it to 0, or use "
+            "a model for text alone"
         )
     return None
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import (
-    ATTENTION,
     MLP,
     JoinedMatrix,
     WeightFiles,
@@ -27,9 +26,9 @@ from tinsmith_checkpoints.huggingface import (
 from tinsmith_fsdp import experts
 from tinsmith_fsdp.causal_lm import (
     Buffer,
-    attend_packed,
     class_of,
     computed_buffers,
+    mix_packed,
     read_config,
     require_parts,
 )
@@ -79,14 +78,14 @@ class BaseModel:
         self._directory = Path(setup.model_path)
         config = read_config(self._directory)
         with torch.device("meta"):
-            causal_lm = class_of(setup.architecture.class_name)(config)
+            causal_lm = class_of(setup.architecture.class_name, config)(config)
         require_parts(causal_lm)
         rotary = type(causal_lm.model.rotary_emb)(config=config)  # not on meta: it has buffers, which would be empty
         causal_lm.model.rotary_emb = rotary
         buffers = computed_buffers(causal_lm, mesh.device)
         causal_lm.to(torch.float32 if trainable else getattr(torch, setup.dtype))
         causal_lm.tie_weights()
-        attend_packed(causal_lm)
+        mix_packed(causal_lm)
         causal_lm.eval().requires_grad_(requires_grad=trainable)
         self._adapt(causal_lm)
         shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
@@ -116,21 +115,22 @@ class BaseModel:
 
     def _adapt(self, causal_lm: nn.Module) -> None:
         """Replace every linear layer by an adaptable one."""
-        int8, shapes = self._setup.architecture.int8, self._setup.architecture.linear_shapes()
+        shape, shapes = self._setup.architecture, self._setup.architecture.linear_shapes()
         joined = joined_matrices(read_model_config(self._directory))
-        own = self._setup.architecture.plain_modules
-        alone = [path for path in own if not any(path in matrix.modules for matrix in joined)]
+        others = [path for path in shape.plain_modules if path not in shape.attention_modules]
         for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
-            for path in alone:
+            for path in (*shape.mixer_modules(index), *others):
+                if any(path in matrix.modules for matrix in joined):
+                    continue
                 cut = 0 if path.rpartition(".")[2] in _COLUMN else 1
                 module = f"model.layers.{index}.{path}"
-                linear = _linear_of(layer, path, shapes[path], module)
-                scales = None if int8 is None else int8.num_scales(linear.in_features)
+                linear = _linear_of(layer, path, shapes[path], module, shape.mixer_modules(index))
+                scales = None if shape.int8 is None else shape.int8.num_scales(linear.in_features)
                 layer.set_submodule(path, MultiLoraLinear(linear, module, cut, num_scales=scales))
             for matrix in joined:
                 layer.set_submodule(matrix.path, _joined(layer, matrix, shapes, index))
-            if self._setup.architecture.experts is not None:
-                experts.adapt(layer, f"model.layers.{index}", self._setup.architecture.experts)
+            if shape.experts is not None:
+                experts.adapt(layer, f"model.layers.{index}", shape.experts)
 
     def _divide(self, causal_lm: nn.Module) -> None:
         """Divide the matrices, the vocabulary and the tokens between layers over the tp axis."""
@@ -300,18 +300,21 @@ def _joined(
 ) -> JoinedLoraLinear:
     """Return what replaces a joined matrix of a layer. Raise ConfigError as `_linear_of` does."""
     size = shapes[matrix.modules[0]][0], sum(shapes[path][1] for path in matrix.modules)
-    linear = _linear_of(layer, matrix.path, size, f"model.layers.{index}.{matrix.path}")
+    linear = _linear_of(layer, matrix.path, size, f"model.layers.{index}.{matrix.path}", matrix.modules)
     return JoinedLoraLinear(linear, {f"model.layers.{index}.{path}": shapes[path][1] for path in matrix.modules})
 
 
-def _linear_of(layer: nn.Module, path: str, size: tuple[int, int], module: str) -> nn.Linear:
-    """Return a linear module that adapters train. Raise ConfigError if the layer has none of that name and size."""
+def _linear_of(layer: nn.Module, path: str, size: tuple[int, int], module: str, mixers: Sequence[str]) -> nn.Linear:
+    """Return a linear module that adapters train; `mixers`: those by which its layer mixes tokens.
+
+    Raise ConfigError if the layer has none of that name and size.
+    """
     found = dict(layer.named_modules()).get(path)
     if isinstance(found, nn.Linear) and (found.in_features, found.out_features) == size:
         return found
     linear = ", ".join(name for name, each in layer.named_modules() if isinstance(each, nn.Linear))
     shown = "none" if found is None else str(found)
-    adapted = ", ".join((*ATTENTION, *MLP))
+    adapted = ", ".join(dict.fromkeys((*mixers, *MLP)))
     msg = (
         f"{module} should be a linear module from {size[0]} to {size[1]}, and is {shown}: the fsdp backend trains "
         f"adapters of {adapted}, or of experts in place of the MLP, and the linear modules of the model's layer are "

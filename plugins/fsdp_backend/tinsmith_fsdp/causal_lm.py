@@ -10,26 +10,44 @@ from typing import Any, Final
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tinsmith import ConfigError
 from tinsmith_fsdp import attention, experts
+from tinsmith_fsdp.gated_delta import PackedGatedDelta, is_gated_delta
 
 Buffer = tuple[nn.Module, str, torch.Tensor]
 _PARTS: Final = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
 def read_config(directory: Path) -> Any:
-    """Read config.json as transformers does."""
-    return transformers.AutoConfig.from_pretrained(directory)
+    """Read config.json as transformers does. Of a model that also sees or hears, return the language part's."""
+    whole = transformers.AutoConfig.from_pretrained(directory)
+    config = whole.get_text_config()
+    if config is not whole:
+        config.tie_word_embeddings = whole.tie_word_embeddings
+    return config
 
 
-def class_of(name: str) -> Any:
-    """Return transformers' class of that name. Raise ConfigError if the installed version has none."""
-    found = getattr(transformers, name, None)
-    if found is None:
+def class_of(name: str, config: Any) -> Any:
+    """Return transformers' class of that name, or of the language part of one that also sees or hears.
+
+    `config`: as `read_config` returns it. Raise ConfigError if the installed version has none, or it is of another one.
+    """
+    named = getattr(transformers, name, None)
+    if named is None:
         msg = (
             f"transformers {transformers.__version__} has no class {name}; use another version of it, or another model"
         )
+        raise ConfigError(msg)
+    if type(config) is named.config_class:
+        return named
+    part = named.config_class.sub_configs.get("text_config")
+    found = (
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) if part in (type(config), transformers.AutoConfig) else None
+    )
+    if found is None:
+        msg = f"config.json says that the model is a {name}, and its model_type is another's: {config.model_type}"
         raise ConfigError(msg)
     return found
 
@@ -45,12 +63,16 @@ def require_parts(causal_lm: nn.Module) -> None:
         raise ConfigError(msg)
 
 
-def attend_packed(causal_lm: nn.Module) -> None:
-    """Have the model's layers call our attention, and our experts if it has any."""
+def mix_packed(causal_lm: nn.Module) -> None:
+    """Have the model's layers call our attention, our gated delta rule, and our experts if it has any."""
     attention.register()
     experts.register()
     causal_lm.config._attn_implementation = attention.NAME  # type: ignore[union-attr]  # noqa: SLF001  (where they look)
     causal_lm.config._experts_implementation = experts.NAME  # type: ignore[union-attr]  # noqa: SLF001  (as above)
+    for layer in causal_lm.model.layers:  # type: ignore[union-attr]  # a ModuleList
+        for name, module in list(layer.named_children()):
+            if is_gated_delta(module):
+                setattr(layer, name, PackedGatedDelta(module))
 
 
 def computed_buffers(causal_lm: nn.Module, device: torch.device) -> list[Buffer]:

@@ -9,7 +9,7 @@ gaps take is an allowance, not measured.
 from dataclasses import dataclass
 from typing import Final
 
-from tinsmith_checkpoints.huggingface import ATTENTION, MLP, DecoderShape, WeightCounts, weight_counts
+from tinsmith_checkpoints.huggingface import ATTENTION, MLP, DecoderShape, HybridShape, WeightCounts, weight_counts
 from tinsmith_fsdp.config import FsdpConfig
 
 ADAPTER_BYTES: Final = 16  # per weight: itself, its gradient and two moments, in float32
@@ -45,6 +45,16 @@ _PAIR_KEPT: Final = {"bfloat16": 4, "float32": 8}
 _PAIR_DIFFERENTIATED: Final = {"bfloat16": 5, "float32": 1}
 """In addition, bytes per token, expert of the token, and hidden size."""
 
+_GATED_KEPT: Final = {"bfloat16": (13, 8, 15, 8, 14), "float32": (20, 16, 29, 10, 28)}
+"""As `_KEPT`, of a hybrid's layers that attend: they have a gate."""
+
+_DELTA_KEPT: Final = {"bfloat16": (13, 8, 4, 17, 16), "float32": (19, 16, 8, 21, 32)}
+"""As `_KEPT`, of layers with the gated delta rule: for hidden, inner, mixed and value size, and rank."""
+
+_DELTA_BLOCK: Final = (10, 8, 5)
+"""Numbers of float32 that a token takes in a block of the rule: for each head's keys, its values, and a chunk."""
+_BLOCK_TOKENS, _CHUNK = 2048, 64  # as in tinsmith_workers.torch
+
 _TOP: Final = {"bfloat16": (4, 6), "float32": (8, 8)}
 """Bytes per token and hidden size at the head: for all tokens, and for a tensor-parallel rank's share."""
 _PER_TOKEN: Final = 500  # ids, positions, rotations
@@ -78,6 +88,8 @@ class Costs:
     top: int  # per token, at the head
     logits: int  # per token, at the head as well
     head: int  # all logits of one chunk: more are not made at once
+    mixing: int  # per token, while a gated delta rule is differentiated; below 0: its MLP's part is free again
+    block: int  # by the rule's blocks as well, of which there is one at a time
     copies: int  # for each weight of every adapter in a micro-batch: weight and gradient in its dtype
     stepping: int  # for each weight of an adapter, in an optimizer step
     trained: int  # layers of a fully trained model while they compute, if the base's layers are never gathered
@@ -90,22 +102,24 @@ class Costs:
 
     @property
     def per_token(self) -> int:
-        return self.saved + max(self.layer, self.top)
+        return self.saved + max(self.layer, self.top, self.mixing)
 
     def micro_batch(self, tokens: int) -> int:
         """Return the larger peak: at the head, or in the first layer of the backward pass."""
         head = tokens * self.top + min(tokens * self.logits, self.head)
-        return tokens * self.saved + max(tokens * self.layer, head)
+        return tokens * self.saved + max(tokens * self.layer, tokens * self.mixing + self.block, head)
 
 
 def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
     """Count for one rank. Of unequal shards, the largest."""
     item, weights = ITEM[ranks.dtype], weight_counts(shape)
-    layer = weights.layer_bytes(item) // ranks.tp
-    outside = weights.outside_layers * item // ranks.tp
+    layer = (weights.layer_bytes(item) + weights.others * item // weights.num_layers) // ranks.tp  # their mean
+    outside = (weights.outside_layers - weights.others) * item // ranks.tp
     gathered = _gathered(config, weights, ranks, layer, outside)
     keeps, takes = _factors(ranks, shape)
     kept = _of_layer(keeps, shape, ranks, config.max_lora_rank, whole=2 * item)
+    delta, mixing, block = _of_delta(shape, ranks, config.max_lora_rank)
+    delta_layers = shape.num_layers - shape.attending_layers
     more = _of_layer(takes, shape, ranks, config.max_lora_rank, whole=item)
     if shape.experts is not None:
         of_pairs = shape.experts.top_k * shape.hidden_size
@@ -117,8 +131,12 @@ def costs_of(config: FsdpConfig, shape: DecoderShape, ranks: Ranks) -> Costs:
         trained=gathered if ranks.shards == 1 else 0,
         stepping=STEP_BYTES if ranks.on_cpu else 0,
         runtime=0 if ranks.on_cpu else _RUNTIME,
-        saved=shape.num_layers * (shape.hidden_size * item // ranks.tp if ranks.checkpointing else kept),
-        layer=_PER_TOKEN + more + (kept if ranks.checkpointing else 0),
+        saved=shape.num_layers * (shape.hidden_size * item // ranks.tp)
+        if ranks.checkpointing
+        else shape.attending_layers * kept + delta_layers * delta,
+        layer=_PER_TOKEN + more + (max(kept, delta) if ranks.checkpointing else 0),
+        mixing=mixing if ranks.checkpointing else mixing - delta,
+        block=block,
         top=_PER_TOKEN + (whole + divided // ranks.tp) * shape.hidden_size,
         logits=_PER_LOGIT * vocabulary,
         head=_PER_LOGIT * max(64 * vocabulary, _CPU_LOGITS if ranks.on_cpu else _GPU_LOGITS),
@@ -161,13 +179,27 @@ def _inner_size(shape: DecoderShape) -> int:
     return shape.experts.top_k * shape.experts.intermediate_size + shape.experts.shared_size
 
 
+def _of_delta(shape: DecoderShape, ranks: Ranks, lora_rank: int) -> tuple[int, int, int]:
+    """Return what a layer with the gated delta rule keeps per token, that without its MLP, and a block's memory."""
+    if not isinstance(shape, HybridShape):
+        return 0, 0, 0
+    hidden, inner, mixed, value, rank = _DELTA_KEPT[ranks.dtype]
+    rule, by_chunk = shape.delta, _DELTA_BLOCK
+    mixing = hidden * shape.hidden_size // 2 + mixed * rule.mixed_size + value * rule.value_size + rank * lora_rank
+    whole = mixing + hidden * shape.hidden_size // 2 + inner * shape.intermediate_size
+    numbers = by_chunk[0] * rule.key_dim + by_chunk[1] * rule.value_dim + by_chunk[2] * _CHUNK
+    return whole, mixing, 4 * _BLOCK_TOKENS * rule.value_heads * numbers
+
+
 def _factors(ranks: Ranks, shape: DecoderShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a layer's kept memory and its additional peak, per token and size.
+    """Return an attending layer's kept memory and its additional peak, per token and size.
 
     Code that is compiled around attention (on CPUs, in float32) or collectives counts as if it were not.
     """
     if shape.experts is not None:
         return _EXPERTS_KEPT[ranks.dtype], _EXPERTS_DIFFERENTIATED[ranks.dtype]
+    if isinstance(shape, HybridShape):
+        return _GATED_KEPT[ranks.dtype], _DIFFERENTIATED[ranks.dtype]
     if ranks.compiled and ranks.dtype == "bfloat16" and ranks.tp == 1 and not ranks.on_cpu:
         return _COMPILED_KEPT, _COMPILED_DIFFERENTIATED
     return _KEPT[ranks.dtype], _DIFFERENTIATED[ranks.dtype]

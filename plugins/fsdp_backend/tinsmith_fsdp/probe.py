@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from tinsmith import ConfigError
-from tinsmith_fsdp.causal_lm import attend_packed, class_of, require_parts
+from tinsmith_fsdp.causal_lm import class_of, mix_packed, require_parts
 from tinsmith_fsdp.experts import PATH
 from tinsmith_fsdp.packed_model import PackedModel
 from tinsmith_fsdp.streams import bare_stream
@@ -31,7 +31,9 @@ _LENGTHS: Final = (19, 26)  # more than the window
 _VOCABULARY, _WINDOW = 61, 8
 _EXPERT_SIZES: Final = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _EXPERT_SIZE: Final = 48
-_CODE: Final = ("probe.py", "packed_model.py", "attention.py", "causal_lm.py", "experts.py", "grouped.py")
+_CODE: Final = (
+    *("probe.py", "packed_model.py", "attention.py", "causal_lm.py", "experts.py", "grouped.py", "gated_delta.py"),
+)
 
 
 def require_packing(class_name: str, config: Any, directory: Path | None) -> None:
@@ -43,7 +45,7 @@ def require_packing(class_name: str, config: Any, directory: Path | None) -> Non
     file = None if directory is None else directory / f"{class_name}-{_key(small)}.json"
     answer = None if file is None else _kept(file)
     if answer is None:
-        answer = tried(class_name, small)
+        answer = tried(class_of(class_name, config), small)
         if file is not None:
             _keep(file, answer)
     if answer:
@@ -111,9 +113,8 @@ def _keep(file: Path, answer: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def tried(class_name: str, small: dict[str, Any]) -> str:
-    """Return why the model cannot be trained, or nothing."""
-    made = class_of(class_name)
+def tried(made: Any, small: dict[str, Any]) -> str:
+    """Return why models of a class of transformers cannot be trained, or nothing."""
     try:
         config = made.config_class.from_dict(small)
         with torch.random.fork_rng(devices=[]):
@@ -129,7 +130,7 @@ def tried(class_name: str, small: dict[str, Any]) -> str:
             causal_lm.config._attn_implementation = "eager"  # noqa: SLF001  (where layers look)
             causal_lm.config._experts_implementation = "eager"  # noqa: SLF001  (as above)
             alone = [causal_lm(input_ids=each[None], use_cache=False).logits[0] for each in (first, second)]
-            attend_packed(causal_lm)
+            mix_packed(causal_lm)
             rotary = causal_lm.get_submodule("model.rotary_emb")
             packed = PackedModel(causal_lm, checkpointing=False)
             packed.set_rotary(rotary)

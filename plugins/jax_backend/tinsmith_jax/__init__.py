@@ -1,11 +1,11 @@
 """The JAX backend. Its exports describe a family of models."""
 
+from tinsmith_checkpoints.huggingface import DeltaRule
 from tinsmith_jax.families import Family, config_of, family
 from tinsmith_jax.model_config import (
     Activation,
     Attention,
     Clamped,
-    DeltaRule,
     Groups,
     Latent,
     LayerKind,

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tinsmith_checkpoints.huggingface import DeltaRule
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.model_config import DeltaRule, ModelConfig
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE
 
 _SMALL = 1e-6  # is added to the square of a length

@@ -15,6 +15,7 @@ from tinsmith_checkpoints.huggingface import (
     LATENT,
     MLP,
     DecoderShape,
+    DeltaRule,
     JoinedMatrix,
     Json,
     Rope,
@@ -40,31 +41,6 @@ _OF_ATTENTION: Final = frozenset(
 """What only layers that attend have: weights, and modules of adapters."""
 _OF_EXPERTS: Final = frozenset({"router_bias", "router_correction"})
 _ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_pytorch_tanh")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaRule:
-    """The sizes of layers that mix tokens by the gated delta rule, after a short convolution, in place of attention."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int  # of a head
-    value_dim: int
-    width: int  # tokens that the convolution sees
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def mixed_size(self) -> int:
-        """The channels of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_size
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Sizes of a layer's projections: the convolved values, the gate, beta, and the decay's input."""
-        return self.mixed_size, self.value_size, self.value_heads, self.value_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,9 +263,7 @@ class ModelConfig(DecoderShape):
         if self.attention.gated:
             shapes[ATTENTION[0]] = (self.hidden_size, 2 * self.q_size)
         if self.delta is not None:
-            outputs = zip(DELTA[:-1], self.delta.sizes, strict=True)
-            shapes |= {path: (self.hidden_size, size) for path, size in outputs}
-            shapes[DELTA[-1]] = (self.delta.value_size, self.hidden_size)
+            shapes |= self.delta.linear_shapes(self.hidden_size)
         if (latent := self.attention.latent) is not None:
             q_a, q_b, kv_a, kv_b = LATENT
             heads = self.num_heads

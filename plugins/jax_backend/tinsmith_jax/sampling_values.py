@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith import Array, FloatArray, IntArray, TokenArray
+from tinsmith_checkpoints.huggingface import DeltaRule
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.choice import Kernels
-from tinsmith_jax.model_config import DeltaRule, ModelConfig
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE
 
 PAGE: Final = TILE

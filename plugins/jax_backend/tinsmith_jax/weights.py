@@ -35,11 +35,11 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
 from tinsmith import Array, Progress
-from tinsmith_checkpoints.huggingface import DELTA, LATENT, WeightFiles
+from tinsmith_checkpoints.huggingface import DELTA, LATENT, DeltaRule, WeightFiles
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import empty
 from tinsmith_jax.mesh import VOCABULARY, Index, MeshLayout, Spec, base_specs, put_parts
-from tinsmith_jax.model_config import DENSE, DeltaRule, ModelConfig
+from tinsmith_jax.model_config import DENSE, ModelConfig
 
 Base = Jax
 

@@ -18,6 +18,7 @@ from tinsmith_checkpoints.huggingface.decoder import (
     decoder_shape,
 )
 from tinsmith_checkpoints.huggingface.fp8 import without_fp8
+from tinsmith_checkpoints.huggingface.hybrid import DeltaRule, HybridShape, delta_rule, hybrid_shape, mixers
 from tinsmith_checkpoints.huggingface.int4 import without_int4
 from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
 from tinsmith_checkpoints.huggingface.known_shapes import known_config
@@ -53,7 +54,9 @@ __all__ = [
     "TINY_CLASSES",
     "DecoderShape",
     "Delta",
+    "DeltaRule",
     "ExpertShape",
+    "HybridShape",
     "JoinedMatrix",
     "Json",
     "Kind",
@@ -70,11 +73,14 @@ __all__ = [
     "adapter_weights",
     "decoder_names",
     "decoder_shape",
+    "delta_rule",
     "deltas",
     "draw_lora_A",
+    "hybrid_shape",
     "joined_matrices",
     "known_config",
     "language_config",
+    "mixers",
     "read_model_config",
     "read_rope",
     "save_as_published",

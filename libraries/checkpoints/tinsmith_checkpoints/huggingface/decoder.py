@@ -108,6 +108,16 @@ class DecoderShape:
         return ATTENTION
 
     @property
+    def period(self) -> int:
+        """After how many layers the order of their kinds repeats, up to the last one."""
+        return 1
+
+    def mixer_modules(self, layer: int) -> tuple[str, ...]:
+        """Return the paths of the linear modules by which a layer mixes tokens."""
+        del layer
+        return self.attention_modules
+
+    @property
     def plain_modules(self) -> tuple[str, ...]:
         """The paths of a layer's linear modules that an adapter may train, other than the routed experts'."""
         if self.experts is None:

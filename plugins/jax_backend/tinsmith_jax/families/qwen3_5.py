@@ -3,11 +3,11 @@
 Norms' weights are stored less 1.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json, read_rope
-from tinsmith_jax import Attention, DeltaRule, LayerKind, ModelConfig, Norms, decoder, family, head_dim
+from tinsmith_checkpoints.huggingface import Json, delta_rule, mixers, read_rope
+from tinsmith_jax import Attention, LayerKind, ModelConfig, Norms, decoder, family, head_dim
 
 
 @family("Qwen3NextForCausalLM")
@@ -22,24 +22,8 @@ def qwen3_5(config: Mapping[str, Json], path: Path) -> ModelConfig:
     return decoder(
         config,
         path,
-        kinds={"linear_attention": LayerKind(delta=_delta(config)), "full_attention": LayerKind(rope=rope)},
-        layer_types=tuple(config.get("layer_types") or _by_default(config)),
+        kinds={"linear_attention": LayerKind(delta=delta_rule(config)), "full_attention": LayerKind(rope=rope)},
+        layer_types=mixers(config, path),
         attention=Attention(qkv_bias=bias, o_bias=bias, qk_norm="head", gated=True),
         norms=Norms(offset=1.0),
     )
-
-
-def _delta(config: Mapping[str, Json]) -> DeltaRule:
-    return DeltaRule(
-        key_heads=int(config.get("linear_num_key_heads", 16)),
-        value_heads=int(config.get("linear_num_value_heads", 32)),
-        key_dim=int(config.get("linear_key_head_dim", 128)),
-        value_dim=int(config.get("linear_value_head_dim", 128)),
-        width=int(config.get("linear_conv_kernel_dim", 4)),
-    )
-
-
-def _by_default(config: Mapping[str, Json]) -> Iterator[str]:
-    every = int(config.get("full_attention_interval") or 4)
-    for layer in range(int(config["num_hidden_layers"])):
-        yield "linear_attention" if (layer + 1) % every else "full_attention"

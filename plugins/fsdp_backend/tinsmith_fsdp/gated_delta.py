@@ -1,0 +1,51 @@
+"""Layers of transformers with the gated delta rule, for packed sequences.
+
+Without kernels for GPUs, transformers computes the rule and its convolution by code that ignores where sequences end.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from transformers.activations import ACT2FN
+
+from tinsmith_fsdp.streams import Stream
+from tinsmith_workers.torch import causal_convolution, gated_delta
+
+_CHILDREN: Final = frozenset(
+    {"conv1d", "norm", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+)  # of the modules that Qwen3.5 has
+
+
+class PackedGatedDelta(nn.Module):
+    """Takes the place of a module of transformers, with its weights, and computes each sequence by itself."""
+
+    def __init__(self, module: Any) -> None:
+        """`module`: as `is_gated_delta` knows it. It cannot be used afterwards."""
+        super().__init__()
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        self.A_log, self.dt_bias = module.A_log, module.dt_bias
+        self._key, self._value = module.head_k_dim, module.head_v_dim
+        self._sizes = (module.key_dim, module.key_dim, module.value_dim)
+        self._activation = ACT2FN[module.activation]
+
+    def forward(self, hidden_states: torch.Tensor, *, stream: Stream, **_: Any) -> torch.Tensor:
+        """Map [1, T, hidden] to [1, T, hidden]."""
+        mixed, z, b, a = (self.get_submodule(f"in_proj_{name}")(hidden_states)[0] for name in ("qkv", "z", "b", "a"))
+        weight = self.conv1d.weight.squeeze(1)  # type: ignore[union-attr, operator]  # a parameter
+        mixed = self._activation(causal_convolution(mixed, weight, stream.positions_T))
+        q, k, v = mixed.split(self._sizes, dim=-1)
+        g = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias)
+        q, k, v = q.unflatten(-1, (-1, self._key)), k.unflatten(-1, (-1, self._key)), v.unflatten(-1, (-1, self._value))
+        out = gated_delta(q, k, v, g, b.sigmoid(), stream.bounds)
+        normed = self.norm(out, z.view_as(out))  # type: ignore[operator]  # a module
+        projected: torch.Tensor = self.out_proj(normed.flatten(1)[None])  # type: ignore[operator]  # a module
+        return projected
+
+
+def is_gated_delta(module: nn.Module) -> bool:
+    """Return whether the module has the parts of Qwen3.5's. What it computes with them, a probe compares."""
+    children = {name for name, _ in module.named_children()}
+    return children == _CHILDREN and {"A_log", "dt_bias"} <= dict(module.named_parameters(recurse=False)).keys()
