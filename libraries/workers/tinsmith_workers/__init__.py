@@ -7,6 +7,7 @@ names exported here, by `tinsmith_workers.torch` and by `tinsmith_workers.testin
 from tinsmith_workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model
 from tinsmith_workers.budget import Budget
 from tinsmith_workers.config import TrainingWorkersConfig, WorkersConfig
+from tinsmith_workers.delta_blocks import delta_block_bytes
 from tinsmith_workers.group import WorkerDiedError, WorkerGroup
 from tinsmith_workers.launching import Launch, Launcher, MakeLauncher
 from tinsmith_workers.model_states import AdapterModelState, FullModelState
@@ -75,6 +76,7 @@ __all__ = [
     "alone",
     "combined_outputs",
     "deal",
+    "delta_block_bytes",
     "holders",
     "one_by_one",
     "segments",

@@ -11,6 +11,7 @@ from typing import Final
 
 from tinsmith_checkpoints.huggingface import ATTENTION, MLP, DecoderShape, HybridShape, WeightCounts, weight_counts
 from tinsmith_fsdp.config import FsdpConfig
+from tinsmith_workers import delta_block_bytes
 
 ADAPTER_BYTES: Final = 16  # per weight: itself, its gradient and two moments, in float32
 PASS_BYTES: Final = 4  # per weight: what a pass adds up, beside its micro-batch and the copies in it
@@ -50,10 +51,6 @@ _GATED_KEPT: Final = {"bfloat16": (13, 8, 15, 8, 14), "float32": (20, 16, 29, 10
 
 _DELTA_KEPT: Final = {"bfloat16": (13, 8, 4, 17, 16), "float32": (19, 16, 8, 21, 32)}
 """As `_KEPT`, of layers with the gated delta rule: for hidden, inner, mixed and value size, and rank."""
-
-_DELTA_BLOCK: Final = (10, 8, 5)
-"""Numbers of float32 that a token takes in a block of the rule: for each head's keys, its values, and a chunk."""
-_BLOCK_TOKENS, _CHUNK = 2048, 64  # as in tinsmith_workers.torch
 
 _TOP: Final = {"bfloat16": (4, 6), "float32": (8, 8)}
 """Bytes per token and hidden size at the head: for all tokens, and for a tensor-parallel rank's share."""
@@ -184,11 +181,10 @@ def _of_delta(shape: DecoderShape, ranks: Ranks, lora_rank: int) -> tuple[int, i
     if not isinstance(shape, HybridShape):
         return 0, 0, 0
     hidden, inner, mixed, value, rank = _DELTA_KEPT[ranks.dtype]
-    rule, by_chunk = shape.delta, _DELTA_BLOCK
+    rule = shape.delta
     mixing = hidden * shape.hidden_size // 2 + mixed * rule.mixed_size + value * rule.value_size + rank * lora_rank
     whole = mixing + hidden * shape.hidden_size // 2 + inner * shape.intermediate_size
-    numbers = by_chunk[0] * rule.key_dim + by_chunk[1] * rule.value_dim + by_chunk[2] * _CHUNK
-    return whole, mixing, 4 * _BLOCK_TOKENS * rule.value_heads * numbers
+    return whole, mixing, delta_block_bytes(rule)
 
 
 def _factors(ranks: Ranks, shape: DecoderShape) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,9 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import DecoderShape, Json, Rope, decoder_shape, read_model_config, read_rope
+from tinsmith_checkpoints.huggingface import (
+    DecoderShape,
+    HybridShape,
+    Json,
+    Rope,
+    decoder_shape,
+    hybrid_shape,
+    language_config,
+    read_model_config,
+    read_rope,
+)
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+"""They have layers with the gated delta rule, and store the weights of norms less 1."""
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *HYBRIDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +33,10 @@ class Architecture:
     def qk_norm(self) -> bool:
         return self.shape.class_name != "LlamaForCausalLM"
 
+    @property
+    def hybrid(self) -> HybridShape | None:
+        return self.shape if isinstance(self.shape, HybridShape) else None
+
 
 def read_architecture(directory: Path) -> Architecture:
     """Read `directory`/config.json. Raise ConfigError if it is missing, broken or of an unsupported kind."""
@@ -28,9 +45,11 @@ def read_architecture(directory: Path) -> Architecture:
 
 def architecture_of(config: Mapping[str, Json], path: Path) -> Architecture:
     """Understand a config.json. `path` is for messages."""
+    config = language_config(config)
     _refuse_unsupported(config, path)
-    shape = decoder_shape(config, path, supported=ARCHITECTURES)
-    rope = read_rope(config, shape.head_dim, str(path))
+    is_hybrid = next(iter(config.get("architectures") or [""])) in HYBRIDS
+    shape = (hybrid_shape if is_hybrid else decoder_shape)(config, path, supported=ARCHITECTURES)
+    rope = read_rope(config, shape.head_dim, str(path), partial=0.25 if is_hybrid else None)
     if rope.factor != 1.0:
         msg = f"{path}: rotary embeddings with an attention factor (yarn) are not supported by the megatron backend"
         raise ConfigError(msg)

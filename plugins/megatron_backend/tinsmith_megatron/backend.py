@@ -75,6 +75,11 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
     def describe(self, device: WorkerDevice) -> TrainerCapabilities:
         return replace(super().describe(device), replayed_experts=_replayed_experts(self.architecture.shape))
 
+    @property
+    def max_full_models(self) -> int:
+        """0 for hybrids."""
+        return 0 if self.architecture.hybrid is not None else self.config.max_full_models
+
     # life of a model
 
     def make_adapter(self, op: CreateModel) -> AdapterModelState:

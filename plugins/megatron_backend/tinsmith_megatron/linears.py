@@ -54,6 +54,7 @@ class ColumnLinear(AdaptedLinear):
     def __init__(self, d_in: int, d_out: int, *, config: Untyped, tp_comm_buffer_name: str, **_: Untyped) -> None:
         super().__init__(d_in, d_out // get_tensor_model_parallel_world_size(), config.params_dtype)
         self._groups = None if tp_comm_buffer_name != "qkv" else config.num_query_groups // self.tp_size
+        self._head_dim = config.kv_channels if self._groups and config.attention_output_gate else None
 
     def forward(self, x_T1I: torch.Tensor) -> tuple[torch.Tensor, None]:
         if self.tp_size > 1:
@@ -68,8 +69,16 @@ class ColumnLinear(AdaptedLinear):
         return A, B[:, self._own(B.shape[1])]
 
     def _fused(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Lay out outputs as in the fused matrix: q, k and v alternate by key-value head."""
-        return fuse(parts, self._groups)
+        """Lay out outputs as in the fused matrix: q, k and v alternate by key-value head.
+
+        Where attention has a gate, q has each head's query and gate. Megatron wants all queries of a key-value head
+        before their gates.
+        """
+        if self._head_dim is None or self._groups is None:
+            return fuse(parts, self._groups)
+        q, *others = parts
+        by_head = q.unflatten(-1, (self._groups, -1, 2, self._head_dim))
+        return fuse([by_head.transpose(-2, -3).flatten(-4), *others], self._groups)
 
 
 class RowLinear(AdaptedLinear):

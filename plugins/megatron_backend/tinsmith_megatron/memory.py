@@ -12,6 +12,9 @@ A layer keeps for the backward pass, in numbers of b bytes for each of T tokens:
     rotation   4d, the cosines and sines of queries and keys
     MLP        5F/t: gate and up (2), silu, up once more (Megatron adds an offset of 0), the product
     adapters   R for each of 7 modules; of the adapters themselves, copies in the dtype of activations (none in float32)
+    gate       4q more, where attention has one (hybrids, whose matrices are not divided)
+    delta rule in place of attention and rotation: 2 for each channel of the convolution, and 6 for each value (9 in
+               bfloat16); and a block of the rule while it is differentiated, see `delta_block_bytes`
     experts    H/t (what the router reads), and for each of M rows 2H + 5F + 3R; of the adapters, copies spread over
                experts: 3 G E R (H + F)
 
@@ -25,9 +28,9 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from tinsmith import LoraConfig
-from tinsmith_checkpoints.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape, HybridShape
 from tinsmith_megatron.parallel import Layout, Work
-from tinsmith_workers import AdapterLayout, ModelPart
+from tinsmith_workers import AdapterLayout, ModelPart, delta_block_bytes
 
 _F32 = 4
 _RANK_STEP = 8
@@ -87,15 +90,20 @@ def weights_of(shape: DecoderShape, layout: Layout, part: ModelPart) -> tuple[fl
     """Return the numbers of weights of one rank that tp divides, that all its ranks hold, and of experts."""
     hidden, t = shape.hidden_size, layout.tp
     norms = 2 * hidden + (0 if shape.class_name == "LlamaForCausalLM" else 2 * shape.head_dim)
-    divided = hidden * (2 * shape.q_size + 2 * shape.kv_size) / t
+    linear, layers = shape.linear_shapes(), len(part.layers)
+    mixing = [linear[path] for layer in part.layers for path in shape.mixer_modules(layer)]
+    divided = sum(inputs * outputs for inputs, outputs in mixing) / layers / t
     repeated, experts = float(norms), 0.0
+    if isinstance(shape, HybridShape):
+        rule, number = shape.delta, sum(layer in shape.delta_layers for layer in part.layers)
+        own = rule.mixed_size * rule.width + 2 * rule.value_heads + rule.value_dim - 2 * shape.head_dim
+        repeated += own * number / layers
     if shape.experts is None:
         divided += 3 * hidden * shape.intermediate_size / t
     else:
         repeated += hidden * shape.experts.num_experts
         experts = 3 * hidden * shape.experts.intermediate_size * len(part.experts)
     tables = (part.stage == 0) + (part.has_head and not (shape.tied and part.stage == 0))
-    layers = len(part.layers)
     return (
         layers * divided + tables * shape.vocab_size * hidden / t,
         layers * repeated + part.has_head * hidden,
@@ -105,14 +113,18 @@ def weights_of(shape: DecoderShape, layout: Layout, part: ModelPart) -> tuple[fl
 
 def adapter_sizes(shape: DecoderShape, part: ModelPart, rank: int) -> tuple[int, int]:
     """Return the numbers in this part of one adapter: held by all ranks of a stage, and of experts."""
-    shared, experts = _layer_sizes(shape, len(part.experts), rank, has_head=False)
-    with_head, _ = _layer_sizes(shape, len(part.experts), rank, has_head=part.has_head)
-    return len(part.layers) * shared + with_head - shared, len(part.layers) * experts
+    number, period = len(part.experts), shape.period
+    sizes = [_layer_sizes(shape, layer % period, number, rank, has_head=False) for layer in part.layers]
+    first = part.layers.start % period
+    with_head, _ = _layer_sizes(shape, first, number, rank, has_head=part.has_head)
+    shared, experts = (sum(each) for each in zip(*sizes, strict=True))
+    return shared + with_head - sizes[0][0], experts
 
 
 @cache
-def _layer_sizes(shape: DecoderShape, num_experts: int, rank: int, *, has_head: bool) -> tuple[int, int]:
-    part = ModelPart(layers=range(1), experts=range(num_experts), has_head=has_head, stage=0, is_first_of_stage=True)
+def _layer_sizes(shape: DecoderShape, layer: int, num_experts: int, rank: int, *, has_head: bool) -> tuple[int, int]:
+    layers = range(layer, layer + 1)
+    part = ModelPart(layers=layers, experts=range(num_experts), has_head=has_head, stage=0, is_first_of_stage=True)
     layout = AdapterLayout(LoraConfig(rank=rank, seed=0), shape, part)
     return layout.shared_size, layout.size - layout.shared_size
 
@@ -133,8 +145,7 @@ def _row(shape: DecoderShape, layout: Layout, work: Work) -> float:
 
 def _kept_by_layer(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart) -> float:
     hidden, t = shape.hidden_size, layout.tp
-    q, kv = (5, 3) if work.on_cpu else (4, 4)
-    attention = hidden / t + hidden + (q * shape.q_size + kv * shape.kv_size) / t + 4 * shape.head_dim
+    attention = hidden / t + hidden + sum(_mixing(shape, layout, work, each) for each in part.layers) / len(part.layers)
     rank = _padded(work.rank)
     if shape.experts is None:
         token = attention + hidden / t + hidden + 5 * shape.intermediate_size / t + _MODULES * rank
@@ -145,6 +156,15 @@ def _kept_by_layer(shape: DecoderShape, layout: Layout, work: Work, part: ModelP
     tenants = 0 if work.full else work.tenants
     spread = 3 * tenants * len(part.experts) * rank * (hidden + inner)
     return (token * work.tokens + row * _rows(shape, layout, work) + spread + _copies(shape, layout, work)) * work.item
+
+
+def _mixing(shape: DecoderShape, layout: Layout, work: Work, layer: int) -> float:
+    """Return the numbers that attention keeps for each token, or what a layer has in its place."""
+    if isinstance(shape, HybridShape) and layer in shape.delta_layers:
+        return 2 * shape.delta.mixed_size + (6 if work.item == _F32 else 9) * shape.delta.value_size
+    q, kv = (5, 3) if work.on_cpu else (4, 4)
+    gate = 4 * isinstance(shape, HybridShape)
+    return ((q + gate) * shape.q_size + kv * shape.kv_size) / layout.tp + 4 * shape.head_dim
 
 
 def _rows(shape: DecoderShape, layout: Layout, work: Work) -> float:
@@ -173,6 +193,8 @@ def _largest_buffer(shape: DecoderShape, layout: Layout, work: Work, part: Model
     layer = row + _temporaries(shape, layout, work) * work.item
     if layout.recompute:
         layer += _kept_by_layer(shape, layout, work, part)
+    if isinstance(shape, HybridShape):
+        layer += delta_block_bytes(shape.delta)
     ends = row + 2 * layout.tp * row  # the last norm's input, what the head reads, and its gradient
     return max(layer, ends + _logits(shape, layout, work) if part.has_head else 0)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape, HybridShape
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_workers import ModelPart
 
@@ -36,6 +36,12 @@ def check_model(config: MegatronConfig, shape: DecoderShape) -> None:
             if size % value:
                 msg = f"{fact} of the model ({size}) must be a multiple of {setting} ({value}); {_would_do(facts)}"
                 raise ConfigError(msg)
+    if config.tensor_parallel > 1 and isinstance(shape, HybridShape):
+        msg = (
+            f"tensor_parallel is {config.tensor_parallel}, and layers with the gated delta rule ({shape.class_name}) "
+            "are not divided: set it to 1; pipeline_parallel divides the model"
+        )
+        raise ConfigError(msg)
     if config.expert_parallel > 1 and shape.experts is None:
         msg = f"expert_parallel is {config.expert_parallel}, and {shape.class_name} has no experts: leave it out"
         raise ConfigError(msg)

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from tinsmith_checkpoints.huggingface import DecoderShape, WeightFiles
+from tinsmith_checkpoints.huggingface import DELTA, DecoderShape, HybridShape, WeightFiles
+from tinsmith_megatron.gated_delta import PackedGatedDelta
 from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.program import Setup
 from tinsmith_megatron.stage import Stage
+from tinsmith_megatron.untyped import Untyped
 from tinsmith_workers import ModelPart
 from tinsmith_workers.torch import Piece, all_gather_single, reduce_scatter_single
 
@@ -168,21 +170,43 @@ class _Namer:
 
     def _of_layer(self, layer: object) -> Iterator[Named]:
         prefix = f"model.layers.{layer.layer_number - 1}"  # type: ignore[attr-defined]  # Megatron's
-        attention, mlp = layer.self_attention, layer.mlp  # type: ignore[attr-defined]  # Megatron's
-        hidden = self._shape.hidden_size
-        yield attention.linear_qkv.weight, list(self._qkv(f"{prefix}.self_attn")), "divided"
-        o = self._columns(f"{prefix}.self_attn.o_proj.weight", (hidden, self._shape.q_size))
-        yield attention.linear_proj.weight, [o], "divided"
+        mixer, mlp = layer.self_attention, layer.mlp  # type: ignore[attr-defined]  # Megatron's
+        if isinstance(mixer, PackedGatedDelta):
+            yield from self._gated_delta(mixer, prefix)
+        else:
+            yield from self._attention(mixer, f"{prefix}.self_attn")
         yield self._whole(layer.input_layernorm.weight, f"{prefix}.input_layernorm.weight")  # type: ignore[attr-defined]
         yield self._whole(layer.pre_mlp_layernorm.weight, f"{prefix}.post_attention_layernorm.weight")  # type: ignore[attr-defined]
-        for name, norm in {"q_norm": attention.q_layernorm, "k_norm": attention.k_layernorm}.items():
-            if isinstance(norm, nn.RMSNorm):
-                yield self._whole(norm.weight, f"{prefix}.self_attn.{name}.weight")
         yield from (self._mlp if self._shape.experts is None else self._experts)(mlp, f"{prefix}.mlp")
 
+    def _attention(self, attention: Untyped, prefix: str) -> Iterator[Named]:
+        yield attention.linear_qkv.weight, list(self._qkv(prefix)), "divided"
+        o = self._columns(f"{prefix}.o_proj.weight", (self._shape.hidden_size, self._shape.q_size))
+        yield attention.linear_proj.weight, [o], "divided"
+        for name, norm in {"q_norm": attention.q_layernorm, "k_norm": attention.k_layernorm}.items():
+            if isinstance(norm, nn.RMSNorm):
+                yield self._whole(norm.weight, f"{prefix}.{name}.weight")
+
+    def _gated_delta(self, mixer: PackedGatedDelta, prefix: str) -> Iterator[Named]:
+        shapes, pieces, local = self._shape.linear_shapes(), list[Piece](), 0
+        for path in DELTA[:-1]:
+            inputs, outputs = shapes[path]
+            pieces.append(_all_rows(f"{prefix}.{path}.weight", (outputs, inputs), local))
+            local += outputs
+        yield mixer.in_proj.weight, pieces, "divided"
+        yield self._whole(mixer.out_proj.weight, f"{prefix}.{DELTA[-1]}.weight")
+        own = f"{prefix}.linear_attn"
+        yield self._whole(mixer.convolution, f"{own}.conv1d.weight")
+        yield self._whole(mixer.decay, f"{own}.A_log")
+        yield self._whole(mixer.step, f"{own}.dt_bias")
+        yield self._whole(mixer.norm, f"{own}.norm.weight")
+
     def _qkv(self, prefix: str) -> Iterator[Piece]:
-        """Queries, keys and values alternate by key-value head."""
+        """Queries, keys and values alternate by key-value head; with a gate, see `ColumnLinear`."""
         shape = self._shape
+        if isinstance(shape, HybridShape):
+            yield from self._gated_qkv(prefix)
+            return
         groups = shape.num_kv_heads // self._tp_size
         heights = {"q": shape.q_size // shape.num_kv_heads, "k": shape.head_dim, "v": shape.head_dim}
         local = 0
@@ -192,6 +216,19 @@ class _Namer:
                 name = f"{prefix}.{letter}_proj.weight"
                 yield Piece(name=name, shape=whole, start=group * height, local=local, count=height)
                 local += height
+
+    def _gated_qkv(self, prefix: str) -> Iterator[Piece]:
+        shape = self._shape
+        heads, size, local = shape.num_heads // shape.num_kv_heads, shape.head_dim, 0
+        for group in range(shape.num_kv_heads):
+            queries = [2 * size * head for head in range(group * heads, (group + 1) * heads)]
+            rows = [("q", start) for start in (*queries, *(start + size for start in queries))]
+            for letter, start in (*rows, ("k", group * size), ("v", group * size)):
+                path = f"self_attn.{letter}_proj"
+                whole = (shape.linear_shapes()[path][1], shape.hidden_size)
+                name = f"{prefix}.{letter}_proj.weight"
+                yield Piece(name=name, shape=whole, start=start, local=local, count=size)
+                local += size
 
     def _mlp(self, mlp: object, prefix: str) -> Iterator[Named]:
         hidden, inner = self._shape.hidden_size, self._shape.intermediate_size

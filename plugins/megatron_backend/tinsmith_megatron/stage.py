@@ -23,6 +23,7 @@ from tinsmith_checkpoints.huggingface import MLP as MLP_MODULES
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.attention import PackedAttention
 from tinsmith_megatron.experts import AdaptedExperts
+from tinsmith_megatron.gated_delta import PackedGatedDelta
 from tinsmith_megatron.head import rows_of
 from tinsmith_megatron.linears import AdaptedLinear, ColumnLinear, RowLinear
 from tinsmith_megatron.program import Setup
@@ -37,6 +38,12 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, *, config: Untyped, hidden_size: int, eps: float, **_: Untyped) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self._less_1 = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._less_1:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class Stage(nn.Module):
@@ -133,6 +140,8 @@ def transformer_config(setup: Setup) -> Untyped:
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
         }
+    if setup.architecture.hybrid is not None:
+        facts |= {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -190,19 +199,27 @@ def _block_spec(architecture: Architecture, config: Untyped) -> Untyped:
         mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear))
     else:
         mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=AdaptedExperts)))
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
-            self_attention=attention,
-            self_attn_bda=_residual,
-            pre_mlp_layernorm=Norm,
-            mlp=mlp,
-            mlp_bda=_residual,
-        ),
-    )
+
+    def layer(mixer: Untyped) -> Untyped:
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=Norm,
+                self_attention=mixer,
+                self_attn_bda=_residual,
+                pre_mlp_layernorm=Norm,
+                mlp=mlp,
+                mlp_bda=_residual,
+            ),
+        )
+
     num_layers = architecture.shape.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=Norm)
+    mixers = [attention] * num_layers
+    if (hybrid := architecture.hybrid) is not None:
+        first = parallel_state.get_pipeline_model_parallel_rank() * num_layers
+        delta = ModuleSpec(module=PackedGatedDelta, params={"rule": hybrid.delta})
+        mixers = [delta if first + n in hybrid.delta_layers else attention for n in range(num_layers)]
+    return TransformerBlockSubmodules(layer_specs=[layer(mixer) for mixer in mixers], layer_norm=Norm)
 
 
 def _residual(training: bool, fused: bool) -> Untyped:  # noqa: ARG001, FBT001  (as Megatron calls it)
@@ -224,15 +241,16 @@ def _forget_stream(layer: Untyped, _: Untyped, output: Untyped) -> None:  # noqa
 
 def _set_stream(layer: Untyped, stream: Stream | None) -> None:
     for module in layer.modules():
-        if isinstance(module, AdaptedLinear | AdaptedExperts | PackedAttention | ReplayedRouting):
+        if isinstance(module, AdaptedLinear | AdaptedExperts | PackedAttention | PackedGatedDelta | ReplayedRouting):
             module.stream = stream
 
 
 def _name_modules(layer: Untyped) -> None:
     """Tell the adapted modules of a layer their canonical names."""
     prefix = f"model.layers.{layer.layer_number - 1}"
-    layer.self_attention.linear_qkv.modules_ = [f"{prefix}.{kind}" for kind in ATTENTION[:3]]
-    layer.self_attention.linear_proj.modules_ = [f"{prefix}.{ATTENTION[3]}"]
+    if not isinstance(layer.self_attention, PackedGatedDelta):  # which knows its own
+        layer.self_attention.linear_qkv.modules_ = [f"{prefix}.{kind}" for kind in ATTENTION[:3]]
+        layer.self_attention.linear_proj.modules_ = [f"{prefix}.{ATTENTION[3]}"]
     if isinstance(layer.mlp, MoELayer):
         layer.mlp.experts.modules_ = [f"{prefix}.{kind}" for kind in EXPERTS]
         layer.mlp.experts.dispatched = layer.mlp.token_dispatcher

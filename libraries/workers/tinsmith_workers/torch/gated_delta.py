@@ -25,10 +25,10 @@ import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch.utils.checkpoint import checkpoint
 
 from tinsmith.operations import Array
+from tinsmith_workers.delta_blocks import BLOCK, CHUNK
 from tinsmith_workers.torch.transfers import to_device
 
 _SMALL: Final = 1e-6  # is added to the square of a length
-_AT_ONCE: Final = 32  # chunks whose intermediate results exist at a time
 
 
 class _Inputs(NamedTuple):
@@ -48,7 +48,7 @@ def gated_delta(
     beta: torch.Tensor,
     bounds: Sequence[tuple[int, int]],
     *,
-    chunk: int = 64,
+    chunk: int = CHUNK,
     together: bool | None = None,
 ) -> torch.Tensor:
     """Apply the rule to each sequence of a stream. Return [T, H, dv] in the dtype of the values.
@@ -69,7 +69,7 @@ def gated_delta(
     inputs = _Inputs(q, k, v, log_decay, beta)
     if together is None:
         together = v.is_cuda
-    size = _AT_ONCE if together else 1
+    size = BLOCK if together else 1
     lengths = [stop - start for start, stop in bounds]
     groups = [lengths[first : first + size] for first in range(0, len(lengths), size)]
     parts = zip(*(x.split([sum(group) for group in groups]) for x in inputs), strict=True)
@@ -121,7 +121,7 @@ def _blocks(active: Sequence[int]) -> Iterator[list[int]]:
     """Yield steps that are computed at once: how many chunks each has."""
     block: list[int] = []
     for number in active:
-        if block and sum(block) + number > _AT_ONCE:
+        if block and sum(block) + number > BLOCK:
             yield block
             block = []
         block.append(number)

@@ -1,0 +1,67 @@
+"""Models with the gated delta rule against transformers: their adapters in every layout that they allow."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_harness import VOCAB, fork_backend
+from test_megatron_layouts import DP2, FAST, PP2, RECOMPUTED, TP2, compare
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from tinsmith import ConfigError
+from tinsmith.testing import ModelDriver
+from tinsmith_checkpoints.huggingface import tiny_causal_lm
+
+pytestmark = pytest.mark.slow  # starting ranks takes seconds
+
+SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 4, "hidden_size": 32, "head_dim": 16, "tie_word_embeddings": False}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("megatron-hybrids")
+    tiny_causal_lm("Qwen3_5ForCausalLM", SIZES).save_pretrained(directory)
+    return directory
+
+
+def token_by_token(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply the rule as it is written down, in float64: by transformers' code, float32's own errors pass 1e-5."""
+    q, k, v, g, beta = (x.double() for x in (query, key, value, g, beta))
+    q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state, found = torch.zeros(*k.shape[:1], *k.shape[2:], v.shape[-1], dtype=v.dtype), []
+    for t in range(k.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        correction = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, :, None] * state).sum(-2))
+        state = state + k[:, t, :, :, None] * correction[:, :, None]
+        found.append((q[:, t, :, :, None] * state).sum(-2) * k.shape[-1] ** -0.5)
+    return torch.stack(found, dim=1).to(value.dtype), state.to(value.dtype)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({**PP2, **FAST, **RECOMPUTED}, id="stages, fast, recomputed"),
+        *(
+            pytest.param(layout, marks=pytest.mark.thorough, id=name)
+            for name, layout in {"one": {}, "stages": PP2, "data": DP2, "data, fast": {**DP2, **FAST}}.items()
+        ),
+    ],
+)
+def test_numbers_are_those_of_transformers(
+    settings: dict[str, Any], hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", token_by_token)
+    backend = fork_backend(hybrid, tmp_path, max_batch_tokens=128, **settings)
+    driver = ModelDriver(backend)
+    try:
+        compare(driver, hybrid)
+    finally:
+        backend.close()
+
+
+def test_matrices_are_not_divided(hybrid: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 2, and layers with the gated delta rule \(Qwen3_5For"):
+        fork_backend(hybrid, tmp_path, **TP2)
