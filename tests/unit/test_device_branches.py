@@ -39,7 +39,7 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_workers.torch.adamw:adamw_": (
         "plugins/fsdp_backend/tests/test_fsdp_modes.py::test_a_gpu_steps_all_models_in_one_kernel"
     ),
-    "tinsmith_workers.torch.gated_delta:gated_delta": (
+    "tinsmith_workers.torch.delta_rule:gated_delta": (
         "libraries/workers/tests/test_gated_delta.py::test_packed_sequences_agree_with_transformers_on_each_alone"
     ),
     "tinsmith_workers.torch.head:_chunks": FSDP + ROWS,

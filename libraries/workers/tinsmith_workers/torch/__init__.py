@@ -4,8 +4,8 @@ The names exported here are public: a backend that depends on torch imports this
 """
 
 from tinsmith_workers.torch.adamw import Stepped, adamw_
+from tinsmith_workers.torch.delta_rule import causal_convolution, gated_delta
 from tinsmith_workers.torch.full_models import FullModelOfWorker, Piece, square_norm
-from tinsmith_workers.torch.gated_delta import causal_convolution, gated_delta
 from tinsmith_workers.torch.head import (
     HeadAdapters,
     Rows,
