@@ -19,6 +19,7 @@ import torch
 from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
+from tinker.lib.public_interfaces import rest_client_common
 
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
@@ -75,7 +76,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     model = tmp_path_factory.mktemp("tiny")  # for its tokenizer: sampling clients look for it by the model's name
     write_tiny_model(model, TinyShape(num_layers=1, hidden_size=64, intermediate_size=96), overwrite=True)
     settings = ModelSettings(name=str(model), backend=PluginSection(plugin="toy"))
-    with running_server(tmp_path_factory.mktemp("server"), models=[settings]) as server:
+    data = tmp_path_factory.mktemp("server")
+    with running_server(data, models=[settings]) as server, pytest.MonkeyPatch.context() as patch:
+        # the commands share one client in a process, whatever the URL: not with other tests and their servers
+        cache = rest_client_common.sessionless_holder_cache
+        patch.setattr(rest_client_common, "sessionless_holder_cache", type(cache)())
         world = World(server, tmp_path_factory.mktemp("home"))
         yield world
         world.service.close("success").result(WAIT_S)
