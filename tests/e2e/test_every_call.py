@@ -19,6 +19,7 @@ import torch
 from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
+from tinker.lib.internal_client_holder import sessionless_holder_cache
 from tinker.lib.public_interfaces import rest_client_common
 
 from tinsmith.settings import ModelSettings, PluginSection
@@ -79,8 +80,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     data = tmp_path_factory.mktemp("server")
     with running_server(data, models=[settings]) as server, pytest.MonkeyPatch.context() as patch:
         # the commands share one client in a process, whatever the URL: not with other tests and their servers
-        cache = rest_client_common.sessionless_holder_cache
-        patch.setattr(rest_client_common, "sessionless_holder_cache", type(cache)())
+        patch.setattr(rest_client_common, "sessionless_holder_cache", type(sessionless_holder_cache)())
         world = World(server, tmp_path_factory.mktemp("home"))
         yield world
         world.service.close("success").result(WAIT_S)
