@@ -80,6 +80,7 @@ def _run(tenant: str, name: str, *, arrived: int) -> dict[str, Any]:
         "rebuilds": 0,
         "steps": 0,
         "metric_bytes": 0,
+        "rollout_bytes": 0,
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from itertools import islice
-from typing import Any, Final, NamedTuple, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -111,25 +111,38 @@ def _tidied(model: type[BaseModel], content: dict[str, Json], where: str) -> Ite
             del content[name]
         elif value is None and not field.is_required() and field.annotation is not float:
             del content[name]
-        elif (inner := _models_in(model).get(name)) is not None:
+        elif (models := _models_in(model).get(name)) is not None:
             for at, part in enumerate(value) if isinstance(value, list) else [(None, value)]:
                 if isinstance(part, dict):
-                    yield from _tidied(inner, part, f"{where}{name}{'' if at is None else f'[{at}]'}.")
+                    yield from _tidied(_meant(models, part), part, f"{where}{name}{'' if at is None else f'[{at}]'}.")
 
 
 def _is_of_other_type(model: type[BaseModel], content: dict[str, Json]) -> bool:
     field = model.model_fields.get("type")
-    return field is not None and content.get("type") not in (None, field.default)
+    return field is not None and content.get("type") not in (None, field.default, *_literals(field.annotation))
+
+
+def _meant(models: tuple[type[BaseModel], ...], content: dict[str, Json]) -> type[BaseModel]:
+    """Return the model that an object is of: the one with its `type`, or else the first."""
+    types = ((each, each.model_fields.get("type")) for each in models)
+    found = (each for each, field in types if field and content.get("type") in _literals(field.annotation))
+    return next(found, models[0])
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 @cache
-def _models_in(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the models of fields that hold one, or a list of them."""
-    found = {name: _model_in(field.annotation) for name, field in model.model_fields.items()}
-    return {name: inner for name, inner in found.items() if inner is not None}
+def _models_in(model: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ...]]:
+    """Return the models of fields that hold one, or a list of them: several, if an object's `type` tells them apart."""
+    found = {name: tuple(_found_in(field.annotation)) for name, field in model.model_fields.items()}
+    return {name: models for name, models in found.items() if models}
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _found_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for each in get_args(annotation) if (found := _model_in(each)) is not None), None)
+        yield annotation
+        return
+    for each in get_args(annotation):
+        yield from _found_in(each)

@@ -171,7 +171,7 @@ def test_a_class_that_cannot_be_trained_is_refused_by_name(name: str, message: s
     config = (tmp_path / "m" / "config.json").read_text().replace("LlamaForCausalLM", name)
     (tmp_path / "m" / "config.json").write_text(config)
     with pytest.raises(ConfigError, match=message):
-        fork_backend(tmp_path / "m", tmp_path)
+        fork_backend(tmp_path / "m", tmp_path, max_full_models=0)
 
 
 def test_a_dead_rank_ends_the_call_at_once_and_all_ranks(doomed_ranks: FsdpBackend) -> None:
