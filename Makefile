@@ -36,7 +36,8 @@ demo test test-all check bench bench-recovery docs test-crash test-malice: expor
 # Processes that share the tests. All tests of a group (conftest.py) run in one process: what they share, such as engines
 # and compiled programs, is made once. The longest groups come first. Three keep two cores busy while one waits.
 TEST_PROCESSES ?= 3
-IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+# A process that crashes fails the run: the rest of its group would never be run, and the others would wait for it.
+IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
 # XLA's optimizations take longer than the tests of tiny models win by them. Tests of bits switch them on again.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
