@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pytest
+from jax_harness import sampling_of
 
 from tinsmith import Array, Datum, Forward, Sample, SampledSequence, SampleOutput, SamplingBackend, SamplingParams
 from tinsmith_jax.backend import JaxBackend
+from tinsmith_jax.sampling_values import PromptTile
 
 VOCAB = 160
 
@@ -44,6 +47,29 @@ async def sample_all(backend: SamplingBackend, ops: Sequence[Sample]) -> list[Sa
 def forget_all(backend: JaxBackend) -> None:
     """Let the sampler keep nothing of earlier prompts. Only while nothing is sampled."""
     backend.sampler.slots.forget_unused()
+
+
+async def alone(backend: JaxBackend, op: Sample) -> SampleOutput:
+    """Sample with nothing left of earlier prompts."""
+    forget_all(backend)
+    return await sample(backend, op)
+
+
+def begins(beginning: Array, length: int, seed: int) -> Array:
+    return np.concatenate([beginning, prompt(length, seed=seed)])
+
+
+def note_tiles(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[PromptTile]:
+    """Return a list that gets the tiles that the device is given to read."""
+    device, tiles = sampling_of(backend), []
+    prefill = device.prefill
+
+    def noted(given: list[PromptTile]) -> None:
+        tiles.extend(given)
+        prefill(given)
+
+    monkeypatch.setattr(device, "prefill", noted)
+    return tiles
 
 
 def trainer_logprobs(backend: JaxBackend, model_id: str, tokens: Array, targets: Array | None = None) -> Array:

@@ -6,9 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 from jax_harness import add_model, sampling_of
-from sampling_harness import assert_same_sequences, forget_all, make_sample, prompt, sample, sample_all
+from sampling_harness import (
+    alone,
+    assert_same_sequences,
+    begins,
+    forget_all,
+    make_sample,
+    note_tiles,
+    prompt,
+    sample,
+    sample_all,
+)
 
-from tinsmith import Array, LoraConfig, Sample
+from tinsmith import LoraConfig
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.sampling_values import PromptTile
 
@@ -30,24 +40,7 @@ async def backend(tiny_backend: JaxBackend) -> AsyncIterator[JaxBackend]:
 @pytest.fixture
 def read(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[PromptTile]:
     """The tiles that the device is given to read."""
-    device, tiles = sampling_of(backend), []
-    prefill = device.prefill
-
-    def noted(given: list[PromptTile]) -> None:
-        tiles.extend(given)
-        prefill(given)
-
-    monkeypatch.setattr(device, "prefill", noted)
-    return tiles
-
-
-def begins(beginning: Array, length: int, seed: int) -> Array:
-    return np.concatenate([beginning, prompt(length, seed=seed)])
-
-
-async def alone(backend: JaxBackend, op: Sample) -> Any:
-    forget_all(backend)
-    return await sample(backend, op)
+    return note_tiles(backend, monkeypatch)
 
 
 async def test_a_prompt_is_read_once(backend: JaxBackend, read: list[PromptTile]) -> None:

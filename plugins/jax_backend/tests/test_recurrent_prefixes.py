@@ -7,9 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jax_harness import add_model, make_backend, sampling_of
-from sampling_harness import assert_same_sequences, forget_all, make_sample, prompt, sample, sample_all
+from sampling_harness import (
+    alone,
+    assert_same_sequences,
+    begins,
+    forget_all,
+    make_sample,
+    note_tiles,
+    prompt,
+    sample,
+    sample_all,
+)
 
-from tinsmith import Array, LoraConfig, Sample, SampleOutput
+from tinsmith import LoraConfig
 from tinsmith_checkpoints.huggingface import save_as_published, tiny_causal_lm
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.sampling_values import PromptTile
@@ -45,24 +55,7 @@ async def backend(served: JaxBackend) -> AsyncIterator[JaxBackend]:
 @pytest.fixture
 def read(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[PromptTile]:
     """The tiles that the device is given to read."""
-    device, tiles = sampling_of(backend), []
-    prefill = device.prefill
-
-    def noted(given: list[PromptTile]) -> None:
-        tiles.extend(given)
-        prefill(given)
-
-    monkeypatch.setattr(device, "prefill", noted)
-    return tiles
-
-
-def begins(beginning: Array, length: int, seed: int) -> Array:
-    return np.concatenate([beginning, prompt(length, seed=seed)])
-
-
-async def alone(backend: JaxBackend, op: Sample) -> SampleOutput:
-    forget_all(backend)
-    return await sample(backend, op)
+    return note_tiles(backend, monkeypatch)
 
 
 async def test_each_turn_goes_on_where_the_last_prompt_ended(backend: JaxBackend, read: list[PromptTile]) -> None:
