@@ -24,6 +24,7 @@ class Browser:
         self._buffer = b""
         self._session: str | None = None
         self.problems: list[str] = []
+        self._downloads: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -36,12 +37,18 @@ class Browser:
             message["sessionId"] = self._session
         self._to.write(json.dumps(message).encode() + b"\0")
         while (answer := self._receive()).get("id") != self._last:
-            if answer.get("method") == "Runtime.exceptionThrown":
-                self.problems.append(json.dumps(answer["params"]["exceptionDetails"]))
-            if answer.get("method") == "Log.entryAdded" and answer["params"]["entry"]["level"] == "error":
-                self.problems.append(json.dumps(answer["params"]["entry"]))
+            self._note(answer)
         assert "error" not in answer, answer
         return answer["result"]
+
+    def _note(self, event: Any) -> None:
+        match event.get("method"):
+            case "Runtime.exceptionThrown":
+                self.problems.append(json.dumps(event["params"]["exceptionDetails"]))
+            case "Log.entryAdded" if event["params"]["entry"]["level"] == "error":
+                self.problems.append(json.dumps(event["params"]["entry"]))
+            case "Browser.downloadProgress" if event["params"]["state"] != "inProgress":
+                self._downloads.append(event["params"]["state"])
 
     def _receive(self) -> Any:
         while b"\0" not in self._buffer:
@@ -71,6 +78,15 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # it is drawn
+
+    def save_downloads(self, directory: Path) -> None:
+        self.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(directory), eventsEnabled=True)
+
+    def downloaded(self) -> None:
+        """Return once a download has ended, and fail if it was cut off. The test's time-out bounds it."""
+        while not self._downloads:
+            self._note(self._receive())
+        assert self._downloads.pop() == "completed"
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

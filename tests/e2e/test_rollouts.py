@@ -168,7 +168,7 @@ def test_the_page_shows_which_rollout_got_the_highest_reward(
     browser.look(width=1280, height=800, dark=False)
     browser.open(f"{script.url}/#run={script.run_id}&key=tml-ann")
     browser.until("document.querySelector('figure')")
-    browser.evaluate("document.querySelector('#to-rollouts').click()")
+    browser.evaluate("document.querySelector('#run-views a[href*=rollouts]').click()")
     best = "".join(f"w{token} " for token in script.answers[2])
     browser.until(f"document.querySelector('#rollout .sampled')?.textContent === {best!r}")
     rewards = "[...document.querySelectorAll('#rollout-list tbody tr')].map((row) => row.cells[1].textContent)"

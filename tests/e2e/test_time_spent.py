@@ -4,7 +4,7 @@ import json
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+from browser import Browser
 from typer.testing import CliRunner
 
 from tinsmith.commands.cli import build_group
@@ -83,6 +84,7 @@ def test_nearly_all_of_an_iteration_is_attributed(loop: Loop) -> None:
             "client",
         ):
             assert each["phases"][phase] > 0, phase
+    assert found["meanings"].keys() == found["phases"].keys()
     assert found["phases"]["client"] >= loop.own_s, "what the client measured of its own"
     last = found["iterations"][-1]
     assert loop.wall_s * 0.95 <= found["wall_s"] <= loop.wall_s + found["iterations"][0]["wall_s"]
@@ -121,6 +123,46 @@ def test_the_command_writes_the_same_trace(loop: Loop, tmp_path: Path) -> None:
     refused = CliRunner().invoke(build_group(Plugins.load()), [*command, "tml-bob"])
     assert isinstance(refused.exception, UserError)
     assert "404" in str(refused.exception)
+
+
+def test_the_page_draws_where_the_time_went(loop: Loop, browser: Browser, take: Callable[[str], None]) -> None:
+    spent = loop.http.get(f"/runs/{loop.run_id}/time").json()
+    browser.look(width=1280, height=800, dark=False)
+    browser.open(f"{loop.server.url}/#run={loop.run_id}&key=tml-ann")
+    browser.until("document.querySelector('figure')")
+    browser.evaluate("document.querySelector('#run-views a[href*=time]').click()")
+    browser.until("document.querySelectorAll('#bars tbody tr').length === 3")
+    assert browser.evaluate("document.querySelector('#run-views [aria-current]').textContent") == "time"
+    told = (
+        "[...document.querySelectorAll('#phases tbody tr')]"
+        ".map(({ cells: [phase] }) => [...phase.firstChild.childNodes].slice(2).map((each) => each.textContent))"
+    )
+    words = {phase: phase.replace("wait_", "wait: ").replace("_", " ") for phase in PHASES}
+    assert browser.evaluate(told) == [[words[phase], PHASES[phase]] for phase in spent["phases"]]
+    assert "3 iterations in " in browser.evaluate("document.querySelector('#spent').textContent")
+    drawn = browser.evaluate(
+        "[...document.querySelectorAll('#bars .bar-of')].map((bar) => "
+        "[...bar.children].map((piece) => [piece.className, piece.getBoundingClientRect().width]))"
+    )
+    longest_s = max(each["wall_s"] for each in spent["iterations"])
+    whole = max(sum(width for _, width in bar) for bar in drawn)
+    for bar, iteration in zip(drawn, reversed(spent["iterations"]), strict=True):
+        assert [name for name, _ in bar] == [f"at {phase}" for phase in iteration["phases"]]
+        for (_, width), seconds in zip(bar, iteration["phases"].values(), strict=True):
+            assert width == pytest.approx(whole * seconds / longest_s, abs=1)
+    assert "decode" in browser.evaluate("document.querySelector('#bars .bar-of').ariaLabel")
+    take("time")
+    assert browser.problems == []
+
+
+def test_the_page_saves_the_trace(loop: Loop, browser: Browser, tmp_path: Path) -> None:
+    browser.save_downloads(tmp_path)
+    browser.open(f"{loop.server.url}/#run={loop.run_id}&view=time&key=tml-ann")
+    browser.until("document.querySelectorAll('#bars tbody tr').length === 3")
+    browser.evaluate("document.querySelector('#trace').click()")
+    browser.downloaded()
+    file = tmp_path / f"{loop.session_id}.trace.json"
+    assert {each["ph"] for each in json.loads(file.read_text())["traceEvents"]} == {"M", "X", "b", "e"}
 
 
 def test_what_is_anothers_does_not_exist(loop: Loop) -> None:

@@ -771,6 +771,7 @@ class TimeSpent(BaseModel):
     wall_s: float
     attributed: float
     phases: dict[str, float]
+    meanings: dict[str, str]  # what happens in each of these phases
     iterations: list[IterationTime]
 
 

@@ -152,6 +152,7 @@ def time_spent(run_id: str, iterations: Sequence[Iteration], steps: Mapping[int,
         wall_s=sum(total.values()),
         attributed=_attributed(total),
         phases=total,
+        meanings={phase: PHASES[phase] for phase in total},
         iterations=[
             wire.IterationTime(
                 seq_id=each.seq_id,

@@ -26,8 +26,6 @@ export async function showCurves(ids, tell) {
   const title = ids.length > 1 ? `${ids.length} runs` : ids[0];
   document.title = `${title} - tinsmith`;
   $("title").textContent = title;
-  $("to-rollouts").hidden = ids.length > 1 || new URLSearchParams(location.hash.slice(1)).has("share"); // a link shows curves only
-  $("to-rollouts").href = `#${new URLSearchParams([["run", ids[0]], ["view", "rollouts"]])}`;
   const asked = location.hash;
   const found = await Promise.all(ids.map(async (id) => {
     const curves = await read(`/runs/${encodeURIComponent(id)}/metrics?max_points=${MAX_POINTS}`);

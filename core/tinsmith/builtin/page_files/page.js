@@ -4,11 +4,14 @@ import { readKey, unfollow } from "./api.js";
 import { connect as connectCurves, hideCurves, showCurves } from "./curves.js";
 import { drawEngines, showEngines } from "./engines.js";
 import { drawHealth, showHealth } from "./health.js";
-import { $, MOST_RUNS } from "./parts.js";
+import { $, MOST_RUNS, element, linkTo } from "./parts.js";
 import { showRollouts } from "./rollouts.js";
 import { connect as connectRuns, showRuns } from "./runs.js";
+import { drawTime, showTime } from "./time.js";
 
 const REFRESH_MS = 2000; // of views that are read again and again
+const SLOWLY_MS = 10_000; // of what costs the server more
+const OF_RUN = ["curves", "time", "rollouts"]; // views of one run
 
 function tell(error) {
   if (error.status === 401) {
@@ -31,6 +34,15 @@ function show(id) {
   say("");
   for (const each of document.querySelectorAll("[data-view]")) each.hidden = each.id !== id;
   $("forget").hidden = readKey() === null;
+  $("run-views").hidden = true;
+}
+
+// Link the views of a run to each other. Who came by a shared link sees its curves alone.
+function linkViews(id, shown) {
+  $("run-views").hidden = new URLSearchParams(location.hash.slice(1)).has("share");
+  $("run-views").replaceChildren(...OF_RUN.map((view) => element("a", {
+    href: linkTo(id, view === "curves" ? {} : { view }), textContent: view, ariaCurrent: view === shown ? "page" : null,
+  })));
 }
 
 function showForm() {
@@ -41,9 +53,9 @@ function showForm() {
 }
 
 // Draw a view again and again, as long as it is the one that is looked at.
-async function refresh(draw) {
+async function refresh(draw, every = REFRESH_MS) {
   for (const asked = location.hash; ;) {
-    await new Promise((done) => setTimeout(done, REFRESH_MS));
+    await new Promise((done) => setTimeout(done, every));
     if (asked !== location.hash || !$("ask").hidden) return;
     if (document.hidden) continue;
     await draw().then(() => say(""), tell);
@@ -63,9 +75,16 @@ async function route() {
     await refresh(drawHealth);
   } else if (ids.length && asked.get("view") === "rollouts") {
     show("rollouts");
+    linkViews(ids[0], "rollouts");
     await showRollouts(ids[0], asked.get("step"), asked.get("rollout"));
+  } else if (ids.length && asked.get("view") === "time") {
+    show("time");
+    linkViews(ids[0], "time");
+    await showTime(ids[0]);
+    await refresh(() => drawTime(ids[0]), SLOWLY_MS);
   } else if (ids.length) {
     show("curves");
+    if (ids.length === 1) linkViews(ids[0], "curves");
     await showCurves(ids, tell);
   } else {
     show("runs");

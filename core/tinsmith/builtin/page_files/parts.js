@@ -31,6 +31,11 @@ export function facts(pairs) {
   return element("dl", {}, ...known.flatMap(([name, value]) => [element("dt", { textContent: name }), element("dd", { textContent: value })]));
 }
 
+// The address of a run on the page: of its curves, or of another view.
+export function linkTo(id, more = {}) {
+  return `#${new URLSearchParams([["run", id], ...Object.entries(more)])}`;
+}
+
 export function wordsOf(id) {
   return $(id).value.toLowerCase().split(/\s+/).filter(Boolean);
 }

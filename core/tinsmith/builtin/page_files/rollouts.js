@@ -1,12 +1,11 @@
 // The rollouts of a run's step, by reward, and one of them in full.
 
 import { read } from "./api.js";
-import { $, element, facts, number, table } from "./parts.js";
+import { $, element, facts, linkTo, number, table } from "./parts.js";
 
 export async function showRollouts(id, step, name) {
   document.title = `rollouts of ${id} - tinsmith`;
   $("rollouts-title").textContent = `Rollouts of ${id}`;
-  $("to-curves").href = link(id);
   const found = await read(`/runs/${encodeURIComponent(id)}/rollouts${step === null ? "" : `?step=${encodeURIComponent(step)}`}`);
   drawSteps(id, found);
   drawList(id, found, name);
@@ -14,11 +13,7 @@ export async function showRollouts(id, step, name) {
   $("rollouts-title").focus();
 }
 
-function link(id, more = {}) {
-  return `#${new URLSearchParams([["run", id], ...Object.entries(more)])}`;
-}
-
-const ofStep = (id, step, name) => link(id, { view: "rollouts", step, ...(name ? { rollout: name } : {}) });
+const ofStep = (id, step, name) => linkTo(id, { view: "rollouts", step, ...(name ? { rollout: name } : {}) });
 
 function drawSteps(id, found) {
   const { steps, step } = found;

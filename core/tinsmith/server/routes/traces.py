@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from tinsmith.errors import AuthenticationError, NotFoundError
 from tinsmith.protocol import wire
-from tinsmith.server.auth import Caller, Viewer, readable_run, readable_session
+from tinsmith.server.auth import Viewer, readable_run, readable_session
 from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.downloads import LINK_LIFETIME, base_url, owner_of_key
@@ -18,6 +18,7 @@ from tinsmith.server.run_views import read_measured
 from tinsmith.server.signed_urls import Grant
 from tinsmith.server.time_spent import iterations_of, time_spent, trace_of
 from tinsmith.store import TimedOperation
+from tinsmith.store.records import OF_CLIENT
 from tinsmith.store.refusals import no_such
 
 router = APIRouter(prefix=API_PREFIX, tags=["time"], route_class=JsonRoute)
@@ -43,8 +44,10 @@ async def get_time(
     run = await readable_run(context, caller, model_id)
 
     async def read() -> tuple[list[TimedOperation], Mapping[int, int]]:
-        found = await context.store.list_times(run.session_id, model_id=model_id, limit=_MOST_OPERATIONS)
-        rows = await read_measured(context.store, model_id, max(0, run.steps - iterations - 1))
+        before = run.steps - iterations - 1  # the step with whose end the first of these iterations begins
+        rows = await read_measured(context.store, model_id, max(0, before))
+        after = min((row.time for row in rows if row.step == before and row.seq_id != OF_CLIENT), default=None)
+        found = await context.store.list_times(run.session_id, model_id=model_id, after=after, limit=_MOST_OPERATIONS)
         return found, {row.seq_id: row.step for row in rows}
 
     def to_answer(found: tuple[list[TimedOperation], Mapping[int, int]]) -> wire.TimeSpent:
@@ -55,7 +58,7 @@ async def get_time(
 
 
 @router.get("/sessions/{session_id}/trace_export")
-async def export_trace(session_id: str, caller: Caller, context: Context, request: Request) -> wire.TraceExport:
+async def export_trace(session_id: str, caller: Viewer, context: Context, request: Request) -> wire.TraceExport:
     """Return a link to the trace, which is made when it is fetched."""
     session = await readable_session(context, caller, session_id)
     key_id = context.api_keys.id_used(caller, request.headers) or ""
