@@ -34,7 +34,6 @@ _TOKEN = _refused("access tokens for weights: publish the checkpoint instead")
 _NO_SESSION = _refused("samples without a sampling session: create a sampling client, as the SDK does")
 _AUDIT = _refused("the audit log: none is kept")
 _JSON_FORWARD = _refused("`/forward` of SDKs up to 0.24: newer ones send forward passes to `forward_backward`")
-_KEYS = _refused("deleting API keys: they are part of the server's configuration, `server.api_keys`")
 _DROPPED = _no_meaning("telemetry is accepted and dropped")
 _SPAN = _honoured("of `stable_reinforce`, if another loss stands in for it; without a meaning for other losses")
 _LIMIT = _honoured("1 to 1000, else refused")
@@ -312,7 +311,6 @@ NOT_OFFERED: dict[str, Status] = {
     "POST /api/v1/create_custom_loss": _CUSTOM,
     "GET /api/v1/audit": _AUDIT,
     "POST /api/v1/forward": _JSON_FORWARD,
-    "DELETE /api/v1/auth/apikey/me": _KEYS,
 }
 """Endpoints of the SDK that answer with their reason alone."""
 

@@ -30,6 +30,7 @@ __all__ = [  # noqa: F405
     "FailedPass",
     "FinishedSample",
     "FinishedSamples",
+    "IssuedKey",
     "KeptBytes",
     "KeptCheckpoints",
     "Lease",

@@ -20,6 +20,7 @@ from tinsmith.store import (
     EngineRecord,
     EngineState,
     FinishedSample,
+    IssuedKey,
     Lease,
     Measured,
     MetricsRow,
@@ -152,6 +153,7 @@ class Memory:
         self.figures: dict[str, ReportedFigures] = {}
         self.recovery_points: dict[str, dict[int, RecoveryPointRecord]] = {}
         self.usage: defaultdict[tuple[datetime, str, str], Counter[str]] = defaultdict(Counter)
+        self.api_keys: dict[str, IssuedKey] = {}  # by id
         self.experts: dict[tuple[str, str, bytes], tuple[bytes, datetime]] = {}  # oldest first
         self.secrets: dict[str, bytes] = {}
         self.pruned_before: datetime | None = None

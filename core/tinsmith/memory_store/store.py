@@ -29,6 +29,7 @@ from tinsmith.store import (
     ExpertsSampled,
     FailedPass,
     FinishedSamples,
+    IssuedKey,
     KeptBytes,
     KeptCheckpoints,
     Lease,
@@ -1030,6 +1031,34 @@ class MemoryStore(RequestStore):
         run = self._memory.runs.get(model_id)
         return run is not None and run.share_links.pop(share_id, None) is not None
 
+    # API keys made over HTTP
+
+    @_transaction
+    def add_api_key(self, key: IssuedKey) -> None:
+        self._memory.api_keys[key.key_id] = key
+
+    @_transaction
+    def find_api_key(self, key_id: str) -> IssuedKey | None:
+        return self._memory.api_keys.get(key_id)
+
+    @_transaction
+    def list_api_keys(self, tenant: str | None, *, limit: int, offset: int) -> list[IssuedKey]:
+        found = [each for each in self._memory.api_keys.values() if tenant in (None, each.tenant)]
+        found.sort(key=lambda each: (each.created_at, each.key_id), reverse=True)
+        return found[offset : offset + limit]
+
+    @_transaction
+    def count_api_keys(self, tenant: str) -> int:
+        return sum(each.tenant == tenant for each in self._memory.api_keys.values())
+
+    @_transaction
+    def delete_api_key(self, key_id: str, *, tenant: str | None) -> bool:
+        known = self._memory.api_keys.get(key_id)
+        if known is None or tenant not in (None, known.tenant):
+            return False
+        del self._memory.api_keys[key_id]
+        return True
+
     # rollouts
 
     @_transaction
@@ -1095,6 +1124,10 @@ class MemoryStore(RequestStore):
         deleted = memory.deleted_checkpoints.items()
         memory.deleted_checkpoints = {path: each for path, each in deleted if each[1] >= finished_before}
         memory.experts = {key: each for key, each in memory.experts.items() if each[1] >= finished_before}
+        keys = memory.api_keys.items()
+        memory.api_keys = {
+            key_id: each for key_id, each in keys if each.expires_at is None or each.expires_at >= finished_before
+        }
         return len(gone)
 
     def _is_unneeded(self, row: Operation, idle_since: datetime, finished_before: datetime) -> bool:

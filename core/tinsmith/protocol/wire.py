@@ -679,6 +679,29 @@ class ApiKeyInfo(BaseModel):
     details: KeyDetails
 
 
+KeyText = Annotated[str, StringConstraints(max_length=200), AfterValidator(bounds.plain)]
+
+
+class NewApiKey(ExactBody):
+    name: Annotated[KeyText, Field(min_length=1)]
+    note: KeyText = ""
+    expires_in_s: Annotated[float, Field(gt=0, le=10 * 365 * 86400)] | None = None  # default: never
+
+
+class ApiKey(BaseModel):
+    key_id: str
+    name: str
+    note: str
+    tenant: str
+    created_at: datetime
+    expires_at: datetime | None = None
+    key: str | None = None  # of a new one only: it is kept nowhere
+
+
+class ApiKeys(BaseModel):
+    api_keys: list[ApiKey]
+
+
 class BillingEventInfo(BaseModel):
     """Which of the numbers is set depends on the type."""
 

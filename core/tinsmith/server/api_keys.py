@@ -1,14 +1,15 @@
 """Authentication by API key: the default, asked after every other plugin's `tinsmith_authenticate`.
 
-If keys are configured, only those are accepted. Otherwise any key that the SDK accepts is a tenant of its own, named
-after a fingerprint of the key, so people with different keys never see each other's work. A key can be exchanged for a
-token (JWT) that stands for it for a limited time.
+If keys are configured, only those are accepted, and the keys that their owners made over HTTP. Otherwise any key that
+the SDK accepts is a tenant of its own, named after a fingerprint of the key, so people with different keys never see
+each other's work. A key can be exchanged for a token (JWT) that stands for it for a limited time.
 """
 
 import hashlib
 import hmac
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -18,9 +19,11 @@ import jwt
 from tinsmith.errors import AuthenticationError, InvalidTokenError
 from tinsmith.hook_values import Principal
 from tinsmith.hookspecs import hookimpl
+from tinsmith.server.issued_keys import IssuedKeys
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey
 from tinsmith.settings.schema import digest_of_key
+from tinsmith.store import IssuedKey
 from tinsmith_checkpoints.values import Json
 
 AUDIENCE: Final = "tinsmith"
@@ -33,7 +36,10 @@ _HEADER: Final = "x-api-key"
 _BEARER: Final = "bearer "
 _KEY_PREFIX: Final = "tml-"
 _TOKEN_PREFIX: Final = "eyJ"  # how every JWT begins
-_UNKNOWN: Final = "this API key is not known; use one from `server.api_keys` of the server's configuration"
+_UNKNOWN: Final = (
+    "this API key is not known; use one from `server.api_keys` of the server's configuration, or one made over HTTP "
+    "that has not expired"
+)
 _ANYBODY: Final = "anybody"  # the `key` of tokens for keys that are not configured
 
 
@@ -115,10 +121,17 @@ def credential_of(headers: Mapping[str, str]) -> str:
 class ApiKeys:
     """The server registers one as a plugin."""
 
-    def __init__(self, keys: LiveKeys, tokens: KeyTokens, *, required: bool = False) -> None:
-        """`required`: without configured keys, accept none, since callers are known by other means."""
+    def __init__(
+        self, keys: LiveKeys, tokens: KeyTokens, *, issued: IssuedKeys | None = None, required: bool = False
+    ) -> None:
+        """Make it.
+
+        issued: keys made over HTTP, besides the configured ones.
+        required: without configured keys, do not accept every key, since callers are known by other means.
+        """
         self.keys = keys
         self.tokens = tokens
+        self.issued = issued
         self._required = required
         self._indexed: tuple[object, object] = (None, None)  # keys and tokens of the index
         self._by_id: dict[str, ApiKey] = {}
@@ -141,10 +154,31 @@ class ApiKeys:
         keys = self.keys.now()
         if not keys and not self._required:
             return _anyone(credential)
-        found = self._index(keys).get(self.tokens.key_id(digest_of_key(credential)))
+        found = self._owner_of_id(self.tokens.key_id(digest_of_key(credential)), keys)
         if found is None:
             raise AuthenticationError(_UNKNOWN)
-        return _owner(found)
+        return found
+
+    async def look_up(self, headers: Mapping[str, str], *, unknown: bool = True) -> None:
+        """Prepare for identifying the sender of a request. It may have a key that was made over HTTP.
+
+        unknown: whether to ask the store for keys that were never seen before.
+        """
+        if (credential := credential_of(headers)) != "":
+            with suppress(AuthenticationError):  # which whoever identifies the sender reports
+                await self._look_up_id(self._key_id(credential), unknown=unknown)
+
+    async def look_up_owner(self, key_id: str) -> Principal | None:
+        """Return the owner of the key that `id_used` named; None if there were no keys then and are none now.
+
+        Raises AuthenticationError if the key has been removed or has expired.
+        """
+        await self._look_up_id(key_id)
+        return self._owner_of_used(key_id)
+
+    async def _look_up_id(self, key_id: str, *, unknown: bool = True) -> None:
+        if self.issued is not None and key_id != _ANYBODY and key_id not in self._index(self.keys.now()):
+            await self.issued.look_up(key_id, unknown=unknown)
 
     def exchange(self, credential: str) -> str:
         """Make a token for a key. A token made for a token expires with it, so nobody keeps access without the key.
@@ -167,18 +201,35 @@ class ApiKeys:
         credential = credential_of(headers)
         return self._key_id(credential) if self.identifies(caller, credential) else None
 
-    def owner_of_id(self, key_id: str) -> Principal | None:
-        """Return the owner of the key that `id_used` named; None if there were no keys then and are none now.
+    def made_over_http(self, key_id: str) -> IssuedKey | None:
+        """Return the key that `id_used` named, unless it is a configured one."""
+        return self.issued.get(key_id) if self.issued is not None else None
 
-        Raises AuthenticationError if the key has been removed.
-        """
+    def _owner_of_used(self, key_id: str) -> Principal | None:
         keys = self.keys.now()
         if not keys and not self._required and key_id == _ANYBODY:
             return None
-        if (known := self._index(keys).get(key_id)) is not None:
-            return _owner(known)
-        msg = "the API key has been removed"
+        if (known := self._owner_of_id(key_id, keys)) is not None:
+            return known
+        msg = "the API key has been removed or has expired"
         raise AuthenticationError(msg)
+
+    def _owner_of_id(self, key_id: str, keys: tuple[ApiKey, ...]) -> Principal | None:
+        """Return whose key this is: of the configured ones, or of those made over HTTP.
+
+        A key made over HTTP counts as long as the configured key behind it, and never is an administrator's.
+        """
+        index = self._index(keys)
+        if (configured := index.get(key_id)) is not None:
+            return _owner(configured)
+        issued = self.made_over_http(key_id)
+        if issued is None:
+            return None
+        if issued.made_with:
+            root = index.get(issued.made_with)
+            if root is None or root.tenant != issued.tenant:
+                return None
+        return Principal(tenant=issued.tenant, name=issued.tenant)
 
     @property
     def accept_anybody(self) -> bool:
@@ -202,14 +253,14 @@ class ApiKeys:
         """Return the id of the key, or of the key that a token stands for. The id does not reveal the key."""
         if credential.startswith(_TOKEN_PREFIX):
             return self.tokens.read(credential).key_id
-        return self.tokens.key_id(digest_of_key(credential)) if self.keys.now() else _ANYBODY
+        return self.tokens.key_id(digest_of_key(credential)) if self.keys.now() or self._required else _ANYBODY
 
     def _of_token(self, credential: str) -> Principal:
         token = self.tokens.read(credential)
         try:
-            return self.owner_of_id(token.key_id) or _with_fingerprint(token.tenant)
+            return self._owner_of_used(token.key_id) or _with_fingerprint(token.tenant)
         except AuthenticationError as error:
-            msg = "the API key of this token has been removed; use one from `server.api_keys`"
+            msg = "the API key of this token has been removed or has expired; use another one"
             raise InvalidTokenError(msg) from error
 
 

@@ -16,6 +16,7 @@ from tinsmith.server.api_keys import ApiKeys, KeyTokens
 from tinsmith.server.auth import identified
 from tinsmith.server.context import API_PREFIX, ServerContext
 from tinsmith.server.descriptions import add_descriptions
+from tinsmith.server.issued_keys import IssuedKeys
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.kept import Engines
 from tinsmith.server.limits.bodies import Bodies, BodyLimits
@@ -30,6 +31,7 @@ from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.metrics import Measured, show_space
 from tinsmith.server.plugin_routes import StaticPaths, plugin_routes
 from tinsmith.server.route_sampling import TenantSampling
+from tinsmith.server.routes import api_keys as api_key_routes
 from tinsmith.server.routes import (
     copies,
     downloads,
@@ -57,7 +59,7 @@ from tinsmith.store.disk_room import space_at
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (
     *(futures, training, sampling, weights, sessions, service, runs, downloads),
-    *(copies, uploads, searches, metrics, rollouts, engines, usage, traces),
+    *(copies, uploads, searches, metrics, rollouts, engines, usage, traces, api_key_routes),
 )
 
 
@@ -81,7 +83,8 @@ async def create_app(
         raise ConfigError(msg)
     tokens = KeyTokens(await store.secret("key tokens"), settings.server.token_lifetime_s)
     live_keys = keys or LiveKeys(KeySource(keys=settings.server.api_keys))
-    api_keys = ApiKeys(live_keys, tokens, required=settings.login is not None)
+    issued = IssuedKeys(store.find_api_key)
+    api_keys = ApiKeys(live_keys, tokens, issued=issued, required=settings.login is not None)
     _add_api_keys(plugins, api_keys)
     context = ServerContext(
         settings=settings,
@@ -115,6 +118,7 @@ async def create_app(
     strangers = Strangers(
         per_s=bounds.keyless_requests_per_s,
         identify=identify,
+        look_up=api_keys.look_up,
         in_thread=context.asks_plugins,
         has_link=lambda path: context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now()),
     )
@@ -128,6 +132,7 @@ async def create_app(
             budget=BodyBudget(total_bytes=bounds.body_bytes),
             heavy=context.heavy,
             identify=identify,
+            look_up=api_keys.look_up,
         ),
     )
     app.add_middleware(Edge, limits=limits)

@@ -400,6 +400,7 @@ class TenantQuotas(_Section):
     sampling_sessions: int | None = Field(
         100_000, ge=1, description="sampling sessions (one for each sampling client) in sessions that have not ended"
     )
+    api_keys: int | None = Field(100, ge=1, description="API keys made over HTTP; more get a 429")
     checkpoints: int | None = Field(100_000, ge=1, description="stored checkpoints; further saves fail")
     stored_bytes: int | None = Field(
         None, ge=1, description="size in bytes of the stored checkpoints, after which further saves fail; default: none"

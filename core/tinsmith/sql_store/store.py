@@ -17,6 +17,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import Call
 from tinsmith.sql_store.subjects import (
+    api_keys,
     checkpoints,
     claiming,
     completing,
@@ -245,6 +246,13 @@ class SqlStore(RequestStore):
     find_share_link = _read(share_links.find)
     list_share_links = _read(share_links.of_run)
     delete_share_link = _durable(share_links.delete)
+
+    # API keys made over HTTP
+    add_api_key = _durable(api_keys.add)
+    find_api_key = _select(api_keys.FIND.first, "key_id")
+    list_api_keys = _read(api_keys.list_all)
+    count_api_keys = _select(api_keys.NUMBER.one, "tenant")
+    delete_api_key = _durable(api_keys.delete)
 
     # rollouts
     log_rewards = _durable(rollouts.log_rewards)

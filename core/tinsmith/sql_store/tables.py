@@ -334,6 +334,18 @@ class ShareLinks(Table, table=True):
     expires_at: int | None = _int64(nullable=True)
 
 
+class ApiKeys(Table, table=True):
+    """Keys made over HTTP. The id is a keyed hash of the key, which is kept nowhere."""
+
+    key_id: str = Field(primary_key=True)
+    tenant: str = Field(index=True)
+    name: str
+    note: str
+    made_with: str
+    created_at: int = _int64()
+    expires_at: int | None = _int64(nullable=True)
+
+
 class Rollouts(Table, table=True):
     """The rollouts of one pass, or the rewards that the client logged for one step (`seq_id` -1)."""
 

@@ -678,6 +678,19 @@ class ShareLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IssuedKey:
+    """An API key that was made over HTTP. The key itself is kept nowhere."""
+
+    key_id: str  # a keyed hash of the key
+    tenant: str
+    name: str
+    note: str = ""
+    made_with: str = ""  # id of the configured key behind it; empty: its maker signed in otherwise
+    created_at: datetime
+    expires_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsRow:
     """The rollouts of one pass, or the rewards that the client logged for one step."""
 

@@ -26,6 +26,7 @@ from tinsmith.store.records import (
     EngineRecord,
     FailedPass,
     FinishedSamples,
+    IssuedKey,
     KeptBytes,
     KeptCheckpoints,
     Lease,
@@ -631,6 +632,27 @@ class RequestStore(ABC):
     @abstractmethod
     async def delete_share_link(self, model_id: str, share_id: str) -> bool:
         """Delete a link of a run. Return whether it was there."""
+
+    # API keys made over HTTP
+
+    @abstractmethod
+    async def add_api_key(self, key: IssuedKey) -> None: ...
+
+    @abstractmethod
+    async def find_api_key(self, key_id: str) -> IssuedKey | None:
+        """Return a key, expired or not; None if there is none."""
+
+    @abstractmethod
+    async def list_api_keys(self, tenant: str | None, *, limit: int, offset: int) -> list[IssuedKey]:
+        """Return the keys of a tenant, or of all (None), newest first, expired ones as well."""
+
+    @abstractmethod
+    async def count_api_keys(self, tenant: str) -> int:
+        """Return the number of a tenant's keys, expired ones as well."""
+
+    @abstractmethod
+    async def delete_api_key(self, key_id: str, *, tenant: str | None) -> bool:
+        """Delete a key if it is the tenant's, or whoever's it is (None). Return whether it was there."""
 
     # rollouts: recorded with the pass that trained on them (RolloutsTrained), and kept as long as its run
 

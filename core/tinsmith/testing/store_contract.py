@@ -31,6 +31,7 @@ from tinsmith.store import (
     SessionRecord,
 )
 from tinsmith.store.codec import encode_result
+from tinsmith.testing.store_api_keys import ApiKeysContract
 from tinsmith.testing.store_experts import RoutedExpertsContract
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
@@ -73,6 +74,7 @@ class RequestStoreContract(
     RoutedExpertsContract,
     MetricsContract,
     ShareLinksContract,
+    ApiKeysContract,
     RolloutsContract,
     StreamsContract,
     TalliesContract,

@@ -41,6 +41,8 @@ CREATE INDEX ix_routed_experts_tenant_id_num_bytes ON routed_experts (tenant, id
 CREATE TABLE metrics ( model_id VARCHAR NOT NULL, step BIGINT NOT NULL, seq_id BIGINT NOT NULL, time BIGINT NOT NULL, numbers BLOB NOT NULL, CONSTRAINT pk_metrics PRIMARY KEY (model_id, step, seq_id) ) WITHOUT ROWID;
 CREATE TABLE share_links ( share_id VARCHAR NOT NULL, digest VARCHAR NOT NULL, model_id VARCHAR NOT NULL, created_at BIGINT NOT NULL, expires_at BIGINT, CONSTRAINT pk_share_links PRIMARY KEY (share_id), CONSTRAINT uq_share_links_digest UNIQUE (digest) );
 CREATE INDEX ix_share_links_model_id ON share_links (model_id);
+CREATE TABLE api_keys ( key_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, name VARCHAR NOT NULL, note VARCHAR NOT NULL, made_with VARCHAR NOT NULL, created_at BIGINT NOT NULL, expires_at BIGINT, CONSTRAINT pk_api_keys PRIMARY KEY (key_id) );
+CREATE INDEX ix_api_keys_tenant ON api_keys (tenant);
 CREATE TABLE rollouts ( model_id VARCHAR NOT NULL, step BIGINT NOT NULL, seq_id BIGINT NOT NULL, number INTEGER NOT NULL, num_bytes BIGINT NOT NULL, content BLOB NOT NULL, CONSTRAINT pk_rollouts PRIMARY KEY (model_id, step, seq_id) );
 CREATE TABLE secrets ( name VARCHAR NOT NULL, value BLOB NOT NULL, CONSTRAINT pk_secrets PRIMARY KEY (name) );
 CREATE TABLE retention ( id INTEGER NOT NULL, finished_before BIGINT NOT NULL, CONSTRAINT pk_retention PRIMARY KEY (id) );

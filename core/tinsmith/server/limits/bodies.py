@@ -21,7 +21,7 @@ from tinsmith.server.auth import forget_caller
 from tinsmith.server.context import API_PREFIX
 from tinsmith.server.error_answers import MediaTypeError
 from tinsmith.server.limits.body_budget import LEASE, STRANGER_BYTES, BodyBudget, Lease
-from tinsmith.server.limits.edge import Identify, Incoming, closing, note_route, refusal
+from tinsmith.server.limits.edge import Identify, Incoming, LookUp, closing, note_route, refusal
 from tinsmith.server.limits.heavy_work import HeavyWork
 from tinsmith.server.refusals import record_refusal
 
@@ -86,11 +86,20 @@ class BodyLimits:
 class Bodies:
     """Reads the body before the route does, and holds its memory until the request is answered."""
 
-    def __init__(self, *, limits: BodyLimits, budget: BodyBudget, heavy: HeavyWork, identify: Identify) -> None:
+    def __init__(
+        self,
+        *,
+        limits: BodyLimits,
+        budget: BodyBudget,
+        heavy: HeavyWork,
+        identify: Identify,
+        look_up: LookUp | None = None,
+    ) -> None:
         self._limits = limits
         self._budget = budget
         self._heavy = heavy
         self._identify = identify
+        self._look_up = look_up
 
     async def admit(self, request: Incoming) -> ASGIApp | None:
         if request.scope["method"] in {"GET", "HEAD", "OPTIONS"} or _is_upload(request):
@@ -105,6 +114,8 @@ class Bodies:
             return _nothing
         if time.monotonic() - started > STALE_S:
             forget_caller(request.scope)
+            if self._look_up is not None:
+                await self._look_up(Headers(scope=request.scope))
         request.receive = _replay(body, request.receive)
         return None
 

@@ -30,6 +30,14 @@ KeyId = Callable[[Principal, Mapping[str, str]], str | None]
 """Takes a caller and headers. Returns the id of the caller's API key, or None if another credential was used."""
 
 
+class LookUp(Protocol):
+    async def __call__(self, headers: Mapping[str, str], *, unknown: bool = True) -> None:
+        """Prepare for identifying the sender of these headers, without waiting there for the store.
+
+        unknown: whether to ask the store for keys that were never seen before.
+        """
+
+
 @dataclass(slots=True)
 class Incoming:
     """A request on its way. Limits may replace `receive`, and note the caller."""

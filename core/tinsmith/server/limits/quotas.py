@@ -47,6 +47,7 @@ class Quotas:
         self._sessions = Tallies(_one("sessions", store.count_live_sessions), clock)
         self._samplers = Tallies(_one("sampling_sessions", store.count_open_sampling_sessions), clock)
         self._kept = Tallies(self._read_kept, clock)
+        self._api_keys = Tallies(_one("api_keys", store.count_api_keys), clock)
 
     def admit_request(self, tenant: str, key_id: Callable[[], str | None]) -> None:
         """Count a request towards the rate of its tenant, and of its key if keys have a limit."""
@@ -123,6 +124,10 @@ class Quotas:
         await self.disk.admit_unowned()
         await self._admit(self._samplers, tenant, {"sampling_sessions": 1}, _FEWER_SAMPLERS)
 
+    async def admit_api_key(self, tenant: str) -> None:
+        await self.disk.admit_unowned()
+        await self._admit(self._api_keys, tenant, {"api_keys": 1}, "delete keys that you no longer need")
+
     async def why_no_sampling_session(self, tenant: str) -> UserError | None:
         """Return why a tenant may not save for another sampling session, or None if it may. Saves that wait count."""
         number = (await self._samplers.of(tenant))["sampling_sessions"] + (await self._pending.of(tenant))[_OPEN_SAVES]
@@ -191,6 +196,7 @@ _WHAT: Final = {
     "live_models": "models may be in training",
     "sessions": "sessions may be open",
     "sampling_sessions": "sampling sessions may be open",
+    "api_keys": "API keys may be made over HTTP",
     "checkpoints": "checkpoints may be kept",
     "stored_bytes": "bytes of checkpoints may be kept",
 }

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Final
 
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -24,7 +25,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.hook_values import Principal
 from tinsmith.server.limits.bounded_http import connection_of
 from tinsmith.server.limits.counts import TokenBuckets
-from tinsmith.server.limits.edge import Identify, Incoming, closing
+from tinsmith.server.limits.edge import Identify, Incoming, LookUp, closing
 
 REFUSED_AFTER_S: Final = 5.0
 """On average. It differs, or a thousand that were refused together would send again together."""
@@ -68,6 +69,7 @@ class Strangers:
         *,
         per_s: float,
         identify: Identify,
+        look_up: LookUp | None = None,
         in_thread: bool = True,
         has_link: Callable[[str], bool] = lambda _path: False,
         clock: Callable[[], float] = time.monotonic,
@@ -75,6 +77,7 @@ class Strangers:
     ) -> None:
         """Make it.
 
+        look_up: prepares `identify`; see ApiKeys.
         in_thread: whether `identify` may block, as a plugin does that asks elsewhere.
         has_link: whether a path is a signed download link, which stands for a key.
         """
@@ -85,6 +88,7 @@ class Strangers:
         )
         self._refusal = json.dumps({"detail": detail}).encode()
         self._identify = identify
+        self._look_up = look_up
         self._in_thread = in_thread
         self._has_link = has_link
         self._buckets = TokenBuckets(clock)
@@ -113,8 +117,10 @@ class Strangers:
     async def _caller(self, scope: Scope) -> Principal | None:
         """Return who sent a request; None if that is unknown, or is not asked.
 
-        While strangers come too fast, plugins are asked about none but those who were known before.
+        While strangers come too fast, store and plugins are asked about none but those who were known before.
         """
+        if self._look_up is not None:
+            await self._look_up(Headers(scope=scope), unknown=self._buckets.wait("", per_s=self._per_s) == 0)
         if not self._in_thread:
             found = self._identified(scope)
         else:

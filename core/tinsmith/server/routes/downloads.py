@@ -140,7 +140,7 @@ async def refuse_revoked(context: ServerContext, name: str, grant: Grant) -> tup
     NotFoundError if `name` is no checkpoint's: the link was made for another route.
     """
     path = _checkpoint_in(name)
-    owner = owner_of_key(context, grant)
+    owner = await owner_of_key(context, grant)
     try:
         record = await context.store.get_checkpoint(path)
     except NotFoundError as error:
@@ -164,10 +164,10 @@ def _checkpoint_in(name: str) -> str:
         raise NotFoundError(no_such("checkpoint", name)) from error
 
 
-def owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:
-    """Return whose key made the link, or None if it rests on no configured key."""
+async def owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:
+    """Return whose key made the link, or None if it rests on no key."""
     try:
-        return context.api_keys.owner_of_id(grant.key_id) if grant.key_id else None
+        return await context.api_keys.look_up_owner(grant.key_id) if grant.key_id else None
     except AuthenticationError as error:
         msg = "the API key with which this download link was made has been removed"
         raise AuthenticationError(msg) from error

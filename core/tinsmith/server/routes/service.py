@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
 
 from tinsmith.errors import UnsupportedError, UserError
-from tinsmith.protocol import stable_reinforce, translate, wire
+from tinsmith.protocol import stable_reinforce, wire
 from tinsmith.server.auth import Caller, identified
 from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
@@ -93,19 +93,6 @@ async def telemetry(body: wire.TelemetryRequest, caller: Caller) -> wire.Telemet
     return wire.TelemetryAccepted()
 
 
-@router.get("/auth/apikey/me")
-async def api_key_me(caller: Caller) -> wire.ApiKeyInfo:
-    name = caller.name or caller.tenant
-    return wire.ApiKeyInfo(
-        key_id=translate.checksum(caller.tenant),
-        name=name,
-        note="",
-        details=wire.KeyDetails(
-            org_details=wire.OrgDetails(name=caller.tenant), user_details=wire.UserDetails(email=name)
-        ),
-    )
-
-
 @open_router.get("/healthz")
 @open_router.get("/api/v1/healthz")
 async def healthz() -> wire.Health:
@@ -160,7 +147,6 @@ def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> di
 _REASONS = {
     ("POST", "/create_custom_loss"): "use forward_backward_custom, which runs the loss in the client",
     ("POST", "/forward"): "use tinker 0.25 or newer, which sends forward passes to forward_backward",
-    ("DELETE", "/auth/apikey/me"): "API keys are part of the server's configuration (server.api_keys); remove it there",
     ("GET", "/audit"): "no audit log is kept",
 }
 

@@ -71,7 +71,7 @@ async def export_trace(session_id: str, caller: Viewer, context: Context, reques
 async def get_trace(stamp: int, grant: str, signature: str, session_id: str, context: Context) -> Response:
     """Send a trace. The signature stands for the key."""
     given = context.signer.check(session_id, stamp, grant, signature, context.now())
-    owner = owner_of_key(context, given)
+    owner = await owner_of_key(context, given)
     session = await context.store.get_session(session_id)
     if session.created_at != given.created_at:
         raise NotFoundError(no_such("session", session_id))

@@ -126,7 +126,7 @@ async def put_file(stamp: int, grant: str, signature: str, name: str, request: R
     if announced.path is not None:
         msg = f"the upload is finished, as {announced.path!r}; start another one"
         raise UserError(msg)
-    _refuse_removed_key(context, given, announced.tenant)
+    await _refuse_removed_key(context, given, announced.tenant)
     size = int(request.headers.get("content-length", "0"))
     _expect_size(file.name, size, announced.max_bytes)
     if (why := await context.quotas.disk.why_no_save(announced.tenant, max(size, 1))) is not None:
@@ -144,8 +144,8 @@ async def put_file(stamp: int, grant: str, signature: str, name: str, request: R
     return Response(status_code=204)
 
 
-def _refuse_removed_key(context: ServerContext, given: Grant, tenant: str) -> None:
-    owner = context.api_keys.owner_of_id(given.key_id) if given.key_id else None  # raises if it was removed
+async def _refuse_removed_key(context: ServerContext, given: Grant, tenant: str) -> None:
+    owner = await context.api_keys.look_up_owner(given.key_id) if given.key_id else None  # raises if it was removed
     if owner is not None and owner.tenant != tenant:
         msg = "the API key with which this upload was started is another tenant's now"
         raise AuthenticationError(msg)

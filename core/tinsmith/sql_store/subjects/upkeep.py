@@ -17,7 +17,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import CHUNK, Change, Query, insert_into, query, total
-from tinsmith.sql_store.subjects import log, metrics, rollouts, sampling, share_links
+from tinsmith.sql_store.subjects import api_keys, log, metrics, rollouts, sampling, share_links
 from tinsmith.sql_store.transaction import Transaction
 
 
@@ -81,6 +81,7 @@ async def prune(connections: Connections, finished_before: datetime, *, idle_sin
     await durable.write(finished_samples, finished_before)
     forgotten = await durable.write(deleted_checkpoints, finished_before)
     forgotten += await durable.write(sampling.prune_experts, finished_before)
+    await durable.write(api_keys.prune, finished_before)
     await durable.scrub(deleted=pruned + forgotten > 0)
     return pruned
 
