@@ -11,8 +11,6 @@ from tinsmith.store import *  # noqa: F403 - of which `__all__` exports some: ea
 from tinsmith.store.codec import decode_result, encode_result
 
 __all__ = [  # noqa: F405
-    "MANY_AHEAD",
-    "SEQ_IDS_PER_CLONE",
     "WAITS_FOR_PLACE",
     "CheckpointKind",
     "CheckpointRecord",

@@ -18,7 +18,7 @@ from tinsmith.sql_store.statements import Change, insert_into
 from tinsmith.sql_store.subjects import claiming, completing, gaps, log, models, requests, submitting
 from tinsmith.sql_store.tables import Table
 from tinsmith.sql_store.transaction import Transaction
-from tinsmith.store import MANY_AHEAD, ClaimRoom, Completion, Lease, Measured, PendingCounts
+from tinsmith.store import ClaimRoom, Completion, Lease, Measured, PendingCounts, Waiting
 from tinsmith.testing.store_records import LORA, a_sample, an_operation
 
 BASE = "org/base-model"
@@ -161,7 +161,7 @@ def ask_why_it_waits(connection: Connection) -> None:
 
 def ask_why_a_hog_waits(connection: Connection) -> None:
     last = text("SELECT request_id FROM operations WHERE subject_id = 'hog:sampling' ORDER BY seq_id DESC LIMIT 1")
-    assert requests.waiting(connection, connection.execute(last).scalar_one()).num_ahead == MANY_AHEAD
+    assert requests.waiting(connection, connection.execute(last).scalar_one()).num_ahead == Waiting.MANY_AHEAD
 
 
 def tx(connection: Connection) -> Transaction:

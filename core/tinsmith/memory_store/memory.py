@@ -14,7 +14,6 @@ from typing import Any
 
 from tinsmith.operations import Failed, Result, UnloadModel
 from tinsmith.store import (
-    SEQ_IDS_PER_CLONE,
     WAITS_FOR_PLACE,
     CheckpointRecord,
     EngineRecord,
@@ -290,7 +289,7 @@ class Memory:
         del self.unfinished[request_id]
         self.told.append(done_topic(request_id))
         if not row.record.ordered:
-            clone = row.record.seq_id // SEQ_IDS_PER_CLONE
+            clone = row.record.seq_id // FinishedSample.SEQ_IDS_PER_CLONE
             samples = self.samples.setdefault((subject_id, clone), Samples())
             samples.last += 1
             succeeded = state is OperationState.SUCCEEDED

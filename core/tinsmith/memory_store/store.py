@@ -14,7 +14,6 @@ from tinsmith.errors import StoreError, UserError
 from tinsmith.memory_store.memory import LeaseRow, Memory, Operation, Run, Samples, Session
 from tinsmith.operations import INFLIGHT, Failed
 from tinsmith.store import (
-    MANY_AHEAD,
     CheckpointKind,
     CheckpointRecord,
     CheckpointWritten,
@@ -564,7 +563,7 @@ class MemoryStore(RequestStore):
         running = [each for each in running if each.record.base_model == record.base_model]
         num_ahead = sum(each.record.tenant == record.tenant for each in ahead + running)
         engine = self._memory.engines.get(record.base_model)
-        return Waiting(missing_seq_id=missing, num_ahead=min(num_ahead, MANY_AHEAD), place=place, engine=engine)
+        return Waiting(missing_seq_id=missing, num_ahead=min(num_ahead, Waiting.MANY_AHEAD), place=place, engine=engine)
 
     @_transaction
     def pending(self, tenant: str) -> PendingCounts:

@@ -13,7 +13,6 @@ from typing import Literal
 from tinsmith.settings import QuotaSettings
 from tinsmith.settings.secrets import cleaned
 from tinsmith.store import (
-    MANY_AHEAD,
     DeviceTurn,
     EngineRecord,
     EngineState,
@@ -124,7 +123,8 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
     if operation.state is OperationState.RUNNING:
         detail = f" ({engine.detail}{percent(engine)})" if engine.detail else ""
         return WaitingReason(queue_state="active", text=f"{operation.kind} is running{_since(operation)}{detail}")
-    ahead = f"more than {MANY_AHEAD - 1:,}" if waiting.num_ahead >= MANY_AHEAD else str(waiting.num_ahead)
+    many = Waiting.MANY_AHEAD
+    ahead = f"more than {many - 1:,}" if waiting.num_ahead >= many else str(waiting.num_ahead)
     return WaitingReason(queue_state="active", text=f"{ahead} of your requests are ahead in the queue")
 
 

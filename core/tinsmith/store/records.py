@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Final, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 import msgspec
 
@@ -17,12 +17,6 @@ Metadata = dict[str, Json]
 
 WAITS_FOR_PLACE: Final = -1
 """The `next_seq_id` of a model that waits for a place on the backend: none of its operations can be claimed."""
-
-MANY_AHEAD: Final = 1001
-"""A store need not count further how many operations are ahead of another."""
-
-SEQ_IDS_PER_CLONE: Final = 10**9
-"""Each clone of a sampling client numbers its samples in a range of this size: clone = seq_id // this."""
 
 PASS: Final = "forward_backward"
 CLEARING: Final = ("optim_step", "load_state")
@@ -612,6 +606,8 @@ class PlaceWait:
 class Waiting:
     """Why an operation is still pending."""
 
+    MANY_AHEAD: ClassVar[int] = 1001  # a store need not count further
+
     missing_seq_id: int | None = None  # a lower seq_id that has not arrived
     num_ahead: int = 0  # operations of its tenant that run before it; MANY_AHEAD stands for any larger number
     place: PlaceWait | None = None  # its model waits for a place on the backend
@@ -620,7 +616,12 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSample:
-    """A notice that an unordered operation has finished, without its result."""
+    """A notice that an unordered operation has finished, without its result.
+
+    Each clone of a sampling client numbers its samples in a range of its own: clone = seq_id // SEQ_IDS_PER_CLONE.
+    """
+
+    SEQ_IDS_PER_CLONE: ClassVar[int] = 10**9
 
     request_id: str
     succeeded: bool

@@ -18,12 +18,12 @@ from tinsmith.operations import (
     UnloadModel,
 )
 from tinsmith.store import (
-    SEQ_IDS_PER_CLONE,
     CheckpointWritten,
     ClaimRoom,
     Completion,
     EngineRecord,
     EngineState,
+    FinishedSample,
     Holding,
     LoraResolved,
     OperationState,
@@ -451,7 +451,7 @@ class LogContract(StoreSuite):
     ) -> None:
         """However they ended, each client sees its own samples; what is not announced does not move the cursor."""
         ids = [await store.submit(a_sample(seq_id)) for seq_id in range(5)]
-        clone = await store.submit(a_sample(3 * SEQ_IDS_PER_CLONE + 1))
+        clone = await store.submit(a_sample(3 * FinishedSample.SEQ_IDS_PER_CLONE + 1))
         neighbour = await store.submit(a_sample(0, "s2:sample:0"))
         assert await finished(store) == ([], 0)
         await claim(other)

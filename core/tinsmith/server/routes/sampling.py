@@ -22,12 +22,13 @@ from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.limits.body_budget import hold_decoded
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import submit_sample
-from tinsmith.store import SEQ_IDS_PER_CLONE, SamplingSessionRecord
+from tinsmith.store import FinishedSample, SamplingSessionRecord
 from tinsmith.store.refusals import taken
 
 router = APIRouter(prefix=API_PREFIX, tags=["sampling"], route_class=JsonRoute)
 
-_MAX_CLIENT_COUNTER = 2**63 // SEQ_IDS_PER_CLONE  # the SDK numbers a clone's samples from there on, in an int64
+# The SDK numbers a clone's samples from a multiple of SEQ_IDS_PER_CLONE on, in an int64.
+_MAX_CLIENT_COUNTER = 2**63 // FinishedSample.SEQ_IDS_PER_CLONE
 
 
 @router.post("/create_sampling_session")

@@ -17,7 +17,7 @@ from tinsmith.operations import Failed, Result
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.statements import Change, Query, chunks, insert_into
 from tinsmith.sql_store.transaction import Sums, Transaction
-from tinsmith.store import SEQ_IDS_PER_CLONE, FailedPass, FinishedSample, OperationRecord, OperationState
+from tinsmith.store import FailedPass, FinishedSample, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result, encode_result
 from tinsmith.store.records import CLEARING, PASS
 from tinsmith.store.refusals import no_request
@@ -196,7 +196,7 @@ def finish_many(tx: Transaction, ended: Sequence[Ended]) -> None:
         if not operation.ordered:
             succeeded = each.state == OperationState.SUCCEEDED
             notice = FinishedSample(request_id=operation.request_id, succeeded=succeeded, size_bytes=size)
-            tx.finished[operation.subject_id, operation.seq_id // SEQ_IDS_PER_CLONE].append(notice)
+            tx.finished[operation.subject_id, operation.seq_id // FinishedSample.SEQ_IDS_PER_CLONE].append(notice)
     for state, of_state in ids.items():
         if len(of_state) == 1:  # psycopg takes longer to pass a list of one than for all the rest
             _FINISH.run(tx.connection, key=of_state[0], state=state, now=tx.now)

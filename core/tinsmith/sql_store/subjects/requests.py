@@ -16,7 +16,6 @@ from tinsmith.sql_store.subjects import engines, log, models, places
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import (
-    MANY_AHEAD,
     EngineRecord,
     FinishedSample,
     FinishedSamples,
@@ -53,7 +52,7 @@ _AFTER = Query(
 _PENDING = Query("SELECT FIELDS FROM pending_work WHERE tenant = :tenant", _Counted)
 _OURS = "SELECT id FROM operations WHERE base_model = :base_model AND tenant = :tenant"
 _NUM_QUEUED, _NUM_RUNNING = (
-    Query(f"SELECT count(*) AS number FROM ({_OURS} AND {ahead} LIMIT {MANY_AHEAD}) AS ahead", int)
+    Query(f"SELECT count(*) AS number FROM ({_OURS} AND {ahead} LIMIT {Waiting.MANY_AHEAD}) AS ahead", int)
     for ahead in (
         "early = FALSE AND ordered = :ordered AND (arrival, seq_id) < (:arrival, :seq_id) "
         "AND operations.state = 'queued'",
@@ -139,7 +138,7 @@ def waiting(connection: Connection, request_id: str) -> Waiting:
 
 def _num_ahead(connection: Connection, operation: log.Operation) -> int:
     counts = (each.first(connection, **operation._asdict()) for each in (_NUM_QUEUED, _NUM_RUNNING))
-    return min(sum(each or 0 for each in counts), MANY_AHEAD)
+    return min(sum(each or 0 for each in counts), Waiting.MANY_AHEAD)
 
 
 def _first_missing(run: Run, seq_id: int) -> int | None:
