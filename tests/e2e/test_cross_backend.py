@@ -71,11 +71,8 @@ def model_of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers with the gated delta rule, and layers that attend."""
-    directory = tmp_path_factory.mktemp("cross") / "a" / "hybrid"
-    tiny_causal_lm("Qwen3_5ForCausalLM", {"vocab_size": SHAPE.vocab_size}).save_pretrained(directory)
+def write_class(directory: Path, name: str) -> Path:
+    tiny_causal_lm(name, {"vocab_size": SHAPE.vocab_size}).save_pretrained(directory)
     return directory
 
 
@@ -182,8 +179,17 @@ def test_experts_go_on_where_another_backend_was(tmp_path: Path, model_of_expert
 
 @pytest.mark.thorough
 @pytest.mark.skipif(len(REAL) < 3, reason=f"needs jax, fsdp and megatron, installed are {REAL}")
-def test_a_hybrid_goes_on_where_another_backend_was(tmp_path: Path, hybrid: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "away"),
+    [
+        ("Qwen3_5ForCausalLM", ["stages", "fsdp"]),
+        ("Qwen3_5MoeForConditionalGeneration", ["fsdp"]),
+        ("Qwen3NextForCausalLM", ["fsdp"]),
+    ],
+)
+def test_a_hybrid_goes_on_where_another_backend_was(tmp_path: Path, name: str, away: list[str]) -> None:
     """Twenty steps on each; each hands over the adapters of both kinds of layers, and the moments."""
-    moved, stayed = legs(tmp_path, ["jax", "stages", "fsdp", "jax"], hybrid, 4, 20)
+    hybrid = write_class(tmp_path / "a" / "hybrid", name)
+    moved, stayed = legs(tmp_path, ["jax", *away, "jax"], hybrid, 4, 20)
     np.testing.assert_allclose(moved, stayed, rtol=0, atol=1e-4)
     assert stayed[0] - stayed[-1] > LEARNT[20], "it must have learnt something"

@@ -52,6 +52,13 @@ HYBRID = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+HYBRID_EXPERTS = {
+    **EXPERTS,
+    **HYBRID,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "shared_expert_intermediate_size": 512,
+}
 INT8_GROUPS = {**SMALL, "quantization_config": int8_config(128)}
 INT8 = {**SMALL, "quantization_config": int8_config()}
 
@@ -79,8 +86,9 @@ def counted(
         ({**STRICT, "activation_checkpointing": False}, 1, 1, SMALL),
         ({**FAST, "activation_checkpointing": True, "shard_size": 1}, 8, 4, SMALL),
         *(
-            pytest.param({**how, "activation_checkpointing": recomputed}, ranks, 1, HYBRID, marks=pytest.mark.thorough)
+            pytest.param({**how, "activation_checkpointing": recomputed}, ranks, 1, model, marks=pytest.mark.thorough)
             for how, recomputed, ranks in ((FAST, True, 8), (FAST, False, 1), (STRICT, False, 1))
+            for model in (HYBRID, HYBRID_EXPERTS)
         ),
         ({**FAST, "activation_checkpointing": True}, 8, 1, EXPERTS),
         pytest.param({**FAST, "activation_checkpointing": False}, 1, 4, EXPERTS, marks=pytest.mark.thorough),

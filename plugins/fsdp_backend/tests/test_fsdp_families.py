@@ -56,7 +56,10 @@ FAMILIES = (
     "Phi3ForCausalLM",
 )
 SHORT = 4  # of these, for `make test`
-ADAPTED = ("Phi3ForCausalLM", "GptOssForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+ADAPTED = (
+    *("Phi3ForCausalLM", "GptOssForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+    *("Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+)
 """Classes that have several modules in one matrix, or experts."""
 COMPANY = (*TENANTS, LoraConfig(rank=4, seed=4))
 """The first and the last train experts in one stream."""

@@ -22,11 +22,17 @@ from tinsmith_fsdp.causal_lm import read_config
 from tinsmith_fsdp.config import FsdpConfig
 from tinsmith_fsdp.mesh import Mesh, join_mesh
 from tinsmith_fsdp.probe import require_packing
+from tinsmith_fsdp.streams import bare_stream
 from tinsmith_workers import FAST_ISOLATION_ERROR, AdapterLayout, alone, deal, segments
 
 pytestmark = pytest.mark.slow  # imports torch and transformers
 
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 4, "hidden_size": 32, "head_dim": 16, "tie_word_embeddings": False}
+TEXT = {
+    "text": "Qwen3_5ForCausalLM",
+    "experts": "Qwen3_5MoeForCausalLM",
+    "joined": "Qwen3NextForCausalLM",  # as the one before, with several modules in one matrix
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,8 @@ def mesh() -> Iterator[Mesh]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fsdp-hybrids")
-    tiny_causal_lm("Qwen3_5ForCausalLM", SIZES).save_pretrained(root / "text")
+    for kind, name in TEXT.items():
+        tiny_causal_lm(name, SIZES).save_pretrained(root / kind)
     whole("Qwen3_5ForConditionalGeneration").save_pretrained(root / "sees")
     return root
 
@@ -50,10 +57,12 @@ def whole(name: str) -> Any:
     return tiny_causal_lm(name, SIZES, {"tie_word_embeddings": False})
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_tenants_in_one_stream_train_as_each_sequence_by_itself(checkpointing: bool, mesh: Mesh, models: Path) -> None:
-    strict = make_trainer(models / "text", mesh)
-    fast = make_trainer(models / "text", mesh, strict=False, checkpointing=checkpointing)
+@pytest.mark.parametrize(("kind", "checkpointing"), [("text", False), ("text", True), ("experts", True)])
+def test_tenants_in_one_stream_train_as_each_sequence_by_itself(
+    kind: str, checkpointing: bool, mesh: Mesh, models: Path
+) -> None:
+    strict = make_trainer(models / kind, mesh)
+    fast = make_trainer(models / kind, mesh, strict=False, checkpointing=checkpointing)
     for trainer in (strict, fast):
         add_tenants(trainer, 0.03)  # with 0.1, what rounding moves by 1e-7 moves logprobs by 6e-4
     for left, right in zip(run(strict, backward=True), run(fast, backward=True), strict=True):
@@ -84,6 +93,31 @@ def test_packed_neighbours_change_no_bit(mesh: Mesh, models: Path) -> None:
     np.testing.assert_allclose(first, logprobs(2, 7), rtol=0, atol=FAST_ISOLATION_ERROR)
 
 
+@pytest.mark.parametrize("kind", TEXT)
+def test_neighbours_pass_nothing_to_each_other(kind: str, mesh: Mesh, models: Path) -> None:
+    """No gradient reaches a neighbour's tokens, in either direction, and no NaN comes from there."""
+    trainer = make_trainer(models / kind, mesh, strict=False)
+    model = trainer.base.model
+    embedding = model.embed_tokens.weight
+    assert isinstance(embedding, torch.nn.Parameter)
+    embedding.requires_grad_()
+    first, second = torch.arange(33), torch.arange(100, 140)
+    streams = [bare_stream([first, second])]
+    for own, other, rows in ((first, second, slice(33)), (second, first, slice(33, None))):
+        embedding.grad = None
+        logits = model.logits(model.normed(streams, backward=False)[0])[rows]
+        torch.log_softmax(logits, -1)[:, 0].sum().backward()
+        assert embedding.grad is not None
+        assert embedding.grad[own].abs().min(dim=1).values.max() > 0
+        assert not embedding.grad[other].any()
+        with torch.no_grad():
+            kept = embedding[other].clone()
+            embedding[other] = torch.nan
+            beside = model.logits(model.normed(streams, backward=False)[0])[rows]
+            embedding[other] = kept
+        torch.testing.assert_close(beside, logits, rtol=0, atol=FAST_ISOLATION_ERROR)
+
+
 def test_every_layer_adapts_what_it_has(models: Path) -> None:
     shape = read_architecture(models / "text")
     modules = AdapterLayout(LoraConfig(rank=1, seed=0), shape).pairs.keys()
@@ -94,9 +128,10 @@ def test_every_layer_adapts_what_it_has(models: Path) -> None:
     assert set(by_layer[0]) & set(by_layer[1]) == {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 
 
-def test_weights_are_counted(models: Path) -> None:
-    model = tiny_causal_lm("Qwen3_5ForCausalLM", SIZES)
-    counts = weight_counts(read_architecture(models / "text"))
+@pytest.mark.parametrize("kind", TEXT)
+def test_weights_are_counted(kind: str, models: Path) -> None:
+    model = tiny_causal_lm(TEXT[kind], SIZES)
+    counts = weight_counts(read_architecture(models / kind))
     assert counts.total == sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -104,6 +139,7 @@ def test_weights_are_counted(models: Path) -> None:
     "name",
     [
         "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         "Gemma3ForConditionalGeneration",
         pytest.param("Mistral3ForConditionalGeneration", marks=pytest.mark.thorough),
     ],

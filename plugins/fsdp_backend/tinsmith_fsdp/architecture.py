@@ -46,12 +46,6 @@ def architecture_of(config: Mapping[str, Json], path: Path, context_tokens: int 
         config = {**config, "quantization_config": None}  # the tensors say by their names which of them are
     shape_of = hybrid_shape if "linear_num_key_heads" in config else decoder_shape
     shape = shape_of(config, path, supported=[class_name])
-    if shape.experts is not None and isinstance(shape, HybridShape):
-        msg = (
-            f"{path}: {class_name} has experts beside layers with the gated delta rule, which the fsdp backend does "
-            "not train; use the backend jax"
-        )
-        raise ConfigError(msg)
     if shape.experts is not None and shape.int8 is not None:
         msg = (
             f"{path}: {class_name} has experts of 8-bit integers, which the fsdp backend does not train; use the "

@@ -116,9 +116,11 @@ class BaseModel:
     def _adapt(self, causal_lm: nn.Module) -> None:
         """Replace every linear layer by an adaptable one."""
         shape, shapes = self._setup.architecture, self._setup.architecture.linear_shapes()
-        joined = joined_matrices(read_model_config(self._directory))
+        matrices = joined_matrices(read_model_config(self._directory))
         others = [path for path in shape.plain_modules if path not in shape.attention_modules]
         for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
+            there = {name for name, _ in layer.named_modules()}
+            joined = [matrix for matrix in matrices if matrix.path in there]
             for path in (*shape.mixer_modules(index), *others):
                 if any(path in matrix.modules for matrix in joined):
                     continue

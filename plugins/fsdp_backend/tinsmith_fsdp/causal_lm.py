@@ -13,6 +13,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tinsmith import ConfigError
+from tinsmith_checkpoints.huggingface import joined_matrices
 from tinsmith_fsdp import attention, experts
 from tinsmith_fsdp.gated_delta import PackedGatedDelta, is_gated_delta
 
@@ -69,10 +70,12 @@ def mix_packed(causal_lm: nn.Module) -> None:
     experts.register()
     causal_lm.config._attn_implementation = attention.NAME  # type: ignore[union-attr]  # noqa: SLF001  (where they look)
     causal_lm.config._experts_implementation = experts.NAME  # type: ignore[union-attr]  # noqa: SLF001  (as above)
+    joined = joined_matrices({**causal_lm.config.to_dict(), "architectures": [type(causal_lm).__name__]})  # type: ignore[operator, union-attr]
     for layer in causal_lm.model.layers:  # type: ignore[union-attr]  # a ModuleList
         for name, module in list(layer.named_children()):
             if is_gated_delta(module):
-                setattr(layer, name, PackedGatedDelta(module))
+                own = [matrix for matrix in joined if matrix.path.startswith(f"{name}.")]
+                setattr(layer, name, PackedGatedDelta(module, own))
 
 
 def computed_buffers(causal_lm: nn.Module, device: torch.device) -> list[Buffer]:

@@ -6,6 +6,7 @@ ones, what their graph keeps. test_fsdp_costs.py compares both. Memory that the 
 gaps take is an allowance, not measured.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,8 +47,8 @@ _PAIR_KEPT: Final = {"bfloat16": 4, "float32": 8}
 _PAIR_DIFFERENTIATED: Final = {"bfloat16": 5, "float32": 1}
 """In addition, bytes per token, expert of the token, and hidden size."""
 
-_GATED_KEPT: Final = {"bfloat16": (13, 8, 15, 8, 14), "float32": (20, 16, 29, 10, 28)}
-"""As `_KEPT`, of a hybrid's layers that attend: they have a gate."""
+_GATE_KEPT: Final = {"bfloat16": (1, 0, 5, 0, 0), "float32": (1, 0, 15, 0, 0)}
+"""In addition, in a hybrid's layers that attend: they have a gate."""
 
 _DELTA_KEPT: Final = {"bfloat16": (13, 8, 4, 17, 16), "float32": (19, 16, 8, 21, 32)}
 """As `_KEPT`, of layers with the gated delta rule: for hidden, inner, mixed and value size, and rank."""
@@ -184,6 +185,9 @@ def _of_delta(shape: DecoderShape, ranks: Ranks, lora_rank: int) -> tuple[int, i
     rule = shape.delta
     mixing = hidden * shape.hidden_size // 2 + mixed * rule.mixed_size + value * rule.value_size + rank * lora_rank
     whole = mixing + hidden * shape.hidden_size // 2 + inner * shape.intermediate_size
+    if shape.experts is not None:
+        at, pairs = _EXPERTS_KEPT[ranks.dtype], _PAIR_KEPT[ranks.dtype] * shape.experts.top_k
+        whole = mixing + (at[0] // 2 + pairs) * shape.hidden_size + at[1] * _inner_size(shape)
     return whole, mixing, delta_block_bytes(rule)
 
 
@@ -193,12 +197,18 @@ def _factors(ranks: Ranks, shape: DecoderShape) -> tuple[tuple[int, ...], tuple[
     Code that is compiled around attention (on CPUs, in float32) or collectives counts as if it were not.
     """
     if shape.experts is not None:
-        return _EXPERTS_KEPT[ranks.dtype], _EXPERTS_DIFFERENTIATED[ranks.dtype]
+        return _with_gate(_EXPERTS_KEPT, shape, ranks), _EXPERTS_DIFFERENTIATED[ranks.dtype]
     if isinstance(shape, HybridShape):
-        return _GATED_KEPT[ranks.dtype], _DIFFERENTIATED[ranks.dtype]
+        return _with_gate(_KEPT, shape, ranks), _DIFFERENTIATED[ranks.dtype]
     if ranks.compiled and ranks.dtype == "bfloat16" and ranks.tp == 1 and not ranks.on_cpu:
         return _COMPILED_KEPT, _COMPILED_DIFFERENTIATED
     return _KEPT[ranks.dtype], _DIFFERENTIATED[ranks.dtype]
+
+
+def _with_gate(kept: Mapping[str, tuple[int, ...]], shape: DecoderShape, ranks: Ranks) -> tuple[int, ...]:
+    if not isinstance(shape, HybridShape):
+        return kept[ranks.dtype]
+    return tuple(each + more for each, more in zip(kept[ranks.dtype], _GATE_KEPT[ranks.dtype], strict=True))
 
 
 def _of_layer(factors: tuple[int, ...], shape: DecoderShape, ranks: Ranks, lora_rank: int, *, whole: int) -> int:

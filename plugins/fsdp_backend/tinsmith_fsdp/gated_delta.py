@@ -3,6 +3,7 @@
 Without kernels for GPUs, transformers computes the rule and its convolution by code that ignores where sequences end.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -10,22 +11,33 @@ from torch import nn
 from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
+from tinsmith_checkpoints.huggingface import JoinedMatrix
 from tinsmith_fsdp.streams import Stream
 from tinsmith_workers.torch import causal_convolution, gated_delta
 
-_CHILDREN: Final = frozenset(
-    {"conv1d", "norm", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
-)  # of the modules that Qwen3.5 has
+_OTHERS: Final = frozenset({"conv1d", "norm", "out_proj"})
+_CHILDREN: Final = (
+    _OTHERS | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"},  # of the modules that Qwen3.5 has
+    _OTHERS | {"in_proj_qkvz", "in_proj_ba"},  # and Qwen3-Next
+)
 
 
 class PackedGatedDelta(nn.Module):
     """Takes the place of a module of transformers, with its weights, and computes each sequence by itself."""
 
-    def __init__(self, module: Any) -> None:
-        """`module`: as `is_gated_delta` knows it. It cannot be used afterwards."""
+    def __init__(self, module: Any, joined: Sequence[JoinedMatrix] = ()) -> None:
+        """`module`: as `is_gated_delta` knows it. It cannot be used afterwards.
+
+        `joined`: which of its matrices hold the rows of several modules. Each module gets a matrix of its own.
+        """
         super().__init__()
         for name, child in module.named_children():
             self.add_module(name, child)
+        for matrix in joined:
+            whole = self.get_submodule(_last(matrix.path))
+            delattr(self, _last(matrix.path))
+            for path in matrix.modules:
+                self.add_module(_last(path), _with_rows(whole, matrix, path))
         self.A_log, self.dt_bias = module.A_log, module.dt_bias
         self._key, self._value = module.head_k_dim, module.head_v_dim
         self._sizes = (module.key_dim, module.key_dim, module.value_dim)
@@ -45,7 +57,22 @@ class PackedGatedDelta(nn.Module):
         return projected
 
 
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _with_rows(whole: nn.Module, matrix: JoinedMatrix, path: str) -> nn.Linear:
+    """Return a module that has its own rows of a matrix."""
+    weight: torch.Tensor = whole.weight.detach()[torch.from_numpy(matrix.rows_of(path))]
+    linear = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    return linear
+
+
 def is_gated_delta(module: nn.Module) -> bool:
-    """Return whether the module has the parts of Qwen3.5's. What it computes with them, a probe compares."""
+    """Return whether the module has the parts of Qwen3.5's or of Qwen3-Next's.
+
+    What it computes with them, a probe compares.
+    """
     children = {name for name, _ in module.named_children()}
-    return children == _CHILDREN and {"A_log", "dt_bias"} <= dict(module.named_parameters(recurse=False)).keys()
+    return children in _CHILDREN and {"A_log", "dt_bias"} <= dict(module.named_parameters(recurse=False)).keys()

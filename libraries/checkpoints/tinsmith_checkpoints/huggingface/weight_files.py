@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from tinsmith_checkpoints.errors import ConfigError, ServerError
 from tinsmith_checkpoints.huggingface import fp8, mxfp4
 from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, SHAPE, Int8, dequantised, packed_columns, unpacked
 from tinsmith_checkpoints.huggingface.language_part import decoder_names
+from tinsmith_checkpoints.huggingface.model_files import read_model_config
 from tinsmith_checkpoints.huggingface.safetensors_files import (
     StoredTensor,
     fp8_tensor,
@@ -21,6 +23,7 @@ from tinsmith_checkpoints.huggingface.safetensors_files import (
     read_header,
     tensor_files,
 )
+from tinsmith_checkpoints.huggingface.weight_places import Place, weight_places
 
 # Any below: the arrays of the framework, and safetensors' handles, which are untyped.
 
@@ -28,7 +31,8 @@ from tinsmith_checkpoints.huggingface.safetensors_files import (
 class WeightFiles(AbstractContextManager["WeightFiles"]):
     """The safetensors files of a model directory: one, or shards with an index. Each is opened once, on first use.
 
-    Of a model that also sees or hears, these are the tensors of the language part, named as if it stood alone.
+    Of a model that also sees or hears, these are the tensors of the language part, named as if it stood alone. A weight
+    of a module that files hold in a tensor with others, such as one expert's matrix, can be read as well.
 
     Every error is a ConfigError that names the directory or file, and the tensor.
     """
@@ -47,6 +51,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
             msg = f"{str(directory)!r}: the weight files cannot be read: {error}"
             raise ConfigError(msg) from error
         self._stored = decoder_names(found)
+        self._paths = found
         self._files = {name: found[stored] for name, stored in self._stored.items()}
         if not found:
             msg = f"{str(directory)!r} has neither model.safetensors nor model.safetensors.index.json"
@@ -135,8 +140,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
 
     def _read(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
         if name not in self._files:
-            msg = f"{str(self._directory)!r}: tensor {name!r} is missing from the weight files"
-            raise ConfigError(msg)
+            return self._within(name, shape, cut)
         path = self._files[name]
         try:
             handle = self._handle(path)
@@ -149,10 +153,46 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
             raise ConfigError(msg) from error
         raise _other_shape(path, name, found, shape)
 
+    def _within(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> Any:
+        """Read rows and columns of a weight that is a part of a tensor with others."""
+        place = self._places.get(name)
+        if place is None:
+            msg = f"{str(self._directory)!r}: tensor {name!r} is missing from the weight files"
+            raise ConfigError(msg)
+        path = self._paths[place.tensor]
+        if place.shape != shape:
+            raise _other_shape(path, name, place.shape, shape)
+        try:
+            stored = self._handle(path).get_slice(place.tensor)
+            return _of_rows(stored, place, cut) if isinstance(place.index, np.ndarray) else _of_one(stored, place, cut)
+        except (OSError, SafetensorError) as error:
+            msg = f"{str(path)!r}: tensor {place.tensor!r} cannot be read: {error}"
+            raise ConfigError(msg) from error
+
+    @cached_property
+    def _places(self) -> Mapping[str, Place]:
+        there = (self._directory / "config.json").is_file()
+        config = read_model_config(self._directory) if there else {}
+        return weight_places(config, {self._stored[name]: self.shape(name) for name in self._files})
+
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
             self._handles[path] = self._open.enter_context(safe_open(path, framework=self._framework))
         return self._handles[path]
+
+
+def _of_rows(stored: Any, place: Place, cut: tuple[slice, ...]) -> Any:
+    """Read some of the rows of a matrix that lie in a larger one."""
+    rows = place.index[cut[0]] if cut else place.index
+    span = slice(int(rows.min()), int(rows.max()) + 1)
+    return stored[span][(rows - span.start, *cut[1:])]
+
+
+def _of_one(stored: Any, place: Place, cut: tuple[slice, ...]) -> Any:
+    """Read a part of one expert's matrix."""
+    expert, *own = place.index
+    found = stored[expert : expert + 1][(0, *own)]
+    return (found.T if place.transposed else found)[cut]
 
 
 def _other_shape(path: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ConfigError:
