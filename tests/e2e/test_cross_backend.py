@@ -183,8 +183,8 @@ def test_experts_go_on_where_another_backend_was(tmp_path: Path, model_of_expert
     ("name", "away"),
     [
         ("Qwen3_5ForCausalLM", ["stages", "fsdp"]),
-        ("Qwen3_5MoeForConditionalGeneration", ["fsdp"]),
-        ("Qwen3NextForCausalLM", ["fsdp"]),
+        ("Qwen3_5MoeForConditionalGeneration", ["stages", "fsdp"]),
+        ("Qwen3NextForCausalLM", ["stages", "fsdp"]),
     ],
 )
 def test_a_hybrid_goes_on_where_another_backend_was(tmp_path: Path, name: str, away: list[str]) -> None:

@@ -51,7 +51,7 @@ class ForcedRouting:
             chosen = torch.cat((torch.tensor(given[:, layer].astype(np.int64)), chosen[len(given) :]))
         self._chosen[-1][layer] = chosen
         weights = torch.softmax(logits, dim=-1).gather(1, chosen)
-        if router.norm_topk_prob:
+        if getattr(router, "norm_topk_prob", True):  # Qwen3.5's always does
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return logits, weights, chosen
 

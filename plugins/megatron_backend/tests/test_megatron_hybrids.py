@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from megatron_harness import VOCAB, fork_backend
-from test_megatron_layouts import DP2, FAST, PP2, RECOMPUTED, TP2, compare
+from test_megatron_layouts import DP2, EP2, FAST, PP2, RECOMPUTED, TP2, compare
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tinsmith import ConfigError
 from tinsmith.testing import ModelDriver
@@ -16,13 +18,15 @@ from tinsmith_checkpoints.huggingface import tiny_causal_lm
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 4, "hidden_size": 32, "head_dim": 16, "tie_word_embeddings": False}
+DENSE, EXPERTS, NEXT = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("megatron-hybrids")
-    tiny_causal_lm("Qwen3_5ForCausalLM", SIZES).save_pretrained(directory)
-    return directory
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron-hybrids")
+    for name in (DENSE, EXPERTS, NEXT):
+        tiny_causal_lm(name, SIZES).save_pretrained(root / name)
+    return root
 
 
 def token_by_token(
@@ -41,27 +45,34 @@ def token_by_token(
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "settings"),
     [
-        pytest.param({**PP2, **FAST, **RECOMPUTED}, id="stages, fast, recomputed"),
+        pytest.param(DENSE, {**PP2, **FAST, **RECOMPUTED}, id="stages, fast, recomputed"),
+        pytest.param(EXPERTS, {**EP2, **FAST, **RECOMPUTED}, id="experts, fast, recomputed"),
         *(
-            pytest.param(layout, marks=pytest.mark.thorough, id=name)
+            pytest.param(DENSE, layout, marks=pytest.mark.thorough, id=name)
             for name, layout in {"one": {}, "stages": PP2, "data": DP2, "data, fast": {**DP2, **FAST}}.items()
         ),
+        *(
+            pytest.param(EXPERTS, layout, marks=pytest.mark.thorough, id=f"experts: {name}")
+            for name, layout in {"one": {}, "divided": EP2, "stages, fast": {**PP2, **FAST}, "data": DP2}.items()
+        ),
+        pytest.param(NEXT, EP2, marks=pytest.mark.thorough, id="joined: divided"),
     ],
 )
 def test_numbers_are_those_of_transformers(
-    settings: dict[str, Any], hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, settings: dict[str, Any], hybrids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", token_by_token)
-    backend = fork_backend(hybrid, tmp_path, max_batch_tokens=128, **settings)
+    for modeling in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
+        monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", token_by_token)
+    backend = fork_backend(hybrids / name, tmp_path, max_batch_tokens=128, **settings)
     driver = ModelDriver(backend)
     try:
-        compare(driver, hybrid)
+        compare(driver, hybrids / name)
     finally:
         backend.close()
 
 
-def test_matrices_are_not_divided(hybrid: Path, tmp_path: Path) -> None:
+def test_matrices_are_not_divided(hybrids: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel is 2, and layers with the gated delta rule \(Qwen3_5For"):
-        fork_backend(hybrid, tmp_path, **TP2)
+        fork_backend(hybrids / DENSE, tmp_path, **TP2)

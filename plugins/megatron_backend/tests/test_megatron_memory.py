@@ -62,6 +62,9 @@ def peaks(backend: MegatronBackend, work: Work, layout: Layout) -> list[int]:
         pytest.param("qwen3", Layout(tp=1, pp=2, ep=1, dp=1, recompute=False), 4096, id="pipeline"),
         pytest.param("qwen3_moe", Layout(tp=1, pp=1, ep=2, dp=2, recompute=False), 4096, id="experts"),
         pytest.param("qwen3_moe", Layout(tp=1, pp=1, ep=1, dp=1, recompute=True), 4096, id="recomputed"),
+        pytest.param(
+            "Qwen3_5MoeForCausalLM", Layout(tp=1, pp=1, ep=2, dp=2, recompute=False), 4096, id="experts of a hybrid"
+        ),
         pytest.param("qwen3_moe", Layout(tp=2, pp=2, ep=2, dp=1, recompute=True), 4096, id="three kinds recomputed"),
     ],
 )
@@ -69,7 +72,7 @@ def test_the_formula_is_within_a_tenth_of_the_measured_peaks(
     family: str, layout: Layout, tokens: int, measured_ranks: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"hidden_size": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "num_experts": 8}
-    inner = 192 if family == "qwen3_moe" else 512
+    inner = 512 if family == "qwen3" else 192
     write_tiny_model(tmp_path / "model", shape(family, vocab_size=2048, intermediate_size=inner, **sizes))
     monkeypatch.setattr("tinsmith_megatron.backend.PROGRAM", "measured_rank:MeasuredRank")
     backend = make_backend(

@@ -9,6 +9,7 @@ import transformers
 from forced_routing import ForcedRouting
 
 from tinsmith import AdamParams, Array, Datum, LoraConfig
+from tinsmith_checkpoints.huggingface import JoinedMatrix, joined_matrices
 
 
 class Reference:
@@ -17,7 +18,7 @@ class Reference:
     def __init__(self, directory: Path, lora: LoraConfig, weights: Mapping[str, Array]) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model.requires_grad_(requires_grad=False)
-        self._lora = lora
+        self._lora, self._joined = lora, joined_matrices(self._model.config.to_dict())
         self.routing = ForcedRouting(self._model)
         self.weights = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
 
@@ -42,8 +43,10 @@ class Reference:
     def gradients(self) -> dict[str, Array]:
         return {name: weight.grad.numpy() for name, weight in self.weights.items() if weight.grad is not None}
 
-    def step(self, adam: AdamParams) -> dict[str, Array]:
-        """Return the weights after one step of torch's AdamW."""
+    def step(self, adam: AdamParams, gradients: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the weights after one step of torch's AdamW with these gradients."""
+        for name, weight in self.weights.items():
+            weight.grad = torch.tensor(gradients[name])
         optimizer = torch.optim.AdamW(
             self.weights.values(), adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay
         )
@@ -58,12 +61,22 @@ class Reference:
         for module in modules:
             A, B = (self.weights[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
             delta = self._lora.scale * (B @ A)
+            joined = next((each for each in self._joined if module.endswith(each.modules)), None)
             if ".experts." in module:
                 _add_to_experts(parameters, module, delta)
+            elif joined is not None:
+                _add_to_rows(parameters, module, joined, delta)
             else:
                 name = f"{module}.weight"
                 parameters[name] = parameters[name] + delta
         return parameters
+
+
+def _add_to_rows(parameters: dict[str, torch.Tensor], module: str, joined: JoinedMatrix, delta: torch.Tensor) -> None:
+    """Transformers keeps the rows of several modules in one matrix."""
+    path = next(each for each in joined.modules if module.endswith(each))
+    name = f"{module.removesuffix(path)}{joined.path}.weight"
+    parameters[name] = parameters[name].index_add(0, torch.from_numpy(joined.rows_of(path)), delta)
 
 
 def _add_to_experts(parameters: dict[str, torch.Tensor], module: str, delta: torch.Tensor) -> None:

@@ -17,7 +17,10 @@ from tinsmith_checkpoints.huggingface import (
     read_rope,
 )
 
-HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+HYBRIDS = (
+    *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3NextForCausalLM"),
+)
 """They have layers with the gated delta rule, and store the weights of norms less 1."""
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *HYBRIDS)

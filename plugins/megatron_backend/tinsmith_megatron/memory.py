@@ -15,6 +15,7 @@ A layer keeps for the backward pass, in numbers of b bytes for each of T tokens:
     gate       4q more, where attention has one (hybrids, whose matrices are not divided)
     delta rule in place of attention and rotation: 2 for each channel of the convolution, and 6 for each value (9 in
                bfloat16); and a block of the rule while it is differentiated, see `delta_block_bytes`
+    shared     of an expert that computes every token, what an MLP keeps, and its output once more, before its gate
     experts    H/t (what the router reads), and for each of M rows 2H + 5F + 3R; of the adapters, copies spread over
                experts: 3 G E R (H + F)
 
@@ -101,7 +102,8 @@ def weights_of(shape: DecoderShape, layout: Layout, part: ModelPart) -> tuple[fl
     if shape.experts is None:
         divided += 3 * hidden * shape.intermediate_size / t
     else:
-        repeated += hidden * shape.experts.num_experts
+        repeated += hidden * (shape.experts.num_experts + shape.experts.shared_gate)
+        divided += 3 * hidden * shape.experts.shared_size / t
         experts = 3 * hidden * shape.experts.intermediate_size * len(part.experts)
     tables = (part.stage == 0) + (part.has_head and not (shape.tied and part.stage == 0))
     return (
@@ -152,6 +154,8 @@ def _kept_by_layer(shape: DecoderShape, layout: Layout, work: Work, part: ModelP
         return (token * work.tokens + _copies(shape, layout, work)) * work.item
     inner = shape.experts.intermediate_size
     token = attention + 2 * hidden / t + (_MODULES - 3) * rank
+    if shape.experts.shared_size:
+        token += 2 * hidden + 5 * shape.experts.shared_size / t + 3 * rank
     row = 2 * hidden + 5 * inner + 3 * rank
     tenants = 0 if work.full else work.tenants
     spread = 3 * tenants * len(part.experts) * rank * (hidden + inner)
@@ -178,8 +182,9 @@ def _copies(shape: DecoderShape, layout: Layout, work: Work) -> float:
         return 0
     hidden, t = shape.hidden_size, layout.tp
     sides = 4 * hidden + (2 * shape.q_size + 2 * shape.kv_size) / t
-    if shape.experts is None:
-        sides += 3 * hidden + 3 * shape.intermediate_size / t
+    inner = shape.intermediate_size if shape.experts is None else shape.experts.shared_size
+    if inner:
+        sides += 3 * hidden + 3 * inner / t
     return work.tenants * _padded(work.rank) * sides
 
 

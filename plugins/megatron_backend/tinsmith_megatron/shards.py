@@ -177,7 +177,10 @@ class _Namer:
             yield from self._attention(mixer, f"{prefix}.self_attn")
         yield self._whole(layer.input_layernorm.weight, f"{prefix}.input_layernorm.weight")  # type: ignore[attr-defined]
         yield self._whole(layer.pre_mlp_layernorm.weight, f"{prefix}.post_attention_layernorm.weight")  # type: ignore[attr-defined]
-        yield from (self._mlp if self._shape.experts is None else self._experts)(mlp, f"{prefix}.mlp")
+        if self._shape.experts is None:
+            yield from self._mlp(mlp, f"{prefix}.mlp", self._shape.intermediate_size)
+        else:
+            yield from self._experts(mlp, f"{prefix}.mlp")
 
     def _attention(self, attention: Untyped, prefix: str) -> Iterator[Named]:
         yield attention.linear_qkv.weight, list(self._qkv(prefix)), "divided"
@@ -230,8 +233,8 @@ class _Namer:
                 yield Piece(name=name, shape=whole, start=start, local=local, count=size)
                 local += size
 
-    def _mlp(self, mlp: object, prefix: str) -> Iterator[Named]:
-        hidden, inner = self._shape.hidden_size, self._shape.intermediate_size
+    def _mlp(self, mlp: object, prefix: str, inner: int) -> Iterator[Named]:
+        hidden = self._shape.hidden_size
         gate = self._rows(f"{prefix}.gate_proj.weight", (inner, hidden))
         up = self._rows(f"{prefix}.up_proj.weight", (inner, hidden), local=inner // self._tp_size)
         yield mlp.linear_fc1.weight, [gate, up], "divided"  # type: ignore[attr-defined]  # Megatron's
@@ -242,6 +245,10 @@ class _Namer:
         assert self._shape.experts is not None
         hidden, inner = self._shape.hidden_size, self._shape.experts.intermediate_size
         yield self._whole(moe.router.weight, f"{prefix}.gate.weight")  # type: ignore[attr-defined]  # Megatron's
+        if self._shape.experts.shared_size:
+            shared = moe.shared_experts  # type: ignore[attr-defined]  # Megatron's
+            yield from self._mlp(shared, f"{prefix}.shared_expert", self._shape.experts.shared_size)
+            yield self._whole(shared.gate_weight, f"{prefix}.shared_expert_gate.weight")
         gate_up, down = [], []
         for index, expert in enumerate(self._part.experts):
             own = f"{prefix}.experts.{expert}"

@@ -12,13 +12,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
-from tinsmith_checkpoints.huggingface import ATTENTION, EXPERTS
+from tinsmith_checkpoints.huggingface import ATTENTION, EXPERTS, SHARED_EXPERT
 from tinsmith_checkpoints.huggingface import MLP as MLP_MODULES
 from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.attention import PackedAttention
@@ -139,6 +140,8 @@ def transformer_config(setup: Setup) -> Untyped:
             "moe_router_pre_softmax": not shape.experts.normalized,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
+            "moe_shared_expert_intermediate_size": shape.experts.shared_size or None,
+            "moe_shared_expert_gate": shape.experts.shared_gate,
         }
     if setup.architecture.hybrid is not None:
         facts |= {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
@@ -195,10 +198,13 @@ def _block_spec(architecture: Architecture, config: Untyped) -> Untyped:
             k_layernorm=norm_of_heads,
         ),
     )
+    dense = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     if architecture.shape.experts is None:
-        mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear))
+        mlp = ModuleSpec(module=MLP, submodules=dense)
     else:
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=AdaptedExperts)))
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=dense)
+        experts = MoESubmodules(experts=ModuleSpec(module=AdaptedExperts), shared_experts=shared)
+        mlp = ModuleSpec(module=MoELayer, submodules=experts)
 
     def layer(mixer: Untyped) -> Untyped:
         return ModuleSpec(
@@ -254,9 +260,12 @@ def _name_modules(layer: Untyped) -> None:
     if isinstance(layer.mlp, MoELayer):
         layer.mlp.experts.modules_ = [f"{prefix}.{kind}" for kind in EXPERTS]
         layer.mlp.experts.dispatched = layer.mlp.token_dispatcher
-    else:
-        layer.mlp.linear_fc1.modules_ = [f"{prefix}.{kind}" for kind in MLP_MODULES[:2]]
-        layer.mlp.linear_fc2.modules_ = [f"{prefix}.{MLP_MODULES[2]}"]
+    mlp, modules = (
+        (layer.mlp.shared_experts, SHARED_EXPERT) if isinstance(layer.mlp, MoELayer) else (layer.mlp, MLP_MODULES)
+    )
+    if mlp is not None:
+        mlp.linear_fc1.modules_ = [f"{prefix}.{kind}" for kind in modules[:2]]
+        mlp.linear_fc2.modules_ = [f"{prefix}.{modules[2]}"]
 
 
 def _angles(positions_T: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
