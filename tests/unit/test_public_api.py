@@ -21,13 +21,16 @@ from tinsmith.plugins.discovery import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.engine_driver import EngineDriver
 from tinsmith.testing.harness import running_server
+from tinsmith.tracing import BatchFinished, RequestFinished, Tracer, TracerSpec
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "tinsmith"
 WORKERS = ROOT / "libraries" / "workers"
 SKELETONS = CORE / "authoring" / "skeletons"
 PUBLIC = {
-    **dict.fromkeys(("tinsmith", "tinsmith.stores", "tinsmith.machine", "tinsmith.testing"), ROOT / "core"),
+    **dict.fromkeys(
+        ("tinsmith", "tinsmith.stores", "tinsmith.machine", "tinsmith.tracing", "tinsmith.testing"), ROOT / "core"
+    ),
     "tinsmith_checkpoints.huggingface": ROOT / "libraries/checkpoints",
     **dict.fromkeys(
         ("tinsmith_workers", "tinsmith_workers.torch", "tinsmith_workers.testing"), ROOT / "libraries/workers"
@@ -126,12 +129,33 @@ def test_a_new_plugin_needs_public_names_alone(kind: PluginKind, tmp_path: Path)
     assert used == {"tinsmith", "tinsmith.testing"} | ({"tinsmith.stores"} if kind is PluginKind.STORE else set())
 
 
+class Noting(Tracer):
+    def __init__(self, config: tinsmith.BackendConfig, process: str) -> None:
+        self.process = process
+
+    def request_finished(self, event: RequestFinished) -> None:
+        NOTED.append((self.process, event.route))
+
+    def batch_finished(self, event: BatchFinished) -> None:
+        NOTED.extend((self.process, each.kind) for each in event.operations)
+
+    def close(self) -> None:
+        NOTED.append((self.process, "closed"))
+
+
+NOTED: list[tuple[str, str]] = []
+
+
 class Greeter:
     """A plugin with the hooks that offer nothing to choose, written against `tinsmith` alone."""
 
     def __init__(self, models: Path) -> None:
         self.models = models
         self.seen: list[object] = []
+
+    @tinsmith.hookimpl
+    def tinsmith_register_tracers(self) -> TracerSpec[tinsmith.BackendConfig]:
+        return TracerSpec(name="noting", config=tinsmith.BackendConfig, create=Noting)
 
     @tinsmith.hookimpl
     def tinsmith_register_routes(self, settings: tinsmith.Settings, context: tinsmith.RoutesContext) -> APIRouter:
@@ -176,7 +200,11 @@ class Greeter:
 def test_a_plugin_with_every_other_hook_needs_public_names_alone(tmp_path: Path) -> None:
     """Not with `ServerStarted` and `ServerStopping`, which the process sends: `tests/e2e/test_serve.py` sees them."""
     greeter = Greeter(tmp_path)
-    with running_server(tmp_path, extra_plugins=[greeter]) as server, httpx.Client(base_url=server.url) as http:
+    tracing = {"plugin": "noting"}
+    with (
+        running_server(tmp_path, extra_plugins=[greeter], tracing=tracing) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
         said = http.get("/hello", headers={"x-name": "ada"})
         assert said.json() == {"hello": "ada", "models": "toy"}
         assert http.get("/hello", headers={"x-banned": "yes"}).status_code == 401
@@ -184,6 +212,8 @@ def test_a_plugin_with_every_other_hook_needs_public_names_alone(tmp_path: Path)
         server.call(client.open_session())
         server.call(client.result(server.call(client.create_model())))
     assert [event.kind for event in greeter.seen if isinstance(event, tinsmith.OperationFinished)] == ["create_model"]
+    assert NOTED[:3] == [("server", "/hello"), ("server", "/hello"), ("engine", "create_model")]
+    assert NOTED[3:] == [("engine", "closed"), ("server", "closed")]
     plugins, group = Plugins.load([greeter]), typer.Typer()
     assert plugins.resolve_base_model("small") == tmp_path / "small"
     group.callback()(lambda: None)

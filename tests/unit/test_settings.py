@@ -179,7 +179,7 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
         (
             "servers: {}\n",
             "servers: unknown key, allowed: login, losses, models, quotas, recovery, scheduler, server, store, "
-            "supervisor, watchdog; did you mean 'server'?",
+            "supervisor, tracing, watchdog; did you mean 'server'?",
         ),
     ],
 )

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tinsmith.server.time_spent import Span, iterations_of, spans_of, time_spent, timeline
+from tinsmith.phases import Phase, phases_of
+from tinsmith.server.time_spent import iterations_of, time_spent, timeline
 from tinsmith.store import OperationState, TimedOperation
 from tinsmith.testing.store_records import NOW
 
@@ -40,7 +41,7 @@ def operation(kind: str, *times: float | None, seq_id: int = 1, **more: Any) -> 
     return TimedOperation(**values)
 
 
-def told(spans: list[Span]) -> list[tuple[str, float, float]]:
+def told(spans: list[Phase]) -> list[tuple[str, float, float]]:
     return [(phase, (start - NOW).total_seconds(), (end - NOW).total_seconds()) for phase, start, end in spans]
 
 
@@ -56,7 +57,7 @@ def told(spans: list[Span]) -> list[tuple[str, float, float]]:
     ],
 )
 def test_the_phases_of_a_training_operation(kind: str, phase: str) -> None:
-    assert told(spans_of(operation(kind, 0, 1, 3, 2, 6), at(9))) == [
+    assert told(phases_of(operation(kind, 0, 1, 3, 2, 6), at(9))) == [
         ("wait_queue", 0, 1),
         ("wait_batch", 1, 3),
         (phase, 3, 5),
@@ -66,21 +67,21 @@ def test_the_phases_of_a_training_operation(kind: str, phase: str) -> None:
 
 def test_the_phases_of_a_sample() -> None:
     whole = operation("sample", 0, 1, 2, 4, 7, first_token_s=1.5)
-    assert told(spans_of(whole, at(9)))[1:] == [
+    assert told(phases_of(whole, at(9)))[1:] == [
         ("wait_sampler", 1, 2),
         ("prefill", 2, 3.5),
         ("decode", 3.5, 6),
         ("recording", 6, 7),
     ]
     untold = operation("sample", 0, 1, 2, 4, 7)
-    assert told(spans_of(untold, at(9)))[2] == ("sampling", 2, 6)
+    assert told(phases_of(untold, at(9)))[2] == ("sampling", 2, 6)
 
 
 def test_the_phases_of_what_has_not_finished() -> None:
-    assert told(spans_of(operation("optim_step", 0, None, None, None, None), at(4))) == [("wait_queue", 0, 4)]
+    assert told(phases_of(operation("optim_step", 0, None, None, None, None), at(4))) == [("wait_queue", 0, 4)]
     early = operation("optim_step", 0, None, None, None, None, early=True)
-    assert told(spans_of(early, at(4))) == [("wait_place", 0, 4)]
-    assert told(spans_of(operation("optim_step", 0, 1, None, None, None), at(4))) == [
+    assert told(phases_of(early, at(4))) == [("wait_place", 0, 4)]
+    assert told(phases_of(operation("optim_step", 0, 1, None, None, None), at(4))) == [
         ("wait_queue", 0, 1),
         ("unknown", 1, 4),
     ]
@@ -88,7 +89,7 @@ def test_the_phases_of_what_has_not_finished() -> None:
 
 def test_clocks_that_disagree_make_no_negative_times() -> None:
     ahead = operation("forward_backward", 5, 4, 3, 9, 10)  # claimed before it arrived, by the engine's clock
-    assert told(spans_of(ahead, at(20))) == [("passes", 5, 10)]
+    assert told(phases_of(ahead, at(20))) == [("passes", 5, 10)]
 
 
 def test_the_deepest_phase_counts_and_gaps_are_the_clients() -> None:

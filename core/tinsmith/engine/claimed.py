@@ -116,7 +116,7 @@ class Finished:
             took[TOKENS] = float(usage.trained_tokens)
         return Measured(step=self.step, values={**metrics, **self.outcome.seen, **took})
 
-    def event(self, step: Ran, *, batch_size: int) -> OperationFinished:
+    def event(self, step: Ran, *, batch_size: int, recorded_at: datetime) -> OperationFinished:
         """Return what observers are told."""
         record, result, ran = self.claimed.record, self.outcome.result, self.outcome.ran or step
         return OperationFinished(
@@ -139,6 +139,8 @@ class Finished:
             seq_id=record.seq_id if record.ordered else None,
             step=self.step if record.ordered else None,
             metrics={**_metrics_of(self.claimed.operation, result), **self.outcome.seen},
+            recorded_at=recorded_at,
+            traceparent=record.traceparent,
         )
 
 

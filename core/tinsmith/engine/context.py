@@ -16,6 +16,7 @@ from tinsmith.figures import Figures
 from tinsmith.settings import DataDir, ModelSettings, Settings, WatchdogSettings
 from tinsmith.store import CheckpointKind, Lease, RequestStore
 from tinsmith.store.disk_room import space_at
+from tinsmith.tracer import Tracer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class EngineContext:
     model_path: Path | None = None  # the base model's directory
     watch: CallWatch = field(default_factory=lambda: CallWatch(WatchdogSettings()))  # somebody may look at it
     figures: Figures = field(default_factory=Figures)
+    tracer: Tracer | None = None
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # if one fails, the engine ends
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # once it is set, nothing new is started
     room: DiskRoom = field(init=False)

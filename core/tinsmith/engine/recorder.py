@@ -27,6 +27,7 @@ from tinsmith.hook_values import OperationFinished
 from tinsmith.scheduler import Limits
 from tinsmith.store import Usage
 from tinsmith.store.codec import encode_result, size_bound
+from tinsmith.tracer import BatchFinished, tell
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ class _Batch:
 
     def used(self) -> list[tuple[Finished, Usage]]:
         return list(zip(self.finished, usage_of(self.finished, self.ran.took_s), strict=True))
+
+    def events(self, recorded_at: datetime) -> tuple[OperationFinished, ...]:
+        size = len(self.finished)
+        return tuple(each.event(self.ran, batch_size=size, recorded_at=recorded_at) for each in self.finished)
 
 
 def _oldest(batches: Iterable[_Batch]) -> list[_Batch]:
@@ -90,15 +95,19 @@ class Recorder:
         ]
         completions = [each.completion(usage, batch.ran) for batch in batches for each, usage in batch.used()]
         await with_retries(self.engine.store.complete, self.engine.lease, completions)
+        recorded_at = datetime.now(UTC)
         for batch in batches:
             self._count(batch)
             self.claims.release(*(each.claimed.record.request_id for each in batch.finished))
-            for each in batch.finished:
-                self._tell(each, batch)
+            events = batch.events(recorded_at)
+            if (tracer := self.engine.tracer) is not None:
+                event = BatchFinished(ran_at=batch.ran.at, run_s=batch.ran.took_s, operations=events)
+                tell(tracer.batch_finished, event)
+            for each, of_one in zip(batch.finished, events, strict=True):
+                self._tell(each, of_one)
 
-    def _tell(self, finished: Finished, batch: _Batch) -> None:
+    def _tell(self, finished: Finished, event: OperationFinished) -> None:
         """Tell the observers; of a save whose snapshot is still being compared, when the verdict is there."""
-        event = finished.event(batch.ran, batch_size=len(batch.finished))
 
         def compared(ended: asyncio.Task[ops.Consistency | None]) -> None:
             found = None if ended.cancelled() or ended.exception() is not None else ended.result()

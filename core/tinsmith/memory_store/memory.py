@@ -258,6 +258,7 @@ class Memory:
             state=OperationState.QUEUED,
             created_at=now,
             payload=payload,
+            traceparent=new.traceparent,
         )
         arrival = self._last_id if before is None else max(self._last_id, before.arrival)
         row = Operation(record, self._last_id, arrival, new.digest)

@@ -31,6 +31,7 @@ from tinsmith.plugins.discovery import (
 from tinsmith.plugins.registry import Offer, PluginOrigin, PluginReport, Registry, suggestion
 from tinsmith.scheduler import SchedulerSpec
 from tinsmith.store import StoreSpec
+from tinsmith.tracer import AnyTracerSpec, TracerSpec
 
 if TYPE_CHECKING:
     import typer
@@ -45,6 +46,7 @@ SPEC_TYPES: Final[Mapping[str, type[Any]]] = {  # by registration hook
     "tinsmith_register_stores": StoreSpec,
     "tinsmith_register_schedulers": SchedulerSpec,
     "tinsmith_register_losses": LossSpec,
+    "tinsmith_register_tracers": TracerSpec,
 }
 
 _log = logging.getLogger(__name__)
@@ -64,7 +66,8 @@ class Plugins:
         self.stores: Registry[StoreSpec[Any]] = Registry("store", self._hint)
         self.schedulers: Registry[SchedulerSpec[Any]] = Registry("scheduler", self._hint)
         self.losses: Registry[LossSpec] = Registry("loss", self._hint)
-        everything = (self.backends, self.samplers, self.stores, self.schedulers, self.losses)
+        self.tracers: Registry[AnyTracerSpec] = Registry("tracer", self._hint)
+        everything = (self.backends, self.samplers, self.stores, self.schedulers, self.losses, self.tracers)
         self._registries: dict[str, Registry[Any]] = dict(zip(SPEC_TYPES, everything, strict=True))
 
     @classmethod

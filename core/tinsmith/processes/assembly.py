@@ -24,6 +24,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, PluginSection, Settings
 from tinsmith.store import DeviceTurn, EngineCapabilities, RequestStore, StoreContext
+from tinsmith.tracer import Tracer
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference
 from tinsmith_checkpoints.huggingface.hub_download import download_model
 
@@ -55,6 +56,14 @@ def make_shared_store(settings: Settings, plugins: Plugins) -> RequestStore:
 def make_scheduler(settings: Settings, plugins: Plugins) -> Scheduler:
     spec = plugins.schedulers.get(settings.scheduler.plugin)
     return spec.create(spec.config.model_validate(settings.scheduler.options()))
+
+
+def make_tracer(settings: Settings, plugins: Plugins, process: str) -> Tracer | None:
+    """Return the configured tracer of a `server` or an `engine`."""
+    if settings.tracing is None:
+        return None
+    spec = plugins.tracers.get(settings.tracing.plugin)
+    return spec.create(spec.config.model_validate(settings.tracing.options()), process)
 
 
 def make_backends(

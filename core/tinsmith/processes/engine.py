@@ -22,7 +22,7 @@ from tinsmith.lifeline import end_with, leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_scheduler, make_shared_store, make_store
+from tinsmith.processes.assembly import make_scheduler, make_shared_store, make_store, make_tracer
 from tinsmith.processes.deaths import EXIT_MISCONFIGURED, EXIT_STORE, EXIT_SUPERSEDED, Cause
 from tinsmith.processes.engine_child import ENGINE_ID, LAST_WORDS, SUPERVISED, new_engine_id
 from tinsmith.processes.engine_run import EngineRun, Previous, StoppedWhileLoadingError
@@ -32,6 +32,7 @@ from tinsmith.processes.reports import EngineReports, last_report
 from tinsmith.settings import Settings
 from tinsmith.stopping import unless_stopped
 from tinsmith.store import EngineRecord, EngineState, Lease
+from tinsmith.tracer import Tracer
 
 SWITCH_S: Final = 1e-6
 """How long a thread may hold the interpreter while another waits for it. By default 5 ms: a backend that computes in
@@ -126,7 +127,9 @@ async def serve_engine(
     engine_id = os.environ.pop(ENGINE_ID, None) or new_engine_id()
     signs = settings.data_dir.life_signs(model_name)
     await store.open()
+    tracer: Tracer | None = None
     try:
+        tracer = make_tracer(settings, plugins, "engine")
         with life_sign(signs, engine_id):
             try:
                 lease_s = settings.recovery.lease_s
@@ -148,12 +151,15 @@ async def serve_engine(
                     previous=Previous.told_by(record, taken, before),
                     watch=CallWatch(settings.watchdog),
                     figures=figures,
+                    tracer=tracer,
                     on_hung=on_hung,
                 )
                 await hold_lease(store, taken.lease, engine_run.run(stopping), on_lost)
             finally:
                 await give_back(store, model_name, engine_id, directory=signs)
     finally:
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
         await store.close()
 
 

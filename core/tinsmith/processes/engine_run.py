@@ -33,6 +33,7 @@ from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, Settings
 from tinsmith.stopping import alongside, unless_stopped
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
+from tinsmith.tracer import Tracer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,6 +79,7 @@ class EngineRun:
     previous: Previous
     watch: CallWatch
     figures: Figures
+    tracer: Tracer | None
     on_hung: Callable[[str], None] | None  # as the watchdog's `end`
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -160,6 +162,7 @@ class EngineRun:
             model_path=self._model_path(),
             watch=self.watch,
             figures=self.figures,
+            tracer=self.tracer,
         )
         engine = Engine(
             context,

@@ -26,7 +26,7 @@ from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan_of_sound, with_placement
 from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_store
+from tinsmith.processes.assembly import make_store, make_tracer
 from tinsmith.processes.before_start import listen, obstacles, refuse
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
@@ -44,6 +44,7 @@ from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import DataDir, ServerSettings, Settings
 from tinsmith.settings.environment import forget_settings
 from tinsmith.store import EngineState, RequestStore
+from tinsmith.tracer import Tracer
 
 _EXIT_INTERRUPTED: Final = 130
 _GRACE_S: Final = 10  # for responses in progress when the server stops
@@ -172,9 +173,11 @@ async def _serve(
     if in_process:
         [model] = settings.models  # as checked before the start
         supervisor = EngineThread(settings, model, store)
+    tracer: Tracer | None = None
     try:
         await supervisor.start()  # first: engines take longer to start than all that follows
-        app = await create_app(settings, store=store, plugins=plugins, keys=keys, figures=figures)
+        tracer = make_tracer(settings, plugins, "server")
+        app = await create_app(settings, store=store, plugins=plugins, keys=keys, figures=figures, tracer=tracer)
         context: ServerContext = app.state.context
         http = _HttpServer(app)
         terminal = console_of(_log, settings.server.log_format)
@@ -203,6 +206,8 @@ async def _serve(
                 await supervisor.stop()  # here, where a second signal ends it at once
     finally:
         await supervisor.stop()  # if the app could not be made
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
         await store.close()
     return supervisor.exit_code if isinstance(supervisor, EngineThread) else None
 

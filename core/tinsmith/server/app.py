@@ -55,6 +55,7 @@ from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import KeySource, Settings
 from tinsmith.store import RequestStore
 from tinsmith.store.disk_room import space_at
+from tinsmith.tracer import Tracer
 
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (
@@ -70,12 +71,13 @@ async def create_app(
     plugins: Plugins,
     keys: LiveKeys | None = None,
     figures: Figures | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """Build the app on an open store. It opens and closes nothing that it was given.
 
     `keys`: API keys that follow their files; default: a fixed set from the settings. Each app needs its own plugins,
     because its keys become one of them. Raises PluginError if two plugins offer a loss of one name.
-    `figures`: this process's, which the store counts in, too.
+    `figures`: this process's, which the store counts in, too. `tracer`: is told of each request.
     """
     app = FastAPI(title="tinsmith", version=version("tinsmith"), openapi_url=None)
     if settings.server.api_keys_file is not None and keys is None:
@@ -136,7 +138,7 @@ async def create_app(
         ),
     )
     app.add_middleware(Edge, limits=limits)
-    app.add_middleware(Measured, metrics=context.metrics, refusal_log=context.refusal_log)
+    app.add_middleware(Measured, metrics=context.metrics, refusal_log=context.refusal_log, tracer=tracer)
     return app
 
 

@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
@@ -15,8 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinsmith import log_fields
 from tinsmith.protocol.unknown_fields import UnknownField
 from tinsmith.server.refusal_log import RefusalLog
+from tinsmith.server.request_trace import RequestTrace, begin
 from tinsmith.settings import Settings
 from tinsmith.store.disk_room import reserve_bytes, space_at
+from tinsmith.tracer import RequestFinished, Tracer, tell
 
 MOST_NAMES: Final = 100
 """That are shown; clients make them up, and each takes memory here and wherever metrics are kept."""
@@ -26,6 +29,7 @@ OTHER: Final = "(other)"
 _SHOWN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}|[0-9]{1,9}")
 _STILL_PENDING: Final = 408  # of a long poll
 _REQUEST_ID: Final = b"x-request-id"
+_TRACEPARENT: Final = b"traceparent"
 _SOUND_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -94,12 +98,16 @@ def show_space(metrics: Metrics, settings: Settings) -> None:
 
 
 class Measured:
-    """ASGI middleware that counts and times the answers of each route, logs refusals, and repeats requests' ids."""
+    """ASGI middleware that counts and times the answers of each route, logs refusals, and repeats requests' ids.
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, refusal_log: RefusalLog) -> None:
+    It tells the tracer of each.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, refusal_log: RefusalLog, tracer: Tracer | None) -> None:
         self._app = app
         self._metrics = metrics
         self._refusal_log = refusal_log
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -109,6 +117,7 @@ class Measured:
         given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
         x_request_id = given.decode() if _SOUND_ID.fullmatch(given) else None
         log_fields.begin_request(x_request_id)
+        trace = begin(next((value for name, value in scope["headers"] if name == _TRACEPARENT), None))
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -123,7 +132,25 @@ class Measured:
         finally:
             route = getattr(scope.get("route"), "path", "(none)")
             self._metrics.requests.labels(route=route, status=status).inc()
-            self._metrics.seconds.labels(route=route).observe(time.perf_counter() - started)
+            took_s = time.perf_counter() - started
+            self._metrics.seconds.labels(route=route).observe(took_s)
+            if self._tracer is not None:
+                self._trace(self._tracer, trace, scope["method"], route, status, took_s)
             if 400 <= status < 500 and status != _STILL_PENDING:
                 why = f"{status} {HTTPStatus(status).phrase}"
                 self._refusal_log.tell(f"{scope['method']} {route}", why, log_fields.of_request().get("tenant"))
+
+    def _trace(self, tracer: Tracer, trace: RequestTrace, method: str, route: str, status: int, took_s: float) -> None:
+        event = RequestFinished(
+            method=method,
+            route=route,
+            status=status,
+            arrived_at=datetime.now(UTC) - timedelta(seconds=took_s),
+            took_s=took_s,
+            traceparent=trace.traceparent,
+            tenant=log_fields.of_request().get("tenant"),
+            request_id=trace.request_id,
+            submitted=trace.submitted,
+            submitted_with=trace.submitted_with,
+        )
+        tell(tracer.request_finished, event)

@@ -18,6 +18,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.protocol import translate, wire
 from tinsmith.server.context import ServerContext
 from tinsmith.server.kept import KnownOwner, KnownRun
+from tinsmith.server.request_trace import note_submitted, traced
 from tinsmith.store import EngineCapabilities, NewOperation, SamplingSessionRecord
 from tinsmith.store.codec import (
     decode_experts,
@@ -169,6 +170,7 @@ async def submit_refusal(context: ServerContext, run: KnownRun, seq_id: int, kin
 
 @durable_boundary("server.submit")
 async def _submit(context: ServerContext, run: KnownRun, operation: NewOperation) -> wire.Submitted:
+    operation = traced(operation)
     request_id = await context.store.submit(operation)
     accepted(context, operation, request_id)
     return wire.Submitted(request_id=request_id, model_id=run.model_id)
@@ -223,6 +225,7 @@ async def submit_sample(
     prepare = partial(_prepared_sample, context, sampler, seq_id, decode, capabilities)
     new = await context.heavy.run(sampler.tenant, body_bytes, prepare)
     await context.quotas.admit_sample(new)
+    new = traced(new)
     request_id = await context.store.submit(new)
     accepted(context, new, request_id)
     return request_id
@@ -248,6 +251,7 @@ def _prepared_sample(
 def accepted(context: ServerContext, operation: NewOperation, request_id: str) -> None:
     """Count an operation that has been submitted. Its client asks for its result next, most likely here."""
     context.requests.note(request_id, KnownOwner(operation.tenant))
+    note_submitted(operation, request_id)
     labels = {"base_model": operation.base_model, "kind": operation.kind}
     context.metrics.submitted.labels(**labels).inc()
     context.metrics.tokens.labels(**labels).inc(operation.num_tokens)

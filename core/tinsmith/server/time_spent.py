@@ -1,62 +1,21 @@
 """Where the wall time of a run went: by iteration and phase, and as a trace.
 
-An operation is in one phase at a time: it waits, its backend runs it, its result is recorded. At each moment of a run,
-the first phase of `PHASES` counts in which any of its operations is. In between the client computes.
+At each moment of a run, the first phase of `PHASES` counts in which any of its operations is (`phases.py`). In between
+the client computes.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from tinsmith.phases import CLIENT, PHASES, UNKNOWN, Phase, phases_of
 from tinsmith.protocol import wire
 from tinsmith.store import OperationState, TimedOperation
 
-PASSES, STEP, SCORING, DECODE, PREFILL = "passes", "step", "scoring", "decode", "prefill"
-SAMPLING, WEIGHT_SYNC, CHECKPOINTS, MODEL = "sampling", "weight_sync", "checkpoints", "model"
-RECORDING, BATCH, SAMPLER, QUEUE, PLACE = "recording", "wait_batch", "wait_sampler", "wait_queue", "wait_place"
-UNKNOWN, CLIENT = "unknown", "client"
-
-PHASES: Final = {
-    PASSES: "forward_backward runs",
-    STEP: "optim_step runs",
-    SCORING: "forward runs",
-    DECODE: "a sampler draws tokens after the first",
-    PREFILL: "a sampler reads a prompt, until the first token",
-    SAMPLING: "a sampler that does not tell its first token works",
-    WEIGHT_SYNC: "weights go to the sampler: save_weights_for_sampler runs",
-    CHECKPOINTS: "a state is saved, loaded or exported",
-    MODEL: "a model is created or unloaded",
-    RECORDING: "results are recorded",
-    BATCH: "an engine has taken a training operation, and other batches run before it",
-    SAMPLER: "an engine has taken a sample, which waits for a slot of the sampler or for its snapshot",
-    QUEUE: "operations wait until an engine takes them",
-    PLACE: "operations wait for a place on the backend, or for a lower seq_id",
-    UNKNOWN: "an engine has taken operations and has not told yet what became of them, or was interrupted",
-    CLIENT: "nothing of the run is on the server",
-}
-"""The phases, the one that counts first."""
-
-_RUNS: Final = {
-    "forward_backward": PASSES,
-    "optim_step": STEP,
-    "forward": SCORING,
-    "save_for_sampler": WEIGHT_SYNC,
-    "save_state": CHECKPOINTS,
-    "load_state": CHECKPOINTS,
-    "export_adapter": CHECKPOINTS,
-    "create_model": MODEL,
-    "unload_model": MODEL,
-}
 _MICROSECONDS: Final = 1_000_000
-
-
-class Span(NamedTuple):
-    phase: str
-    start: datetime
-    end: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,54 +25,22 @@ class Iteration:
     seq_id: int  # of the step
     start: datetime
     end: datetime
-    spans: Sequence[Span]  # without gaps
+    spans: Sequence[Phase]  # without gaps
 
     @property
     def seconds(self) -> Mapping[str, float]:
         return _seconds(self.spans)
 
 
-def spans_of(operation: TimedOperation, now: datetime) -> list[Span]:
-    """Return the phases of an operation in order, without empty ones."""
-    end = operation.finished_at or now
-    waiting = PLACE if operation.early else QUEUE
-    marks = [(waiting, operation.created_at), *_after_claim(operation), ("", end)]
-    spans, latest = [], operation.created_at
-    for (phase, _), (_, until) in pairwise(marks):  # clocks of several machines may disagree
-        start, latest = latest, min(max(latest, until), end)
-        if latest > start:
-            spans.append(Span(phase, start, latest))
-    return spans
-
-
-def _after_claim(operation: TimedOperation) -> Iterator[tuple[str, datetime]]:
-    """Yield each phase with its start."""
-    if operation.started_at is None:
-        return
-    if operation.ran_at is None or operation.run_s is None:
-        yield UNKNOWN, operation.started_at
-        return
-    yield BATCH if operation.ordered else SAMPLER, operation.started_at
-    first_token_s = operation.first_token_s
-    if operation.ordered:
-        yield _RUNS.get(operation.kind, UNKNOWN), operation.ran_at
-    elif first_token_s is None:
-        yield SAMPLING, operation.ran_at
-    else:
-        yield PREFILL, operation.ran_at
-        yield DECODE, operation.ran_at + timedelta(seconds=first_token_s)
-    yield RECORDING, operation.ran_at + timedelta(seconds=operation.run_s)
-
-
-def timeline(operations: Iterable[TimedOperation], start: datetime, end: datetime) -> list[Span]:
+def timeline(operations: Iterable[TimedOperation], start: datetime, end: datetime) -> list[Phase]:
     """Divide the time between two moments among the phases, without gaps."""
     changes: list[tuple[datetime, str, int]] = []
     for operation in operations:
-        for phase, since, until in spans_of(operation, end):
+        for phase, since, until in phases_of(operation, end):
             if until > start and since < end:
                 changes += [(max(since, start), phase, 1), (min(until, end), phase, -1)]
     changes.sort(key=lambda each: each[0])
-    active, spans, at = Counter[str](), list[Span](), start
+    active, spans, at = Counter[str](), list[Phase](), start
     for moment, phase, change in [*changes, (end, CLIENT, 0)]:
         if moment > at:
             _extend(spans, next((each for each in PHASES if active[each]), CLIENT), at, moment)
@@ -122,10 +49,10 @@ def timeline(operations: Iterable[TimedOperation], start: datetime, end: datetim
     return spans
 
 
-def _extend(spans: list[Span], phase: str, start: datetime, end: datetime) -> None:
+def _extend(spans: list[Phase], phase: str, start: datetime, end: datetime) -> None:
     if spans and spans[-1].phase == phase:
         start = spans.pop().start
-    spans.append(Span(phase, start, end))
+    spans.append(Phase(phase, start, end))
 
 
 def iterations_of(operations: Sequence[TimedOperation], model_id: str) -> list[Iteration]:
@@ -167,7 +94,7 @@ def time_spent(run_id: str, iterations: Sequence[Iteration], steps: Mapping[int,
     )
 
 
-def _seconds(spans: Iterable[Span]) -> dict[str, float]:
+def _seconds(spans: Iterable[Phase]) -> dict[str, float]:
     """Return the time in each phase, in the order of PHASES."""
     found: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for phase, start, end in spans:
@@ -214,14 +141,14 @@ def _named(process: int, what: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": 0, "name": what, "args": {"name": name}}
 
 
-def _slice(span: Span, process: int) -> dict[str, Any]:
+def _slice(span: Phase, process: int) -> dict[str, Any]:
     took = _us(span.end) - _us(span.start)
     return {"ph": "X", "pid": process, "tid": 0, "name": span.phase, "cat": "run", "ts": _us(span.start), "dur": took}
 
 
 def _nested(operation: TimedOperation, process: int, now: datetime) -> Iterator[dict[str, Any]]:
     """Yield an operation, and its phases inside it."""
-    spans = spans_of(operation, now)
+    spans = phases_of(operation, now)
     if not spans:
         return
     common = {"pid": process, "tid": 0, "cat": "operation", "id": operation.request_id}

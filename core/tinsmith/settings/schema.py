@@ -588,6 +588,9 @@ class Settings(_Section):
         description="name of the plugin by which people sign in, such as `oidc`; API keys go on to work, but only "
         "configured ones. Default: API keys alone",
     )
+    tracing: PluginSection | None = Field(
+        None, description="name of the plugin that records traces of requests and operations, such as `otel`"
+    )
     models: tuple[ModelSettings, ...] = ()
 
     @field_validator("models")

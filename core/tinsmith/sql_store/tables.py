@@ -187,6 +187,7 @@ class Operations(Table, table=True):
     interruptions: int  # how often its engine was killed from outside
     alone: bool  # an engine died while it ran, so the next attempt runs by itself
     cancel_told: bool  # False: its engine does not know yet that it was cancelled
+    traceparent: str | None
 
 
 def _operation_key() -> _Field:

@@ -355,6 +355,7 @@ class NewOperation:
     num_tokens: int = 0
     num_bytes: int = 0  # of memory, once decoded (`codec.decoded_bytes`)
     refused: Failed | None = None  # recorded as failed at once; its seq_id is used up all the same
+    traceparent: str | None = None  # of W3C Trace Context, as its request came with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,6 +379,7 @@ class OperationRecord:
     result_kind: str | None = None
     result: bytes | None = None  # only in what `wait_for`, `get_operation` and `replayable` return
     num_bytes: int = 0  # of memory, once decoded
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from tinsmith.backend import SamplingBackend, TrainingBackend
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.figures import Figures
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_backends, make_scheduler
+from tinsmith.processes.assembly import make_backends, make_scheduler, make_tracer
 from tinsmith.processes.engine_run import EngineRun, Previous
 from tinsmith.processes.figure_reports import reporting
 from tinsmith.processes.reports import EngineReports, fresh_report
@@ -36,6 +36,9 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
         stack.callback(lambda: loop.call(store.close()))
         lease = loop.call(take_over(store, model.name))
         stack.callback(lambda: loop.call(store.release_lease(model.name, lease.engine_id)))
+        tracer = make_tracer(settings, plugins, "engine")
+        if tracer is not None:
+            stack.callback(tracer.close)
         reports, stopping = _Reports(store, lease, model.name), asyncio.Event()
         run = EngineRun(
             settings=settings,
@@ -49,6 +52,7 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
             previous=Previous("the engine was restarted", interrupted=False),
             watch=CallWatch(settings.watchdog),
             figures=figures,
+            tracer=tracer,
             on_hung=None,
         )
         running = asyncio.run_coroutine_threadsafe(_run(run, backend, sampler, stopping), loop.loop)

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from tinsmith.figures import Figures
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_store
+from tinsmith.processes.assembly import make_store, make_tracer
 from tinsmith.server.app import begin_shutdown, create_app
 from tinsmith.server.limits.bounded_http import BoundedHttp
 from tinsmith.settings import (
@@ -68,6 +68,7 @@ def running_server(  # noqa: PLR0913 - sections of the settings
     quotas: Mapping[str, object] | None = None,
     losses: Mapping[str, object] | None = None,
     login: Mapping[str, object] | None = None,
+    tracing: Mapping[str, object] | None = None,
     store_options: Mapping[str, object] | None = None,
     extra_plugins: Sequence[object] = (),
     engines: bool = True,
@@ -75,7 +76,8 @@ def running_server(  # noqa: PLR0913 - sections of the settings
     """Serve until the block ends. Without `engines`, all work stays queued.
 
     `server`, `recovery`, `quotas` and `losses` override fields of these sections of the settings, `store_options` those
-    of the store; `login` is that section. A second server on the same `data_dir` finds what the first one left.
+    of the store; `login` and `tracing` are these sections. A second server on the same `data_dir` finds what the first
+    one left.
     """
     settings = Settings(
         server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}),
@@ -84,6 +86,7 @@ def running_server(  # noqa: PLR0913 - sections of the settings
         quotas=QuotaSettings.model_validate(quotas or {}),
         losses=LossSettings.model_validate(losses or {}),
         login=None if login is None else PluginSection.model_validate(login),
+        tracing=None if tracing is None else PluginSection.model_validate(tracing),
         models=tuple(models),
     )
     with ExitStack() as stack:
@@ -93,7 +96,10 @@ def running_server(  # noqa: PLR0913 - sections of the settings
         loop.call(store.open())
         stack.callback(lambda: loop.call(store.close()))
         plugins = Plugins.load(extra_plugins)
-        app = loop.call(create_app(settings, store=store, plugins=plugins, figures=figures))
+        tracer = make_tracer(settings, plugins, "server")
+        if tracer is not None:
+            stack.callback(tracer.close)
+        app = loop.call(create_app(settings, store=store, plugins=plugins, figures=figures, tracer=tracer))
         url = stack.enter_context(_http(app, loop))
         for model in settings.models if engines else ():
             own = Plugins.load(extra_plugins)

@@ -16,6 +16,7 @@ from tinsmith.protocol import answers, wire
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
+from tinsmith.server.request_trace import note_answered
 from tinsmith.server.results import as_told, finished_result
 from tinsmith.server.waiting_reasons import explain, with_causes
 from tinsmith.stopping import unless_stopped
@@ -43,6 +44,7 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
         if error.http_status >= 500:
             await asyncio.sleep(_DAMPING_S)
         raise
+    note_answered(operation)
     size = len(operation.result or b"")
     if body.allow_metadata_only and size > INLINE_BYTES:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})

@@ -15,6 +15,7 @@ from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.error_answers import MediaTypeError
 from tinsmith.server.kept import KnownOwner, KnownRun
 from tinsmith.server.refusals import NumberedRoute
+from tinsmith.server.request_trace import traced
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
 from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
@@ -63,7 +64,7 @@ async def submit_creation(
         user_metadata=user_metadata or None,
         next_seq_id=WAITS_FOR_PLACE,
     )
-    creation = new_training_operation(KnownRun.of(run), 0, operation)
+    creation = traced(new_training_operation(KnownRun.of(run), 0, operation))
     await context.quotas.admit_model(caller.tenant)
     await context.quotas.admit_operation(creation)
     request_id = await context.store.create_run(run, creation)

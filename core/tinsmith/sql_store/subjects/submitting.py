@@ -68,10 +68,10 @@ _NEWEST = "(SELECT coalesce(max(id), 0) + 1 FROM operations)"
 _INSERT = Change(
     "INSERT INTO operations (request_id, base_model, kind, tenant, session_id, subject_id, seq_id, ordered, early, "
     "arrival, num_tokens, num_bytes, payload_bytes, digest, state, created_at, attempts, interruptions, alone, "
-    "cancel_told) "
+    "cancel_told, traceparent) "
     "VALUES (:request_id, :base_model, :kind, :tenant, :session_id, :subject_id, :seq_id, :ordered, :early, "
     f"CASE WHEN {_NEWEST} > :least_arrival THEN {_NEWEST} ELSE :least_arrival END, "
-    ":num_tokens, :num_bytes, :payload_bytes, :digest, 'queued', :now, 0, 0, FALSE, TRUE)"
+    ":num_tokens, :num_bytes, :payload_bytes, :digest, 'queued', :now, 0, 0, FALSE, TRUE, :traceparent)"
 )
 _INSERT_PAYLOAD = Change(insert_into("payloads", "operation_id", "payload"))
 _REQUESTED = Change(
@@ -198,6 +198,7 @@ def insert(
         "num_bytes": operation.num_bytes,
         "payload_bytes": payload_bytes,
         "digest": operation.digest,
+        "traceparent": operation.traceparent,
         "now": tx.now,
     }
     key = _INSERT.insert(tx.connection, values)

@@ -1,0 +1,1 @@
+"""Sends traces of a tinsmith server's requests and batches to OpenTelemetry."""
