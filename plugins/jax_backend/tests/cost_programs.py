@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax_harness import LOSSES
 
-from tinsmith_checkpoints.huggingface import DecoderShape, Json
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_jax import runtime
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.config import JaxConfig, MeshConfig
@@ -19,7 +19,7 @@ from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.sampling_programs import SamplingPrograms
 from tinsmith_jax.tiles import MAX_ADAPTERS
 from tinsmith_jax.train_step import TrainPrograms
-from tinsmith_workbench.compile_check.case import base_shapes
+from tinsmith_jax.weights import base_shapes
 
 SMALL: Mapping[str, Json] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -60,7 +60,7 @@ class Programs:
         )
         self._shape = sampling_shape(settings, self._limits, self._config, num_shards=1)
         self.costs = Costs(
-            shape=DecoderShape(**{name: getattr(self._config, name) for name in DecoderShape.__dataclass_fields__}),
+            shape=self._config,
             computing=Computing(on_cpu=True, dtype="float32", recompute=recompute),
             max_lora_rank=rank,
         )

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tinsmith import ConfigError, LoraConfig, OutOfMemoryError
-from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.costs import Computing, Costs
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import class_of
 from tinsmith_jax.tiles import MAX_ADAPTERS
 
@@ -156,7 +156,7 @@ def targets_of(config: JaxConfig) -> int:
 
 def budget_of(
     config: JaxConfig,
-    shape: DecoderShape,
+    shape: ModelConfig,
     computing: Computing,
     memory: int | None,
     *,
@@ -205,7 +205,7 @@ def _slots(least: Budget) -> int:
 class _Usual:
     """The sizes to try, the usual ones first."""
 
-    def __init__(self, config: JaxConfig, shape: DecoderShape, computing: Computing) -> None:
+    def __init__(self, config: JaxConfig, shape: ModelConfig, computing: Computing) -> None:
         longest, usual = (2048, 2048) if computing.on_cpu else (8192, 16_384)
         self._given = config.max_context_tokens
         self._longest = min(shape.max_position, longest)
@@ -229,7 +229,7 @@ def _power(tokens: int) -> int:
 
 
 def least_bytes(
-    config: JaxConfig, shape: DecoderShape, computing: Computing, *, trains: bool = True, samples: bool = True
+    config: JaxConfig, shape: ModelConfig, computing: Computing, *, trains: bool = True, samples: bool = True
 ) -> int:
     """Return the memory with which one model can train, or one sequence be sampled."""
     return budget_of(config, shape, computing, 0, trains=trains, samples=samples).needed(1 if trains else 0)

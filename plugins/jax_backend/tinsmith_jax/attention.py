@@ -74,11 +74,16 @@ def packed_attention(
 
 def _of_one_size(q_THd: Jax, k_TNd: Jax, v_TNe: Jax) -> tuple[Jax, Jax, Jax]:
     """Append zeros, so that queries, keys and values have a size of the kernels', and the scores stay as they are."""
-    d = max(q_THd.shape[-1], v_TNe.shape[-1])
-    size = next((size for size in _FLASH_SIZES if size >= d), d)
+    size = kernel_size(q_THd.shape[-1], v_TNe.shape[-1])
     q_THd = (q_THd.astype(jnp.float32) * (size / q_THd.shape[-1]) ** 0.5).astype(q_THd.dtype)
     q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, size - x.shape[-1])]) for x in (q_THd, k_TNd, v_TNe))
     return q, k, v
+
+
+def kernel_size(*sizes: int) -> int:
+    """Return the size of heads that kernels compute in place of these, of queries and keys, and of values."""
+    largest = max(sizes)
+    return next((size for size in _FLASH_SIZES if size >= largest), largest)
 
 
 def _by_head(attend: Callable[..., Jax], q_THd: Jax, k_TNd: Jax, v_TNd: Jax, first_n: Jax) -> Jax:

@@ -6,11 +6,13 @@ libtpu in bfloat16, as no GPU was at hand. test_jax_costs.py compares the first 
 take less of a CPU's memory than XLA's programs, with the rooms of their own that XLA does not see.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from tinsmith_checkpoints.huggingface import ATTENTION, HEAD, SHARED_EXPERT, SHARED_EXPERTS, DecoderShape, weight_counts
+from tinsmith_checkpoints.huggingface import ATTENTION, HEAD, SHARED_EXPERT, SHARED_EXPERTS, weight_counts
+from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import class_of, rank_classes
 from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
 
@@ -18,6 +20,8 @@ FLOAT: Final = 4  # bytes of what adapters, gradients and moments are kept in
 ITEM: Final = {"float32": 4, "bfloat16": 2}  # of base weights and activations
 _BY_INPUTS: Final = frozenset({"self_attn.o_proj", "mlp.down_proj", SHARED_EXPERT[2], SHARED_EXPERTS[2]})
 """The modules whose inputs `tensor` divides; of the others it divides the outputs."""
+_BY_TENSOR: Final = frozenset({"qkv_bias", "gate_up_bias", "sinks"})
+"""The vectors of layers that `tensor` divides."""
 
 _TARGET: Final = 24  # per token and target: what a loss takes and gives
 _RUNTIME: Final = {True: 1 << 29, False: 1 << 30}
@@ -87,7 +91,7 @@ class _Factor(NamedTuple):
 class Costs:
     """Bytes on one device."""
 
-    shape: DecoderShape
+    shape: ModelConfig
     computing: Computing
     max_lora_rank: int
 
@@ -95,23 +99,32 @@ class Costs:
 
     @property
     def base(self) -> int:
-        """The weights. Norms and routers are whole on every device."""
-        counts, item = weight_counts(self.shape), self.computing.base_item
-        linear = self.shape.linear_shapes()
-        plain = (linear[path] for path in self.shape.plain_modules)
-        matrices = sum(inputs * outputs for inputs, outputs in plain) + counts.experts
-        whole = counts.num_layers * (counts.layer - matrices) + counts.norm + counts.others
-        divided = counts.embedding + counts.head + counts.num_layers * matrices
-        return (whole + divided // (self.computing.fsdp * self.computing.tensor)) * item
+        """The weights. Norms and routers are whole on every device, biases and sinks lie with what they belong to."""
+        counts, linear = weight_counts(self.shape), self.shape.linear_shapes()
+        plain = sum(number * linear[path][0] * linear[path][1] for path, number in self._modules.items())
+        divided = counts.embedding + counts.head + plain + self.shape.expert_layers * counts.experts
+        parts, by_heads = self.computing.fsdp * self.computing.tensor, self._divided_by_tensor
+        whole = counts.total - divided - by_heads
+        return (whole + divided // parts + by_heads // self.computing.tensor) * self.computing.base_item
+
+    @property
+    def _divided_by_tensor(self) -> int:
+        """Return the numbers in vectors that `tensor` alone divides."""
+        own = ((name, size) for name, (_, size) in self.shape.vectors().items() if name in _BY_TENSOR)
+        found = sum(len(self.shape.layers_with(name)) * size for name, size in own)
+        if self.shape.experts is None or not self.shape.mixture.bias:
+            return found
+        each = 2 * self.shape.experts.intermediate_size + self.shape.hidden_size
+        return found + self.shape.expert_layers * self.shape.experts.num_experts * each
 
     def weights(self, rank: int) -> int:
         """An adapter's weights."""
         found = sum(each.size * each.number // each.tensor for each in self._factors())
-        return self._padded(rank) * FLOAT * (found + self.shape.other_weights[1])
+        return self._padded(rank) * FLOAT * found
 
     def state(self, rank: int) -> int:
         """Its gradients, and either of its moments: like its weights, and also divided over `fsdp` where possible."""
-        total = self.shape.other_weights[1]
+        total = 0
         for each in self._factors():
             parts = self.computing.fsdp
             even = each.size % (parts * (each.tensor if each.same_axis else 1)) == 0
@@ -225,21 +238,26 @@ class Costs:
         in_parts = sum(factor * size for factor, size in zip(divided, sizes, strict=True)) // parts
         return whole * shape.hidden_size + in_parts + rank * self.max_lora_rank
 
+    @property
+    def _modules(self) -> Counter[str]:
+        """Return how many layers have each linear module, but for the routed experts'."""
+        return Counter(path for layer in range(self.shape.num_layers) for path in self.shape.modules_of(layer))
+
     def _padded(self, rank: int) -> int:
         return class_of(rank, self.max_lora_rank)
 
     def _factors(self) -> Iterator[_Factor]:
         shape, parts = self.shape, self.computing.tensor
-        linear, layers = shape.linear_shapes(), shape.num_layers
-        for path in shape.plain_modules:
+        linear = shape.linear_shapes()
+        for path, layers in self._modules.items():
             inputs, outputs = linear[path]
             by_inputs = path in _BY_INPUTS
             yield _Factor(inputs, layers, parts if by_inputs else 1, same_axis=True)
             yield _Factor(outputs, layers, 1 if by_inputs else parts, same_axis=True)
         if shape.experts is not None:  # gate, up, down: of each, the factor that faces the hidden states is shared
-            own = layers * shape.experts.num_experts
+            own = shape.expert_layers * shape.experts.num_experts
             for _ in range(3):
-                yield _Factor(shape.hidden_size, layers, 1, same_axis=True)
+                yield _Factor(shape.hidden_size, shape.expert_layers, 1, same_axis=True)
                 yield _Factor(shape.experts.intermediate_size, own, parts, same_axis=False)
         yield _Factor(shape.hidden_size, 1, 1, same_axis=True)
         yield _Factor(linear[HEAD][1], 1, parts, same_axis=True)

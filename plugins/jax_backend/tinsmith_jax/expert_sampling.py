@@ -5,6 +5,7 @@ Legend as in experts.py; B = rows of decoding, each with one token of a step.
 
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -79,7 +80,9 @@ def step_mlp(
         return out, low
 
     empty = jnp.zeros_like(h_BH), jnp.zeros((h_BH.shape[0], lora.down[0].shape[-1]), dtype)
-    out_BH, low_Br = (axes.total(part) for part in lax.fori_loop(0, jnp.sum(used_E), one, empty))
+    with jax.named_scope("experts"):
+        sums = lax.fori_loop(0, jnp.sum(used_E), one, empty)
+    out_BH, low_Br = (axes.total(part) for part in sums)
     return out_BH + _delta(low_Br, lora.down[1], rows)
 
 

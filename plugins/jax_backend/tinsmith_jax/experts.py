@@ -314,7 +314,8 @@ def each_block(blocks: Blocks, results: tuple[Jax, ...], compute: Callable[[Bloc
             for result, part in zip(results, new, strict=True)
         )
 
-    return lax.fori_loop(0, blocks.num_blocks, step, results)
+    with jax.named_scope("experts"):
+        return lax.fori_loop(0, blocks.num_blocks, step, results)
 
 
 def weighted_sum(weight_TC: Jax, values_R: Jax, blocks: Blocks) -> Jax:

@@ -264,6 +264,8 @@ _BASE: Final[Mapping[str, Spec]] = {
     "expert_gate_up_bias": Spec(None, TENSOR),
     "expert_down_bias": Spec(None, TENSOR),
     "sinks": Spec(None, TENSOR),
+    "delta_in": Spec(None, FSDP),
+    "delta_o": Spec(None, None, FSDP),
     "latent_in": Spec(None, FSDP),
     "latent_q": Spec(None, None, FSDP),
     "latent_kv": Spec(None, None, FSDP),

@@ -193,6 +193,15 @@ class ModelConfig(DecoderShape):
             return ATTENTION
         return (*LATENT, o) if latent.query_rank else (q, *LATENT[2:], o)
 
+    def mixer_modules(self, layer: int) -> tuple[str, ...]:
+        return DELTA if self.kinds[self.pattern[layer]].delta is not None else self.attention_modules
+
+    def modules_of(self, layer: int) -> tuple[str, ...]:
+        """Return the paths of the linear modules of a layer that an adapter may train, but for the routed experts'."""
+        if self.experts is None or layer < self.dense_layers:
+            return (*self.mixer_modules(layer), *MLP)
+        return (*self.mixer_modules(layer), *(self.experts.shared_modules if self.experts.shared_size else ()))
+
     @property
     def other_weights(self) -> tuple[int, int]:
         own, adapted = self._of_delta()

@@ -40,11 +40,17 @@ def mix(  # noqa: PLR0913 - bound to a layer
     """
     assert config.delta is not None, "the layer has weights of it"
     assert cache.states is not None, "the model has such layers"
-    given = gated_delta.projected(dense(h_NTH, weights["delta_in"]), deltas(h_NTH, *DELTA_INPUTS), config.delta)
+    given = gated_delta.projected(
+        dense(h_NTH, axes.whole(weights["delta_in"], 0)), deltas(h_NTH, *DELTA_INPUTS), config.delta
+    )
     out_NTHv, states = _advance(cache.states, layer, given, weights, config, tiles, count, axes)
     norm = partial(rms_norm, weight=weights["delta_norm"], eps=config.rms_norm_eps)
     out_NTV = gated_delta.with_gate(by_tile(norm, out_NTHv), given[1])
-    return dense(out_NTV, weights["delta_o"]), deltas(out_NTV, "delta_o")[0], cache._replace(states=states)
+    return (
+        dense(out_NTV, axes.whole(weights["delta_o"], 1)),
+        deltas(out_NTV, "delta_o")[0],
+        cache._replace(states=states),
+    )
 
 
 def _advance(
@@ -98,7 +104,8 @@ def _advance(
     delta = config.delta
     assert delta is not None, "the model has such layers"
     nothing = jnp.zeros((*is_token_NT.shape, delta.value_heads, delta.value_dim), mixed_NTC.dtype)
-    found: tuple[jax.Array, States] = lax.fori_loop(0, count, put, (nothing, states))
+    with jax.named_scope("states"):
+        found: tuple[jax.Array, States] = lax.fori_loop(0, count, put, (nothing, states))
     return found
 
 

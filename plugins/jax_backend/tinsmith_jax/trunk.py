@@ -228,7 +228,7 @@ def _delta_block(  # as _attention_block
     assert config.delta is not None, "the layer has weights of it"
     h_TH = normed(x_TH, weights, "input_norm", config)
     deltas = lora_delta(h_TH, lora_of(DELTA_INPUTS, adapter, sums), tiles, axes, "outputs")
-    mixed, gate, b, a = kept(gated_delta.projected(h_TH @ weights["delta_in"], deltas, config.delta))
+    mixed, gate, b, a = kept(gated_delta.projected(h_TH @ axes.whole(weights["delta_in"], 0), deltas, config.delta))
     inputs = gated_delta.inputs_of(gated_delta.convolved(mixed, weights["delta_conv"], first_n), b, a, weights, config)
     out_THv = by_tile(
         partial(rms_norm, weight=weights["delta_norm"], eps=config.rms_norm_eps),
@@ -237,7 +237,7 @@ def _delta_block(  # as _attention_block
     )
     out_TV = gated_delta.with_gate(out_THv, gate)
     (delta,) = lora_delta(out_TV, lora_of(("delta_o",), adapter, sums), tiles, axes, "inputs")
-    return _add(x_TH, (out_TV @ weights["delta_o"], delta), weights, "attention_out_norm", config)
+    return _add(x_TH, (out_TV @ axes.whole(weights["delta_o"], 1), delta), weights, "attention_out_norm", config)
 
 
 def _add(x_TH: Jax, parts: tuple[Jax, ...], weights: Jax, norm: str, config: ModelConfig) -> Jax:

@@ -27,10 +27,11 @@ A model with E experts has, in place of the last two, "router" [L, H, E], "exper
 begin with "dense_".
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
@@ -45,6 +46,9 @@ Base = Jax
 
 Read = Callable[[str, tuple[int, ...], Index], Array]
 """Reads a part of a tensor, given the shape of the whole."""
+
+Put = Callable[[tuple[int, ...], Spec, Callable[[Index], Array], str], Jax]
+"""Makes an array of a shape, divided as told, out of what a function returns for each part, of a type."""
 
 # our name -> (Hugging Face modules, joined along `out`)
 _ATTENTION: Mapping[str, Sequence[str]] = {
@@ -86,19 +90,49 @@ def load_base(
                 return tensor.astype(np.float32, copy=False)  # experts whose scores are near would change places
             return tensor.astype(np.dtype(dtype if len(shape) == 1 else of_matrices), copy=False)
 
+        def put(shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array], kind: str) -> Jax:
+            del kind  # the parts are of that type
+            if layout is None:
+                return jax.device_put(part(tuple(slice(0, size) for size in shape)))
+            return put_parts(shape, layout, spec, part)
+
         down = f"model.layers.{config.dense_layers}.{_joined_tensor('expert_down')}"
         in_one = files.shape(down) if down in files else None
-        return _Loader(read, config, layout, experts_in_one=in_one).load(progress)
+        base = _Loader(read, put, config, dtype, experts_in_one=in_one).load(progress)
+        for leaf in jax.tree.leaves(base):
+            leaf.block_until_ready()
+        progress("loading weights", 1.0)
+        return base
+
+
+def base_shapes(config: ModelConfig, dtype: str, layout: MeshLayout | None = None) -> Base:
+    """Return the shapes and types of what `load_base` loads, with their places if there is a mesh. Load nothing."""
+
+    def shape_of(shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array], kind: str) -> Jax:
+        del part
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(kind), sharding=layout and layout.placed(spec))
+
+    return _Loader(_no_file, shape_of, config, dtype, experts_in_one=None).load(lambda *_: None)
+
+
+def _no_file(name: str, shape: tuple[int, ...], index: Index) -> Array:
+    raise AssertionError(name, shape, index)
+
+
+def plain_matrices(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the layers' matrices that every token is multiplied with: all but the routed experts'."""
+    return frozenset(_Loader(_no_file, lambda *_: None, config, "", experts_in_one=None).matrices)
 
 
 class _Loader:
     def __init__(
-        self, read: Read, config: ModelConfig, layout: MeshLayout | None, *, experts_in_one: tuple[int, ...] | None
+        self, read: Read, put: Put, config: ModelConfig, dtype: str, *, experts_in_one: tuple[int, ...] | None
     ) -> None:
         """`experts_in_one`: the shape of the tensor with the last matrix of all experts of a layer, if there is one."""
         self._read = read
+        self._put_as = put
         self._config = config
-        self._layout = layout
+        self._dtype = dtype
         self._shapes = config.linear_shapes()
         alternate = config.mixture.alternate
         self._experts_in_one = experts_in_one is not None or alternate
@@ -150,17 +184,16 @@ class _Loader:
             (config.hidden_size,),
             Spec(),
             lambda index: self._norm(self._read("model.norm.weight", (config.hidden_size,), index)),
+            widened=config.norms.offset != 0,
         )
-        base = {"embed": embed, "head": head, "final_norm": final_norm, "layers": layers}
-        for leaf in jax.tree.leaves(base):
-            leaf.block_until_ready()
-        progress("loading weights", 1.0)
-        return base
+        return {"embed": embed, "head": head, "final_norm": final_norm, "layers": layers}
 
-    def _put(self, shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array]) -> Jax:
-        if self._layout is None:
-            return jax.device_put(part(tuple(slice(0, size) for size in shape)))
-        return put_parts(shape, self._layout, spec, part)
+    @property
+    def matrices(self) -> Collection[str]:
+        return self._matrices.keys()
+
+    def _put(self, shape: tuple[int, ...], spec: Spec, part: Callable[[Index], Array], *, widened: bool = False) -> Jax:
+        return self._put_as(shape, spec, part, "float32" if widened else self._dtype)
 
     def _vocabulary(self, name: str) -> Jax:
         shape = (self._config.vocab_size, self._config.hidden_size)
@@ -186,7 +219,8 @@ class _Loader:
             ]
             return self._norm(np.stack(found)) if has_offset else np.stack(found)
 
-        return self._put((len(own_layers), size), spec, part)
+        widened = name.removeprefix(DENSE) == "router_correction" or (has_offset and self._config.norms.offset != 0)
+        return self._put((len(own_layers), size), spec, part, widened=widened)
 
     def _convolutions(self, delta: DeltaRule) -> Jax:
         """Load [layers, channels, width], which are whole on every device."""

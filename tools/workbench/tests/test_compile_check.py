@@ -6,26 +6,24 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jax_harness import QUICK
+from planned_programs import DIVIDED, KINDS
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
-from tinsmith_jax import DeltaRule, LayerKind
-from tinsmith_jax.families import read_config
-from tinsmith_jax.mesh import Axes, arranged
+from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
+from tinsmith_jax.config import MeshConfig
+from tinsmith_jax.mesh import Axes, arranged, check_shape
 from tinsmith_workbench.compile_check import compiling
-from tinsmith_workbench.compile_check.case import make_case
 from tinsmith_workbench.compile_check.chips import read_slice
 from tinsmith_workbench.compile_check.collectives import traffic
 from tinsmith_workbench.compile_check.figures import Facts, Figures, analysed
 from tinsmith_workbench.compile_check.hlo import read_module
-from tinsmith_workbench.compile_check.model_shapes import SHAPES, read_model
+from tinsmith_workbench.compile_check.model_shapes import read_model
 from tinsmith_workbench.compile_check.options import PROGRAMS, Options, read_mesh
 from tinsmith_workbench.compile_check.report import paragraph
 from tinsmith_workbench.compile_check.tables import passes, read_lines, sampling, scaling, slices
@@ -53,12 +51,23 @@ MORE = (
 
 EVERY = [GRADIENTS, STEP, DECODE, ONCE, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
 
+HYBRID, ROUTED = "delta rule and experts on streams, gradients", "shared expert on all axes, gradients"
+FURTHER = tuple(
+    f"{kind} on {mesh}, {program}"
+    for kind in KINDS
+    for mesh in ("one device", "streams", *(["all axes"] if kind in DIVIDED else []))
+    for program in (*PROGRAMS, "gradients, kept", "decode, once")
+    if f"{kind} on {mesh}, {program}" not in (HYBRID, ROUTED)
+)
+OF_KINDS = [HYBRID, ROUTED, *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER)]
+"""The same of the other kinds of layers."""
+
 
 @pytest.fixture(scope="module")
 def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Json:
     """Run planned_programs.py for all programs that the chosen tests ask for."""
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [GRADIENTS, STEP, DECODE, ONCE, *(name for name in MORE if name in asked)]
+    names = [GRADIENTS, STEP, DECODE, ONCE, *(name for name in (HYBRID, ROUTED, *MORE, *FURTHER) if name in asked)]
     directory = tmp_path_factory.mktemp("planned") / "tiny"
     flags = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
     done = subprocess.run(
@@ -71,14 +80,14 @@ def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return result
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, *OF_KINDS])
 def test_the_collectives_are_those_of_the_plan_and_no_others(planned: Json, name: str) -> None:
     figures = planned["figures"][name]
     assert figures["found"] == figures["planned"]
     assert bool(figures["planned"]) == ("one device" not in name)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, *OF_KINDS])
 def test_flops_are_those_of_the_formula(planned: Json, name: str) -> None:
     figures = planned["figures"][name]
     assert figures["flops"] == pytest.approx(figures["formula"], rel=0.1)
@@ -127,12 +136,18 @@ def _adapter_bytes(*, tensor: int) -> int:
     return 4 * 8 * rows
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, *OF_KINDS])
 def test_bytes_on_a_chip_are_what_the_compiler_counts(planned: Json, name: str) -> None:
     figures = planned["figures"][name]
     for ours, compiler in (figures["arguments"], figures["results"]):
         assert ours == pytest.approx(compiler, rel=1e-3, abs=100)
     assert figures["state"] <= figures["arguments"][0] < figures["state"] + 50_000  # the rest are streams and scalars
+
+
+@pytest.mark.parametrize("name", [*EVERY, *OF_KINDS])
+def test_what_plans_count_lies_on_a_chip(planned: Json, name: str) -> None:
+    for what, (counted, found) in planned["figures"][name]["held"].items():
+        assert counted == found, what
 
 
 def test_the_base_that_is_compiled_for_is_the_one_that_is_loaded(planned: Json) -> None:
@@ -249,21 +264,6 @@ def _figures(**changed: object) -> Figures:
     )  # fmt: skip
     compiled = analysed(TPU_PROGRAM, 1 << 30, MESH, {}).model_copy(update={"flops": 4e12})
     return Figures(options=options, program="gradients", facts=facts, compiled=compiled)
-
-
-def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, TinyShape(family="qwen3_moe"))
-    with pytest.raises(ConfigError, match="this one has experts; choose a dense model"):
-        make_case(_figures().options, read_config(tmp_path), [])
-
-
-def test_a_model_with_the_gated_delta_rule_is_refused(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, TinyShape())
-    rule = DeltaRule(key_heads=2, value_heads=2, key_dim=16, value_dim=16, width=4)
-    config = read_config(tmp_path)
-    hybrid = replace(config, kinds=(*config.kinds, LayerKind(delta=rule)), pattern=(1, *config.pattern[1:]))
-    with pytest.raises(ConfigError, match="this model has layers with the gated delta rule"):
-        make_case(_figures().options, hybrid, [])
 
 
 def test_what_all_tenants_hold_counts_besides_the_program() -> None:
@@ -402,7 +402,7 @@ def test_slices_and_meshes_are_read() -> None:
         (lambda: read_slice("v6e:2x2x2"), "has 2 dimensions, for example v6e:4x4"),
         (lambda: read_mesh("rows=2"), "rows=2 is not one of data, fsdp, tensor"),
         (lambda: read_mesh("fsdp=two"), "fsdp=two is not one of"),
-        (lambda: read_model("Qwen9"), "give a directory with config.json, or one of Qwen3-8B"),
+        (lambda: read_model("Qwen9"), "give a directory with config.json, or one of Qwen3-0.6B"),
     ],
 )
 def test_mistakes_are_named(ask: Any, says: str) -> None:
@@ -416,8 +416,6 @@ def test_without_the_compiler_the_command_says_how_to_install_it(monkeypatch: py
         compiling.require_compiler()
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_named_shapes_can_be_divided_among_four(name: str) -> None:
-    model = read_model(name)
-    assert model.num_kv_heads % 4 == 0
-    assert model.head_dim == 128
+@pytest.mark.parametrize("name", KNOWN_SHAPES)
+def test_well_known_models_can_be_divided_among_four(name: str) -> None:
+    assert check_shape(MeshConfig(fsdp=4), read_model(name)).num_devices == 4

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -40,8 +41,10 @@ from tinsmith_checkpoints.huggingface import (
 )
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig
+from tinsmith_jax.costs import Computing, Costs
 from tinsmith_jax.families import read_config
 from tinsmith_jax.testing.torch_reference import TorchModel
+from tinsmith_jax.weights import base_shapes, load_base
 
 _LIMITS: Final = {"max_context_tokens": 192, "max_batch_tokens": 256, "max_lora_rank": 8, "decode_slots": 2}
 _LORA: Final = LoraConfig(rank=4, seed=7)
@@ -107,6 +110,13 @@ class FamilyContract:
         assert weight_counts(config).total == sum(math.prod(stored[name]) for name in read)
         adapted = backend.capture_state(model_id).weights
         assert adapter_weights(config, _LORA.rank) == sum(array.size for array in adapted.values())
+        loaded = load_base(model_path, config, "float32", lambda *_: None)
+        planned = base_shapes(config, "float32")
+        assert _shapes(planned) == _shapes(loaded)
+        computing = Computing(on_cpu=True, dtype="float32", recompute=False)
+        distinct = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(loaded)}  # a tied head is the embedding
+        costs = Costs(shape=config, computing=computing, max_lora_rank=_LORA.rank)
+        assert costs.base == sum(distinct.values())
 
     def test_logprobs(self, backend: JaxBackend, model_id: str, reference: TorchModel) -> None:
         """The sequences are packed side by side."""
@@ -189,6 +199,12 @@ class FamilyContract:
             backend.restore_state(model_id, saved)
         for name, value in outcomes[0].items():
             _assert_same(value, outcomes[1][name])
+
+
+def _shapes(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shapes and types of arrays by their paths."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype)) for path, leaf in leaves}
 
 
 def _create(backend: JaxBackend, model_id: str, lora: LoraConfig) -> None:

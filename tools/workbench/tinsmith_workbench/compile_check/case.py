@@ -5,19 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tinsmith import BUILTIN_LOSSES, ConfigError
-from tinsmith_checkpoints.huggingface import HEAD
+from tinsmith import BUILTIN_LOSSES
 from tinsmith_jax import adapters, runtime
-from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.admission import budget_of, computing_of
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTables
-from tinsmith_jax.mesh import CACHE, MeshLayout, Spec, adapter_specs, base_specs, make_layout, resident_specs
+from tinsmith_jax.mesh import CACHE, MeshLayout, make_layout, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
@@ -26,7 +23,7 @@ from tinsmith_jax.sampling_programs import SamplingPrograms
 from tinsmith_jax.sampling_values import SamplingShape
 from tinsmith_jax.tiles import MAX_ADAPTERS
 from tinsmith_jax.train_step import TrainPrograms
-from tinsmith_jax.weights import Base
+from tinsmith_jax.weights import Base, base_shapes
 from tinsmith_workbench.compile_check.chips import Chip, read_slice
 from tinsmith_workbench.compile_check.formula import Cost, Pass, Step
 from tinsmith_workbench.compile_check.options import Options
@@ -110,20 +107,22 @@ class Case:
         return sum(map(self._weights_bytes, ranks)) + of_state
 
     def sampling_bytes(self) -> int:
-        """Return the bytes of the cache and of the slots' adapters."""
+        """Return the bytes of the cache, of recurrent states, and of the slots' adapters."""
         if not self.shape.num_slots:
             return 0
         return _bytes_on_a_chip((self.cache, self._resident))
 
     @property
-    def cache(self) -> list[Any]:
-        """The shapes of keys and values, with their places."""
-        return [_placed(part, self.layout.placed(CACHE)) for part in self.sample.cache.pages]
+    def cache(self) -> Any:
+        """The shapes of keys, values and recurrent states, with their places."""
+        return jax.tree.map(lambda part: _placed(part, self.layout.placed(CACHE)), self.sample.cache)
 
     @property
     def _resident(self) -> Any:
-        rows = self.layout.placed_tree(resident_specs(adapters.layer_modules(self.config)))
-        return jax.tree.map(_placed, self.sample.resident, rows)
+        modules, experts = adapters.layer_modules(self.config), self.config.experts is not None
+        return jax.tree.map(
+            _placed, self.sample.resident, self.layout.placed_tree(resident_specs(modules, experts=experts))
+        )
 
     def held_arguments(self, kind: str) -> int:
         """Return those bytes of a program's arguments that are held anyway."""
@@ -143,7 +142,7 @@ class Case:
                 return self.base_bytes() + self.sampling_bytes()
 
     def _weights_bytes(self, rank: int) -> int:
-        return self._adapter_bytes(rank, adapter_specs(adapters.layer_modules(self.config)))
+        return self._adapter_bytes(rank, self.train.adapter_specs)
 
     def _state_bytes(self, rank: int) -> int:
         return self._adapter_bytes(rank, self.train.state_specs(rank))
@@ -155,13 +154,7 @@ class Case:
 
 
 def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], platform: str = "tpu") -> Case:
-    """Raise ConfigError for too few devices, or for a model that cannot be so divided, or whose cost is not known."""
-    if config.experts is not None:
-        msg = "compile-check knows what dense models should cost, and this one has experts; choose a dense model"
-        raise ConfigError(msg)
-    if config.delta is not None:
-        msg = "compile-check knows what attention should cost, and this model has layers with the gated delta rule"
-        raise ConfigError(f"{msg}; choose one without them")
+    """Raise ConfigError for too few devices, or for a model that cannot be so divided."""
     settings = JaxConfig(
         dtype=options.dtype,
         mesh=options.mesh,
@@ -187,31 +180,6 @@ def make_case(options: Options, config: ModelConfig, devices: Sequence[Any], pla
     shape = replace(shape, slots_per_shard=options.slots, whole_per_shard=options.slots, gathers_once=once)
     return Case(
         config=config, limits=limits, layout=layout, bucket=bucket, shape=shape, tenants=options.tenants, chip=chip
-    )
-
-
-def base_shapes(config: ModelConfig, dtype: str, layout: MeshLayout | None) -> Base:
-    """Return what weights.load_base would load, without loading it."""
-    layers, hidden, shapes = config.num_layers, config.hidden_size, config.linear_shapes()
-
-    def matrix(*modules: str) -> tuple[int, ...]:
-        pairs = [shapes[HF_MODULES[name]] for name in modules]
-        return layers, pairs[0][0], sum(d_out for _, d_out in pairs)
-
-    stacked = {
-        "qkv": matrix("q", "k", "v"),
-        "o": matrix("o"),
-        "gate_up": matrix("gate", "up"),
-        "down": matrix("down"),
-    }
-    stacked |= {name: (layers, size) for name, (_, size) in config.vectors().items()}
-    vocabulary = shapes[HEAD][::-1]
-    tree = {"embed": vocabulary, "head": vocabulary, "final_norm": (hidden,), "layers": stacked}
-    return jax.tree.map(
-        lambda spec, shape: _placed(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), layout and layout.placed(spec)),
-        base_specs(list(stacked)),
-        tree,
-        is_leaf=lambda x: isinstance(x, Spec),
     )
 
 

@@ -7,24 +7,31 @@ the backward pass multiplies once per matrix, for the gradient of its input: 4M 
 
 FLOPs:
 
-    base           2TM forward, 2TM backward
-    attention      4TW * query width / t forward (scores, values), twice if recomputed; 10TW * query width / t backward
-                   (the scores again, and the gradients of probabilities, queries, keys and values), and 4 more in
-                   splash attention, which computes scores and probabilities for queries and again for keys
+    base           2TM forward, 2TM backward, of all matrices that every token is multiplied with
+    attention      2TW (queries' width + values' width) / t forward, twice if recomputed; 2TW (3 and 2 of them) / t
+                   backward (the scores again, and the gradients of probabilities, queries, keys and values), and 4TW
+                   more in splash attention, which computes scores and probabilities for queries and again for keys.
+                   A window limits W, in whole tiles
+    delta rule     layers.py has the products of a chunk; backward, a chunk's corrections are computed again
+    experts        the router is even. Their rows are in blocks of TILE, of one expert and one adapter each. Forward 6
+                   times hidden times inner size for each row; backward 4 for gate and up, which are computed again, 2
+                   for what down gives, 4 for what gate and up give
     head           2T * hidden * vocabulary / t for the logits, as much for the gradient of the hidden states
     adapters       2Tr(in + out) per module forward, twice that backward (gradients of the input, and of A and B); what
                    `tensor` divides of a module is divided here, too. Where the adapters of a call lie side by side in
-                   one matrix, r counts for each of them
-    recomputation  base and adapters of the layers forward once more, without the last product (down) and its adapter's
-                   B, on which nothing in the backward pass depends
+                   one matrix, r counts for each of them. Of experts, the shared factors count likewise; their own ones
+                   for each row, forward and twice backward, and for their gradients, all experts for each token
+    recomputation  everything in the layers forward once more, without products on which nothing in the backward pass
+                   depends: the last one (down) and its adapter's B, unless a norm or a gate takes the result
 
 Collectives, in arrays, because the compiler may send several in one operation:
 
-    all-gather over fsdp     a layer's four matrices, forward and again backward; the tokens and the head, once
+    all-gather over fsdp     a layer's matrices, forward and again backward; the tokens and the head, once
     all-to-all over fsdp     the tokens' rows of the embedding, once
     all-reduce over tensor   in a layer forward: the results of o and down, and of their A. Recomputed: the same without
                              the result of down. Backward: the gradients of the inputs of attention and of the MLP, and
-                             of what the joined A of q, k, v and of gate, up returned. Outside of the layers: the
+                             of what the joined A of q, k, v and of gate, up returned. Experts take the place of the
+                             MLP, and a shared one has in addition its results and their A. Outside of the layers: the
                              embedding; for each chunk of the head the maximum, the sum and the targets' logits, and
                              with gradients, those of the hidden states and of A's outputs
     all-gather over streams  the logprobs and losses, at the end
@@ -47,15 +54,14 @@ the new weights twice, as they are gathered.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from tinsmith_checkpoints.huggingface import HEAD
-from tinsmith_jax.adapters import HF_MODULES, shapes
+from tinsmith_jax.adapters import layer_modules, shapes
 from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.head import chunk_rows
 from tinsmith_jax.kernels.splash import BLOCK
@@ -64,12 +70,11 @@ from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.tiles import TILE
 from tinsmith_workbench.compile_check.hlo import Trips
+from tinsmith_workbench.compile_check.layers import Layers, Product
 
 Plan = Counter[tuple[str, str]]
 """Numbers of arrays by kind of collective and axis."""
 
-_DIVIDED_INPUTS: Final = frozenset({"o", "down"})
-_MATRICES: Final = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 _MOVES: Final = 6
 _STAYS_BYTES: Final = 8e6
 """As in docs/reference/tpu.jsonl: how often activations are moved, without these first bytes of each array."""
@@ -155,60 +160,143 @@ class Pass:
     def tokens(self) -> int:
         return self.bucket.num_tokens * self.axes.num_streams
 
+    @property
+    def _work(self) -> Layers:
+        return Layers(self.config, self.axes)
+
     def trips(self) -> Trips:
-        """Return the rounds of the loop over tiles, which lasts as long as the longest sequence."""
-        return {"": self._tiles}
+        """Return the rounds of loops: over the tiles that a query sees, on average over the layers, and over blocks."""
+        seen = self._work.seen_tiles(self._tiles) / self.config.attending_layers
+        return {"": seen, "experts": self._blocks} if self._work.routed else {"": seen}
 
     @property
     def _tiles(self) -> int:
         return -(-self.longest // TILE)
 
     @property
+    def _blocks(self) -> int:
+        experts = self._work.routed
+        assert experts is not None, "the model has experts"
+        return self._work.blocks(self.bucket.num_tokens * experts.top_k, self.bucket.num_adapters)
+
+    @property
     def attention_is_hidden(self) -> bool:
-        return self.limits.kernels.attention == "splash"
+        return self.limits.kernels.attention == "splash" and self._work.is_plain
 
     def flops(self) -> dict[str, float]:
-        base, adapters = self._base(self._layers()), self._adapters(self._layers())
-        head, head_adapters = self._base(self._head()), self._adapters(self._head())
-        if not self.gradients:
-            return {"base": base, "attention": self._attention(4), "head": head, "adapters": adapters + head_adapters}
-        backward, again = 14 if self.attention_is_hidden else 10, 4 if self.limits.recompute else 0
-        terms = {
-            "base": 2 * base,
-            "attention": self._attention(4 + backward + again),
-            "head": 2 * head,
-            "adapters": 3 * (adapters + head_adapters),
+        work, tokens = self._work, self.bucket.num_tokens
+        base, low = 2 * tokens * _weights(work.matrices), self._adapters(work.modules)
+        head, head_low = 2 * tokens * work.head.weights, self._adapters([work.head])
+        rule, experts, own_low = self._delta(), self._experts(), self._expert_adapters()
+        forward = {
+            "base": base,
+            "attention": self._attention(2, 2),
+            "delta rule": rule[0],
+            "experts": experts[0],
+            "head": head,
+            "adapters": low + head_low + own_low[0],
         }
-        if self.limits.recompute:
-            d_in, d_out = self._module("down")
-            last = self._base({"down": (d_in, d_out)}) + self._adapters({"down": (0, d_out)})
-            terms["recomputation"] = base + adapters - last
-        return terms
+        if not self.gradients:
+            return _present(forward)
+        of_splash = 2 if self.attention_is_hidden else 0
+        return _present(
+            {
+                "base": 2 * base,
+                "attention": forward["attention"] + self._attention(6 + of_splash, 4 + of_splash),
+                "delta rule": sum(rule),
+                "experts": sum(experts),
+                "head": 2 * head,
+                "adapters": 3 * (low + head_low) + sum(own_low),
+                "recomputation": self._recomputed(forward, own_low[0]) if self.limits.recompute else 0,
+            }
+        )
+
+    def _recomputed(self, forward: Mapping[str, float], own_low: float) -> float:
+        """Return what the layers compute once more. Of experts, only what their shared B needs."""
+        work, tokens = self._work, self.bucket.num_tokens
+        dropped = 0.0
+        if self.config.norms.after_mlp is None:
+            gated = work.routed is not None and work.routed.shared_gate
+            last = [each for each in work.matrices if each.is_last and not (gated and each.name == "shared_down")]
+            dropped += 2 * tokens * _weights(last)
+            names = {each.name for each in last}
+            ends = [replace(each, d_in=0) for each in work.modules if each.name in names]
+            dropped += self._adapters(ends)
+        layers = self._adapters(work.modules) + own_low
+        if work.routed is not None:
+            dropped += forward["experts"] / 3
+            dropped += 2 * tokens * self.bucket.padded_rank * self.config.expert_layers * self.config.hidden_size
+        return sum(forward[name] for name in ("base", "attention", "delta rule", "experts")) + layers - dropped
+
+    def _delta(self) -> tuple[float, float, float]:
+        """Return the delta rule forward, its corrections computed again, and backward."""
+        times = self._work.delta_layers * self.bucket.num_tokens
+        forward, again, backward = (times * each for each in self._work.delta_flops())
+        return forward, again, backward
+
+    def _experts(self) -> tuple[float, float]:
+        """Return the experts' matrices forward and backward."""
+        if self._work.routed is None:
+            return 0.0, 0.0
+        product = 2 * self._rows() * self.config.hidden_size * self._work.routed.intermediate_size
+        return 3 * product, 5 * product
+
+    def _expert_adapters(self) -> tuple[float, float]:
+        """Return their adapters forward and backward."""
+        experts = self._work.routed
+        if experts is None:
+            return 0.0, 0.0
+        tokens, layers, rank = self.bucket.num_tokens, self.config.expert_layers, self.bucket.padded_rank
+        shared = 2 * tokens * layers * rank * 3 * self.config.hidden_size
+        own = 2 * self._rows() * rank * experts.intermediate_size
+        summed = 2 * tokens * layers * rank * experts.intermediate_size * 3 * experts.num_experts // self.axes.tensor
+        return shared + 3 * own, 2 * shared + 5 * own + summed
+
+    def _rows(self) -> int:
+        """Return the rows of all blocks, in all layers with experts."""
+        return TILE * self._blocks * self.config.expert_layers
 
     def model_flops(self) -> float:
-        """Attention is causal, and each row has its own adapter."""
-        terms = self.flops()
-        width, keys = self.config.q_size // self.axes.tensor, (self.longest + 1) / 2
-        attention = (12 if self.gradients else 4) * self.config.num_layers * self.bucket.num_tokens * keys * width
-        return terms["base"] + terms["head"] + terms["adapters"] / self._width() + attention
+        """Attention is causal, each row has its own adapter, and nothing pads the experts' rows."""
+        terms, work, tokens = self.flops(), self._work, self.bucket.num_tokens
+        total = terms["base"] + terms["head"] + terms["adapters"] / self._width()
+        total += (3 if self.gradients else 1) * (2 * sum(work.widths) * tokens * work.seen_keys(self.longest))
+        total += (3 if self.gradients else 1) * self._delta()[0]
+        if work.routed is not None:
+            choices = tokens * work.routed.top_k * self.config.expert_layers // self.axes.tensor
+            each = 6 * self.config.hidden_size * work.routed.intermediate_size
+            total += (2 if self.gradients else 1) * choices * each
+        return total
 
     def collectives(self) -> Plan:
-        layers, axes, streams = self.config.num_layers, self.axes, streams_name(self.axes)
+        axes, streams, work = self.axes, streams_name(self.axes), self._work
         plan: Counter[tuple[str, str]] = Counter()
         if axes.fsdp > 1:
-            plan["all-gather", "fsdp"] += layers * (8 if self.gradients else 4) + 2
+            plan["all-gather", "fsdp"] += work.gathered * (2 if self.gradients else 1) + 2
             plan["all-to-all", "fsdp"] += 1
         if axes.tensor > 1:
-            backward = (4 + (3 if self.limits.recompute else 0)) if self.gradients else 0
-            plan["all-reduce", "tensor"] += layers * (4 + backward) + 1 + self._chunks() * (5 if self.gradients else 3)
+            plan["all-reduce", "tensor"] += self._sums() + 1 + self._chunks() * (5 if self.gradients else 3)
         if axes.num_streams > 1:
-            plan["all-gather", streams] += 2
+            plan["all-gather", streams] += 2 + (work.routed is not None)
             plan += self._gradient_sums() if self.gradients else Counter()
         return +plan
 
+    def _sums(self) -> int:
+        """Return the sums over `tensor` in all layers: of attention, and of the MLP or the experts.
+
+        Forward the results and those of A; recomputed, those of A and of attention; backward the gradients of the
+        inputs, and those of the joined A. A shared expert has the same input as the others; its result is computed
+        again for its gate.
+        """
+        again = self.limits.recompute and self.gradients
+        parts = [(2, 2, 2)] * self.config.num_layers + [(2, 1, 2)] * self.config.num_layers
+        if self._work.routed is not None and self._work.routed.shared_size:
+            parts += [(2, 2 if self._work.routed.shared_gate else 1, 1)] * self.config.expert_layers
+        return sum(first + again * more + self.gradients * back for first, more, back in parts)
+
     def _gradient_sums(self) -> Counter[tuple[str, str]]:
         divided = _num_divided(self.config, self.axes, self.bucket.padded_rank)
-        whole = 2 * (len(HF_MODULES) + 1) - divided
+        whole = 2 * (len(layer_modules(self.config)) + 1) - divided
         plan = Counter({("reduce-scatter", "fsdp"): divided})
         plan["all-reduce", "data"] += divided if self.axes.data > 1 else 0
         plan["all-reduce", streams_name(self.axes)] += whole
@@ -219,70 +307,63 @@ class Pass:
         return self.bucket.num_tokens // rows
 
     def hbm_bytes(self) -> dict[str, float]:
-        layers, tokens, tensor = self.config.num_layers, self.bucket.num_tokens, self.axes.tensor
-        size, hidden, vocabulary = jnp.dtype(self.limits.dtype).itemsize, *share_of_module(self.config, self.axes, HEAD)
-        matrices = shares_of_matrices(self.config, self.axes)
+        tokens, tensor, work = self.bucket.num_tokens, self.axes.tensor, self._work
+        size, head = jnp.dtype(self.limits.dtype).itemsize, work.head
         passes, outer = (3, 2) if self.gradients else (1, 1)
         heads = (self.config.q_size + self.config.kv_size) // tensor
-        widths = [*sum(matrices, ()), *([heads * 4 // size] * 2 if self.config.attention.qk_norm is not None else [])]
-        moved = sum(max(0, size * tokens * width - _STAYS_BYTES) for width in widths)
-        scores = 0.0 if self.attention_is_hidden else 4 * tokens * self._keys() * self.config.num_heads // tensor
+        widths = [(each.layers, width) for each in work.matrices for width in (each.d_in, each.d_out)]
+        normed = 2 * (self.config.attention.qk_norm is not None)
+        widths += [(self.config.attending_layers, heads * 4 // size)] * normed
+        moved = sum(layers * max(0, size * tokens * width - _STAYS_BYTES) for layers, width in widths)
+        seen = TILE * work.seen_tiles(self._tiles)
+        scores = 0.0 if self.attention_is_hidden else 4 * tokens * seen * self.config.num_heads // tensor
         return {
-            "base": float(size * (passes * layers * sum(a * b for a, b in matrices) + outer * hidden * vocabulary)),
-            "logits": 4.0 * outer * tokens * vocabulary,
-            "activations": layers * passes * _MOVES * moved,
-            "attention": layers * 2 * (passes + outer - 1) * scores,
+            "base": float(size * (passes * (_weights(work.matrices) + self._read_by_blocks()) + outer * head.weights)),
+            "logits": 4.0 * outer * tokens * head.d_out,
+            "activations": passes * _MOVES * moved,
+            "attention": 2 * (passes + outer - 1) * scores,
         }
 
-    def _layers(self) -> dict[str, tuple[int, int]]:
-        return {name: self._module(name) for name in HF_MODULES}
+    def _read_by_blocks(self) -> int:
+        """Return the weights that blocks read, each its expert's."""
+        if self._work.routed is None:
+            return 0
+        each = 3 * self.config.hidden_size * self._work.routed.intermediate_size
+        return self.config.expert_layers * self._blocks * each
 
-    def _module(self, name: str) -> tuple[int, int]:
-        return share_of_module(self.config, self.axes, name)
-
-    def _head(self) -> dict[str, tuple[int, int]]:
-        return {HEAD: share_of_module(self.config, self.axes, HEAD)}
-
-    def _base(self, modules: Mapping[str, tuple[int, int]]) -> float:
-        return 2 * self.bucket.num_tokens * self._times(modules) * sum(d_in * d_out for d_in, d_out in modules.values())
-
-    def _adapters(self, modules: Mapping[str, tuple[int, int]]) -> float:
+    def _adapters(self, modules: Sequence[Product]) -> float:
         rank = self.bucket.padded_rank * self._width()
-        return 2 * self.bucket.num_tokens * rank * self._times(modules) * sum(map(sum, modules.values()))
+        return 2 * self.bucket.num_tokens * rank * sum(each.layers * (each.d_in + each.d_out) for each in modules)
 
     def _width(self) -> int:
         """Return how many adapters a product has side by side."""
         return self.bucket.num_adapters if self.limits.kernels.products == "side_by_side" else 1
 
-    def _times(self, modules: Mapping[str, tuple[int, int]]) -> int:
-        return 1 if HEAD in modules else self.config.num_layers
-
-    def _attention(self, factor: int) -> float:
-        width = self.config.q_size // self.axes.tensor
-        return factor * self.config.num_layers * self.bucket.num_tokens * self._keys() * width
+    def _attention(self, queries: int, values: int) -> float:
+        """Return so many products of queries' width, and of values'."""
+        of_queries, of_values = self._work.widths
+        return self.bucket.num_tokens * self._keys() * (queries * of_queries + values * of_values)
 
     def _keys(self) -> float:
+        """Return the keys that a query is multiplied with, in all layers that attend together."""
         if not self.attention_is_hidden:
-            return self._tiles * TILE
+            return self._work.seen_tiles(self._tiles) * TILE
         blocks = -(-self.longest // BLOCK)  # if sequences of that length fill the stream
-        return min(BLOCK, self.bucket.num_tokens) * (blocks + 1) / 2
+        return self.config.attending_layers * min(BLOCK, self.bucket.num_tokens) * (blocks + 1) / 2
 
 
-def share_of_module(config: ModelConfig, axes: Axes, name: str) -> tuple[int, int]:
-    """Return the inputs and outputs that one chip multiplies of a module, or of the head."""
-    d_in, d_out = config.linear_shapes()[HF_MODULES.get(name, name)]
-    return (d_in // axes.tensor, d_out) if name in _DIVIDED_INPUTS else (d_in, d_out // axes.tensor)
+def _weights(products: Iterable[Product]) -> int:
+    return sum(each.layers * each.weights for each in products)
 
 
-def shares_of_matrices(config: ModelConfig, axes: Axes) -> list[tuple[int, int]]:
-    """Return the inputs and outputs that one chip multiplies of a layer's matrices: qkv, o, gate and up, down."""
-    parts = [[share_of_module(config, axes, name) for name in names] for names in _MATRICES]
-    return [(each[0][0], sum(d_out for _, d_out in each)) for each in parts]
+def _present(terms: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what the layers do not have."""
+    return {name: flops for name, flops in terms.items() if flops}
 
 
 def _num_divided(config: ModelConfig, axes: Axes, padded_rank: int) -> int:
     """Return how many of an adapter's arrays of gradients and moments are divided over fsdp."""
-    specs = state_specs(HF_MODULES, shapes(config, padded_rank), axes)
+    specs = state_specs(layer_modules(config), shapes(config, padded_rank), axes)
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Spec))
     return sum(any(FSDP in (name or ()) for name in spec) for spec in leaves)
 

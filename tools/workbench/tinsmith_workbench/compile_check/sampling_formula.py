@@ -5,16 +5,21 @@ pass over the layers on one shard (its slots, or the tokens of its prompt tiles)
 
 FLOPs of a pass:
 
-    base       2RM
-    attention  4RW * query width / t
-    head       2R * hidden * vocabulary / t, if tokens are drawn
-    adapters   2Rr(in + out) per module, r being the largest rank
+    base        2RM. Of latents, queries and sums are multiplied with the matrix that made keys and values in training
+    attention   2RW (width of queries + width of sums) / t. A window limits W, in whole pages. Queries of latents are as
+                wide as what is kept of a token, and their sums as a latent
+    delta rule  of prompts, as in training; single tokens take no products of matrices
+    experts     of prompts as in training, each tile having an adapter of its own. When tokens are drawn, each expert
+                that is needed computes all rows, and an even router needs as many as there are choices
+    head        2R * hidden * vocabulary / t, if tokens are drawn
+    adapters    2Rr(in + out) per module, r being the largest rank
 
 Collectives of a pass, in arrays:
 
-    all-gather over fsdp     a layer's four matrices, the tokens
+    all-gather over fsdp     a layer's matrices, the tokens
     all-to-all over fsdp     the tokens' rows of the embedding
-    all-reduce over tensor   in a layer the results of o and of down with their adapters'; the embedding
+    all-reduce over tensor   in a layer the results of o and of down with their adapters'; of experts in their place
+                             results, and what their adapters have of these, and what a shared one gives; the embedding
     all-gather over tensor   the logits, if tokens are drawn
 
 Decoding also: an all-gather of the head over fsdp, and of what was drawn (four arrays) over the streams, each once
@@ -40,14 +45,13 @@ from typing import Final
 
 import jax.numpy as jnp
 
-from tinsmith_checkpoints.huggingface import HEAD
-from tinsmith_jax.adapters import HF_MODULES
 from tinsmith_jax.mesh import Axes
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.sampling_values import PAGE, SamplingShape, pages_of
 from tinsmith_jax.tiles import TILE
-from tinsmith_workbench.compile_check.formula import Plan, share_of_module, shares_of_matrices, streams_name
+from tinsmith_workbench.compile_check.formula import Plan, streams_name
 from tinsmith_workbench.compile_check.hlo import Trips
+from tinsmith_workbench.compile_check.layers import Layers
 
 _LARGE_BYTES: Final = 55e6
 """Found in the rows of docs/reference/tpu.jsonl: gathered matrices of more bytes do not stay on the chip."""
@@ -79,54 +83,118 @@ class Sampling:
     def trips(self) -> Trips:
         """Return the lengths of loops. Tokens are drawn without top-k, top-p and alternatives."""
         writes = self.shape.slots_per_shard if self.tiles is None else self.tiles
-        return {"": self._passes, "write": writes, "attend": self._pages, "truncate": 0, "alternatives": 0}
+        seen = self._work.seen_pages(self._pages, self._tokens_of_tile) / self.config.attending_layers
+        found = {"": self._passes, "write": writes, "attend": seen, "truncate": 0, "alternatives": 0}
+        if self._work.delta_layers:
+            found["states"] = writes
+        return {**found, "experts": self._rounds} if self._work.routed is not None else found
+
+    @property
+    def _work(self) -> Layers:
+        return Layers(self.config, self.axes)
 
     @property
     def _pages(self) -> int:
         return pages_of(self.shape.max_context_tokens)
 
+    @property
+    def _tokens_of_tile(self) -> int:
+        return 1 if self.tiles is None else TILE
+
+    @property
+    def _rounds(self) -> int:
+        """Return the blocks of rows of a prompt, or the experts that a step needs."""
+        experts = self._work.routed
+        assert experts is not None, "the model has experts"
+        choices = self._rows * experts.top_k
+        if self.tiles is None:
+            return min(choices, experts.num_experts) // self.axes.tensor
+        return self._work.blocks(choices, self.tiles)
+
     def flops(self) -> dict[str, float]:
-        layers, drawn = self.config.num_layers, self.tiles is None
-        modules = [share_of_module(self.config, self.axes, name) for name in HF_MODULES]
-        head = share_of_module(self.config, self.axes, HEAD)
-        width = self.config.q_size // self.axes.tensor
+        work, drawn, rank = self._work, self.tiles is None, self.shape.max_lora_rank
+        seen = PAGE * work.seen_pages(self._pages, self._tokens_of_tile)
+        experts, own = self._of_experts()
         per_row = {
-            "base": 2 * layers * sum(d_in * d_out for d_in, d_out in modules),
-            "attention": 4 * layers * self._pages * PAGE * width,
-            "head": 2 * head[0] * head[1] * int(drawn),
-            "adapters": 2 * self.shape.max_lora_rank * (layers * sum(map(sum, modules)) + sum(head) * int(drawn)),
+            "base": 2 * sum(each.layers * each.weights for each in work.matrices),
+            "attention": 2 * seen * sum(self._widths()),
+            "delta rule": 0 if drawn else work.delta_layers * work.delta_flops()[0],
+            "experts": experts,
+            "head": 2 * work.head.weights * int(drawn),
+            "adapters": 2 * rank * (self._adapted() + (work.head.d_in + work.head.d_out) * int(drawn)) + own,
         }
-        return {name: float(flops) * self._rows * self._passes for name, flops in per_row.items()}
+        return {name: float(flops) * self._rows * self._passes for name, flops in per_row.items() if flops}
+
+    def _widths(self) -> tuple[int, int]:
+        """Return the numbers of a token's queries, and of its sums of values."""
+        latent, heads = self.config.attention.latent, self.config.num_heads // self.axes.tensor
+        if latent is None:
+            return heads * self.config.head_dim, heads * self.config.head_dim
+        return heads * latent.cached_dim, heads * latent.rank
+
+    def _adapted(self) -> int:
+        """Return the inputs and outputs of all modules: of the one that makes keys and values of latents, by head."""
+        found = sum(each.layers * (each.d_in + each.d_out) for each in self._work.modules)
+        if (latent := self.config.attention.latent) is None:
+            return found
+        usual = latent.rank + self.config.num_heads * (latent.plain_dim + latent.value_dim)
+        by_head = self.config.num_heads * (latent.plain_dim + latent.value_dim + 2 * latent.rank)
+        return found + self.config.num_layers * (by_head - usual)
+
+    def _of_experts(self) -> tuple[float, float]:
+        """Return the products of experts' matrices for a row, and of their adapters."""
+        experts = self._work.routed
+        if experts is None:
+            return 0.0, 0.0
+        hidden, inner, rank = self.config.hidden_size, experts.intermediate_size, self.shape.max_lora_rank
+        rows = self._rounds * (self._rows if self.tiles is None else TILE) / self._rows
+        own, shared = 6 * rows * rank * inner, 6 * rank * hidden
+        return self.config.expert_layers * 6 * rows * hidden * inner, self.config.expert_layers * (own + shared)
 
     def model_flops(self) -> float:
         return sum(self.flops().values())
 
     def collectives(self) -> Plan:
-        layers, axes, drawn = self.config.num_layers, self.axes, self.tiles is None
+        axes, drawn, work = self.axes, self.tiles is None, self._work
         plan: Plan = Counter()
         if axes.fsdp > 1 and drawn and self.shape.gathers_once:
-            plan["all-gather", "fsdp"] = 6
+            plan["all-gather", "fsdp"] = 2 + work.gathered_names
         elif axes.fsdp > 1:
-            plan["all-gather", "fsdp"] = self._passes * (4 * layers + 1) + drawn
+            plan["all-gather", "fsdp"] = self._passes * (work.gathered + 1) + drawn
             plan["all-to-all", "fsdp"] = self._passes
         if axes.tensor > 1:
-            plan["all-reduce", "tensor"] = self._passes * (2 * layers + 1)
+            plan["all-reduce", "tensor"] = self._passes * (self._sums() + 1)
             plan["all-gather", "tensor"] = self._passes * drawn
         if axes.num_streams > 1 and drawn:
             plan["all-gather", streams_name(axes)] += 4
             plan["all-reduce", streams_name(axes)] += self._passes + 1
         return +plan
 
+    def _sums(self) -> int:
+        experts = self._work.routed
+        of_experts = 0 if experts is None else self.config.expert_layers * (1 + bool(experts.shared_size))
+        return 2 * self.config.num_layers + of_experts
+
     def hbm_bytes(self) -> dict[str, float]:
-        layers, cache = self.config.num_layers, self._cache_bytes()
+        work, layers, cache = self._work, self.config.attending_layers, self._cache_bytes()
         moved = {
-            "base": layers * sum(map(self._matrix_bytes, shares_of_matrices(self.config, self.axes))),
-            "head": self._outer_bytes(share_of_module(self.config, self.axes, HEAD)) if self.tiles is None else 0,
-            "adapters": layers * (self.shape.slots_per_shard + 1) * self._adapter_bytes(),
+            "base": sum(each.layers * self._matrix_bytes((each.d_in, each.d_out)) for each in work.matrices),
+            "experts": self._expert_bytes(),
+            "head": self._outer_bytes((work.head.d_in, work.head.d_out)) if self.tiles is None else 0,
+            "adapters": (self.shape.slots_per_shard + 1) * self._adapter_bytes(),
             "cache": layers * self._sequences * cache,
-            "attention": layers * self._spilled_bytes(cache) if self.attends_in_hbm else 0,
+            "states": 2 * self._sequences * 4 * self.config.state_size,
+            "attention": self._spilled_bytes(cache) if self.attends_in_hbm else 0,
         }
         return {name: float(self._passes * num_bytes) for name, num_bytes in moved.items()}
+
+    def _expert_bytes(self) -> float:
+        """Return what is read of the experts: one's matrices in each round."""
+        experts = self._work.routed
+        if experts is None:
+            return 0.0
+        each = 3 * self.config.hidden_size * experts.intermediate_size
+        return float(self._size * self.config.expert_layers * self._rounds * each)
 
     @property
     def _sequences(self) -> int:
@@ -149,15 +217,20 @@ class Sampling:
         return whole if self.axes.fsdp == 1 else whole * (1 + (1 + 1 / self.axes.fsdp) / self._passes)
 
     def _adapter_bytes(self) -> int:
-        """Return the bytes of one adapter in a layer."""
-        modules = [share_of_module(self.config, self.axes, name) for name in HF_MODULES]
-        return self._size * self.shape.max_lora_rank * sum(map(sum, modules))
+        """Return the bytes of one adapter in all layers."""
+        work, found = self._work, sum(each.layers * (each.d_in + each.d_out) for each in self._work.modules)
+        if work.routed is not None:
+            inner = work.routed.num_experts // self.axes.tensor * work.routed.intermediate_size
+            found += 3 * self.config.expert_layers * (self.config.hidden_size + inner)
+        return self._size * self.shape.max_lora_rank * found
 
     def _cache_bytes(self) -> int:
-        """Return the bytes of a sequence's keys and values in a layer."""
-        return self._size * 2 * self._pages * PAGE * self.config.kv_size // self.axes.tensor
+        """Return the bytes of what a sequence keeps in a layer that attends."""
+        parts = 1 if self.config.attention.latent is not None else self.axes.tensor
+        return self._size * self._pages * PAGE * self.config.cached_size // parts
 
     def _spilled_bytes(self, cache: int) -> float:
-        sums = 4 * self._rows * self._pages * self.config.q_size // self.axes.tensor
-        scores = 4 * self._rows * self._pages * PAGE * self.config.num_heads // self.axes.tensor
-        return 2 * self._sequences * (cache + self._adapter_bytes()) + 2 * sums + 6 * scores
+        layers, seen = self.config.attending_layers, self._work.seen_pages(self._pages, self._tokens_of_tile)
+        sums = 4 * self._rows * seen * self._widths()[1]
+        scores = 4 * self._rows * seen * PAGE * self.config.num_heads // self.axes.tensor
+        return 2 * self._sequences * (layers * cache + self._adapter_bytes()) + 2 * sums + 6 * scores

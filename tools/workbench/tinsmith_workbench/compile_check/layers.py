@@ -1,0 +1,178 @@
+"""What the layers of a description multiply on one chip, whichever family it is of.
+
+Matrices and adapters are those that the backend loads and makes for the description. What mixes tokens, and experts,
+have terms of their own. Legend as in formula.py; c = tokens of a chunk, dk and dv = key and value size of a head of the
+gated delta rule, I = inner size of an expert.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from tinsmith_checkpoints.huggingface import HEAD, ExpertShape
+from tinsmith_jax import adapters
+from tinsmith_jax.attention import kernel_size
+from tinsmith_jax.mesh import FSDP, TENSOR, Axes, adapter_specs, base_specs
+from tinsmith_jax.model_config import DENSE, ModelConfig
+from tinsmith_jax.sampling_values import PAGE
+from tinsmith_jax.tiles import TILE
+from tinsmith_jax.weights import base_shapes, plain_matrices
+
+_EXPERT_MODULES: Final = ("gate", "up", "down")
+_SOLVED: Final = 16  # rows of a triangular system that are solved at once, as in gated_delta.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A matrix of the layers that have it: the base's, or the two of an adapter's module together."""
+
+    name: str
+    layers: int
+    d_in: int  # on one chip
+    d_out: int
+    gathered: bool = False  # over fsdp
+
+    @property
+    def weights(self) -> int:
+        return self.d_in * self.d_out
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether it gives what an MLP adds."""
+        return self.name.removeprefix(DENSE) in ("down", "shared_down")
+
+
+@dataclass(frozen=True)
+class Layers:
+    config: ModelConfig
+    axes: Axes
+
+    # Matrices
+
+    @cached_property
+    def matrices(self) -> Sequence[Product]:
+        """All but the routed experts'."""
+        shapes = base_shapes(self.config, "float32")["layers"]
+        return [self._matrix(name, shapes[name].shape) for name in shapes if name in plain_matrices(self.config)]
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> Product:
+        spec = base_specs([name])["layers"][name]
+        layers, *sizes = (
+            size // (self.axes.tensor if axis == TENSOR else 1)
+            for size, axis in zip(shape, [*spec, *[None] * (len(shape) - len(spec))], strict=True)
+        )
+        return Product(name=name, layers=layers, d_in=sizes[0], d_out=sizes[1], gathered=FSDP in spec)
+
+    @cached_property
+    def modules(self) -> Sequence[Product]:
+        """The modules of an adapter, but for the routed experts'."""
+        return [
+            self._module(name, *pair)
+            for name, pair in self._adapters.items()
+            if not self.routed or name not in _EXPERT_MODULES
+        ]
+
+    @cached_property
+    def _adapters(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        found = adapters.shapes(self.config, 1)["layers"]
+        return {name: (A.shape, B.shape) for name, (A, B) in found.items()}
+
+    def _module(self, name: str, A: tuple[int, ...], B: tuple[int, ...]) -> Product:
+        by_A, by_B = adapter_specs([name])["layers"][name]
+        parts = self.axes.tensor
+        d_in = A[-2] // (parts if TENSOR in by_A else 1)
+        return Product(name=name, layers=A[0], d_in=d_in, d_out=B[-1] // (parts if TENSOR in by_B else 1))
+
+    @property
+    def head(self) -> Product:
+        d_in, d_out = self.config.linear_shapes()[HEAD]
+        return Product(name="head", layers=1, d_in=d_in, d_out=d_out // self.axes.tensor, gathered=True)
+
+    @property
+    def gathered(self) -> int:
+        """Return how many arrays of all layers are gathered over fsdp."""
+        of_experts = 2 * self.config.expert_layers if self.routed is not None else 0
+        return sum(each.layers for each in self.matrices if each.gathered) + of_experts
+
+    @property
+    def gathered_names(self) -> int:
+        """Return how many arrays they are, stacked over layers."""
+        return sum(each.gathered for each in self.matrices) + (2 if self.routed is not None else 0)
+
+    # Attention
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether kernels for accelerators know the scores of attention."""
+        attention, kinds = self.config.attention, self.config.kinds
+        return not attention.sinks and attention.cap is None and all(kind.window is None for kind in kinds)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Return the sizes of all queries, and of all values, of a token on one chip, as attention computes them."""
+        latent, heads = self.config.attention.latent, self.config.num_heads // self.axes.tensor
+        if latent is None:
+            return heads * self.config.head_dim, heads * self.config.head_dim
+        if self.is_plain and latent.key_dim != latent.value_dim:
+            size = kernel_size(latent.key_dim, latent.value_dim)
+            return heads * size, heads * size
+        return heads * latent.key_dim, heads * latent.value_dim
+
+    def seen_tiles(self, tiles: int) -> int:
+        """Return the tiles of keys that attention computes for a query, of all layers that attend together.
+
+        The sequence has `tiles`. The number follows from the window of each layer.
+        """
+        windows = [self.config.kinds[kind].window for kind in self.config.pattern if self._attends(kind)]
+        return sum(tiles if each is None else min(tiles, (each + TILE - 2) // TILE + 1) for each in windows)
+
+    def seen_pages(self, pages: int, tokens: int) -> int:
+        """Return the pages of keys that sampling reads for `tokens` of one sequence, its last ones, likewise."""
+        windows = [self.config.kinds[kind].window for kind in self.config.pattern if self._attends(kind)]
+        last = pages * PAGE - tokens
+        return sum(pages - (0 if each is None else max(0, last - each + 1) // PAGE) for each in windows)
+
+    def seen_keys(self, longest: int) -> float:
+        """Return the keys that a query sees on average, of all layers that attend together, in a full sequence."""
+        windows = [self.config.kinds[kind].window for kind in self.config.pattern if self._attends(kind)]
+        sizes = [longest if each is None else min(longest, each) for each in windows]
+        return sum(size * (2 * longest - size + 1) / (2 * longest) for size in sizes)
+
+    def _attends(self, kind: int) -> bool:
+        return self.config.kinds[kind].delta is None
+
+    # The gated delta rule
+
+    @property
+    def delta_layers(self) -> int:
+        return self.config.num_layers - self.config.attending_layers
+
+    def delta_flops(self) -> tuple[float, float, float]:
+        """Return what the rule takes of a token in one layer: forward, again before a backward pass, and backward.
+
+        What is computed again are the corrections of a chunk, from the state before it.
+        """
+        if self.config.delta is None:
+            return 0.0, 0.0, 0.0
+        rule, c = self.config.delta, TILE
+        dk, dv = rule.key_dim, rule.value_dim
+        solved = (dk + dv) * (_SOLVED * sum(range(0, c, _SOLVED)) + c * _SOLVED)
+        corrections = 2 * c * c * dk + c**3 + solved + c * dk * dv
+        results = c * dk * dv + c * c * dv
+        new_state = c * dk * dv
+        backward = 2 * (2 * c * c * dk + c * dk * dv + results + new_state) + c**3 + solved + c * c * (dk + dv)
+        each = 2 * rule.value_heads / c
+        return each * (corrections + results + new_state), each * corrections, each * backward
+
+    # Experts
+
+    @property
+    def routed(self) -> ExpertShape | None:
+        return self.config.experts
+
+    def blocks(self, choices: int, adapters_in_use: int) -> int:
+        """Return the blocks of rows that this chip's experts compute, if a router is even: `choices` of all chips'."""
+        assert self.routed is not None, "the model has experts"
+        own, groups = choices // self.axes.tensor, self.routed.num_experts // self.axes.tensor * adapters_in_use
+        return min(own, groups) * -(-own // (groups * TILE))
