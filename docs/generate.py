@@ -55,6 +55,7 @@ PUBLIC_PACKAGES = (
     "tinsmith.stores",
     "tinsmith.testing",
     "tinsmith.machine",
+    "tinsmith.logins",
     "tinsmith.tracing",
     "tinsmith_checkpoints.huggingface",
     "tinsmith_workers",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from tinsmith.backend import BackendConfig
 from tinsmith.figures import Figures
 from tinsmith.operations import Consistency, Failed, Sample, SampleOutput
 from tinsmith.phases import Phase, phases_of
@@ -118,6 +119,23 @@ class RoutesContext:
 
     def is_public(self, endpoint: object) -> bool:
         return endpoint in self._public
+
+
+L = TypeVar("L", bound=BackendConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoginSpec(Generic[L]):
+    """A way to sign in: its settings. What signs people in, its plugin adds to `RoutesContext.logins`."""
+
+    name: str
+    config: type[L]
+    check: Callable[[L], Iterable[str]] | None = None
+    """Yields a reason for each obstacle that shows before a server starts, such as a file that cannot be read."""
+    description: str = ""
+
+
+AnyLoginSpec = LoginSpec[Any]  # Any: specs of different configs live in one registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

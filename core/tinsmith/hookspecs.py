@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from tinsmith.backend import AnyBackendSpec, AnySamplerSpec
-    from tinsmith.hook_values import OperationFinished, Principal, RoutesContext, ServerStarted, ServerStopping
+    from tinsmith.hook_values import (
+        LoginSpec,
+        OperationFinished,
+        Principal,
+        RoutesContext,
+        ServerStarted,
+        ServerStopping,
+    )
     from tinsmith.losses import LossSpec
     from tinsmith.scheduler import SchedulerSpec
     from tinsmith.settings import Settings
@@ -67,6 +74,11 @@ def tinsmith_register_losses() -> LossSpec | Sequence[LossSpec]:
     `per_token` maps logprobs to losses *and* their derivatives, over any array namespace `xp`. The loss of a request is
     the plain sum.
     """
+
+
+@hookspec
+def tinsmith_register_logins() -> LoginSpec[Any] | Sequence[LoginSpec[Any]]:
+    """Offer logins, by which people sign in. `login.plugin` selects one; `tinsmith_register_routes` adds its routes."""
 
 
 @hookspec

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.authoring.new_plugin import PluginKind, write_plugin
+from tinsmith.logins import LoginSpec
 from tinsmith.plugins.discovery import HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.engine_driver import EngineDriver
@@ -29,7 +30,11 @@ WORKERS = ROOT / "libraries" / "workers"
 SKELETONS = CORE / "authoring" / "skeletons"
 PUBLIC = {
     **dict.fromkeys(
-        ("tinsmith", "tinsmith.stores", "tinsmith.machine", "tinsmith.tracing", "tinsmith.testing"), ROOT / "core"
+        (
+            *("tinsmith", "tinsmith.stores", "tinsmith.machine", "tinsmith.logins", "tinsmith.tracing"),
+            "tinsmith.testing",
+        ),
+        ROOT / "core",
     ),
     "tinsmith_checkpoints.huggingface": ROOT / "libraries/checkpoints",
     **dict.fromkeys(
@@ -152,6 +157,10 @@ class Greeter:
     def __init__(self, models: Path) -> None:
         self.models = models
         self.seen: list[object] = []
+
+    @tinsmith.hookimpl
+    def tinsmith_register_logins(self) -> LoginSpec[tinsmith.BackendConfig]:
+        return LoginSpec(name="greeting", config=tinsmith.BackendConfig)
 
     @tinsmith.hookimpl
     def tinsmith_register_tracers(self) -> TracerSpec[tinsmith.BackendConfig]:

@@ -225,6 +225,7 @@ def _check_plugin_sections(tree: dict[str, Any], plugins: Plugins, problems: _Pr
     sections: list[tuple[KeyPath, object, Any]] = [
         (("store",), tree.get("store", {"plugin": defaults.store.plugin}), plugins.stores.get),
         (("scheduler",), tree.get("scheduler", {"plugin": defaults.scheduler.plugin}), plugins.schedulers.get),
+        (("login",), tree.get("login"), plugins.logins.get),
         (("tracing",), tree.get("tracing"), plugins.tracers.get),
     ]
     models = tree.get("models")

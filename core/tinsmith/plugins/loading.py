@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, BackendSpec, SamplerSpec
 from tinsmith.errors import PluginError, TinsmithError
-from tinsmith.hook_values import Principal
+from tinsmith.hook_values import AnyLoginSpec, LoginSpec, Principal
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.discovery import (
     HOOK_NAMES,
@@ -46,6 +46,7 @@ SPEC_TYPES: Final[Mapping[str, type[Any]]] = {  # by registration hook
     "tinsmith_register_stores": StoreSpec,
     "tinsmith_register_schedulers": SchedulerSpec,
     "tinsmith_register_losses": LossSpec,
+    "tinsmith_register_logins": LoginSpec,
     "tinsmith_register_tracers": TracerSpec,
 }
 
@@ -66,8 +67,12 @@ class Plugins:
         self.stores: Registry[StoreSpec[Any]] = Registry("store", self._hint)
         self.schedulers: Registry[SchedulerSpec[Any]] = Registry("scheduler", self._hint)
         self.losses: Registry[LossSpec] = Registry("loss", self._hint)
+        self.logins: Registry[AnyLoginSpec] = Registry("login", self._hint)
         self.tracers: Registry[AnyTracerSpec] = Registry("tracer", self._hint)
-        everything = (self.backends, self.samplers, self.stores, self.schedulers, self.losses, self.tracers)
+        everything = (
+            *(self.backends, self.samplers, self.stores, self.schedulers),
+            *(self.losses, self.logins, self.tracers),
+        )
         self._registries: dict[str, Registry[Any]] = dict(zip(SPEC_TYPES, everything, strict=True))
 
     @classmethod

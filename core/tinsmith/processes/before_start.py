@@ -149,6 +149,13 @@ def _samplers(settings: Settings, plugins: Plugins) -> Iterator[str]:
             )
 
 
+def _login(settings: Settings, plugins: Plugins) -> Iterator[str]:
+    if settings.login is not None:
+        spec = plugins.logins.get(settings.login.plugin)
+        if spec.check is not None:
+            yield from spec.check(spec.config.model_validate(settings.login.options()))
+
+
 def _obstacles_of(who: str, spec: AnySpec, section: PluginSection, model: ModelSettings) -> Iterator[str]:
     if spec.check is not None:
         config = spec.config.model_validate(own_options(section, spec))
@@ -172,6 +179,7 @@ CHECKS: Final[dict[str, Callable[[Settings, Plugins], Iterator[str]]]] = {
         lambda settings, _: refuse_if_in_use(settings.data_dir, shared=settings.server.share_data_dir)
     ),
     "database": _raising(look_at_store),
+    "login": _login,
     "engine": _engine_of_the_server,
     "backend": _trainers,
     "sampler": _samplers,

@@ -1,5 +1,6 @@
 """Signing in by a real provider: who gets in as whom, for how long, and what is refused."""
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,9 +16,12 @@ from browser import Browser as PageOfBrowser
 from browser import running_browser
 from cryptography.hazmat.primitives.asymmetric import rsa
 from oidc_served import API, CLIENT, SCRIPT, SECRET, Browser, RealProvider
+from typer.testing import CliRunner
 
 import tinsmith_oidc.cookies
+from tinsmith.commands import cli
 from tinsmith.errors import PluginError
+from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith_oidc.config import OidcConfig
 
@@ -280,6 +284,36 @@ def test_without_any_configured_key_a_server_with_a_login_is_closed(tmp_path: Pa
 def test_a_server_with_a_wrong_login_does_not_start(tmp_path: Path, login: dict[str, Any], reason: str) -> None:
     with pytest.raises(PluginError, match=reason), running_server(tmp_path, engines=False, login=login):
         raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("login", "said"),
+    [
+        ("client_id: a", "tinsmith.yaml:2: login.issuer: field required; add it"),
+        ("issuer: https://a, client_id: a, scope: [openid]", "login.scope: unknown key, allowed: admin_claim,"),
+        ("issuer: http://idp.example, client_id: a", "tinsmith.yaml:2: login.issuer: issuer is 'http://idp.example'"),
+        ("issuer: https://a, client_id: a, client_secret_file: /nowhere", "login.client_secret_file: cannot read"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check-config", "doctor"])
+def test_the_settings_are_checked_before_a_server_starts(command: str, login: str, said: str, tmp_path: Path) -> None:
+    told = told_by(command, f"login:\n  {{plugin: oidc, {login}}}\n", tmp_path)
+    assert said in told
+
+
+def test_a_login_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    assert "login.plugin: no login named 'oidk', installed: oidc; did you mean 'oidc'?" in told_by(
+        "check-config", "login: {plugin: oidk}\n", tmp_path
+    )
+
+
+def told_by(command: str, login: str, directory: Path) -> str:
+    """Return what a command says of a configuration, in one line."""
+    file, plugins = directory / "tinsmith.yaml", Plugins.load()
+    server = json.dumps({"data_dir": str(directory / "data"), "port": 0})
+    file.write_text(f"{login}server: {server}\nmodels: [{{name: a, backend: {{plugin: toy}}}}]\n")
+    done = CliRunner().invoke(cli.build_group(plugins), [command, "--config", str(file)], obj=plugins)
+    return " ".join(f"{done.output} {done.exception or ''}".split())
 
 
 def test_a_provider_that_is_away_is_not_asked_by_every_request(tmp_path: Path) -> None:

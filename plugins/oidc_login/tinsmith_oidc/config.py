@@ -1,17 +1,17 @@
 """The settings of the login: the keys of `login:` beside `plugin: oidc`."""
 
 import ipaddress
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
+import tinsmith
 from tinsmith import ConfigError, Settings
 
 
-class OidcConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
+class OidcConfig(tinsmith.BackendConfig):
     issuer: str = Field(
         description="URL of the provider, under which it answers `/.well-known/openid-configuration`; it must be "
         "https, except on this machine"
@@ -82,6 +82,14 @@ class OidcConfig(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             msg = f"login.client_secret_file: cannot read {str(self.client_secret_file)!r}: {error}"
             raise ConfigError(msg) from error
+
+
+def check(config: OidcConfig) -> Iterator[str]:
+    """Yield why the client's secret cannot be read."""
+    try:
+        config.secret()
+    except ConfigError as error:
+        yield str(error)
 
 
 def config_of(settings: Settings) -> OidcConfig | None:

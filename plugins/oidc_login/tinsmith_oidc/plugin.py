@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import tinsmith
+from tinsmith.logins import LoginSpec
+from tinsmith_oidc.config import OidcConfig, check, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,10 +15,14 @@ if TYPE_CHECKING:
 
 
 @tinsmith.hookimpl
+def tinsmith_register_logins() -> LoginSpec[OidcConfig]:
+    return LoginSpec(name="oidc", config=OidcConfig, check=check, description="sign in with OpenID Connect")
+
+
+@tinsmith.hookimpl
 def tinsmith_register_routes(settings: tinsmith.Settings, context: tinsmith.RoutesContext) -> Sequence[APIRouter]:
     """Offer nothing unless `login.plugin` is `oidc`. Raises ConfigError if its settings are wrong."""
-    from tinsmith_oidc.config import config_of  # here, since only servers need them
-    from tinsmith_oidc.cookies import Cookies
+    from tinsmith_oidc.cookies import Cookies  # here, since only servers need them
     from tinsmith_oidc.login import Login
     from tinsmith_oidc.provider import Provider
     from tinsmith_oidc.routes import LoginRoutes

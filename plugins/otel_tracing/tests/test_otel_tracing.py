@@ -271,3 +271,10 @@ def wait_for_row(data_dir: Path, query: str, wanted: int | None = None) -> int:
             time.sleep(0.02)
     database.close()
     return int(found[0])
+
+
+def test_the_readme_describes_every_option() -> None:
+    table = (Path(__file__).parents[1] / "README.md").read_text().partition("## Options of `tracing`")[2]
+    rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    described = {name.strip(" `"): description.strip() for name, _, description in rows}
+    assert described == {name: field.description for name, field in OtelConfig.model_fields.items()}
