@@ -1,6 +1,7 @@
 """Renders docs/reference/models.json as the generated part of models.md."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ _COLUMNS: Final = (
     "Isolation",
     "Gap",
 )
+_SUPPORTED: Final = re.compile(r", only (\w+, )+\w+$")
+"""The list of classes with which servers end a refusal: the tables above have them."""
 _UNKNOWN: Final = "its class is not known here"
 
 
@@ -102,7 +105,7 @@ def _refusals(rows: Sequence[Row]) -> Iterable[list[str]]:
             answers = {**{f"train_{target} alone": row["targets"][target] for target in row["targets"]}}
             asked = [(what, text) for what, text in {**answers, "all weights": row["full"]}.items() if text != "yes"]
         for where, text in asked:
-            line = (row["class"], row["pair"], where, _cell(text))
+            line = (row["class"], row["pair"], where, _cell(_SUPPORTED.sub("", text)))
             if line not in seen:
                 seen.add(line)
                 yield list(line)
