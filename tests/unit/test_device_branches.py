@@ -89,7 +89,9 @@ FORCED_BY: Mapping[str, str] = {
     "tinsmith_megatron.cpu_shim:install": MEGATRON + NO_SHIM,
     "tinsmith_megatron.megatron_here:": MEGATRON + NO_SHIM,
     "tinsmith_vllm.compat:check_heads": VLLM + UNCHANGED,
+    "tinsmith_vllm.compat:compute_gated_delta": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:forget_packed_experts": VLLM + UNCHANGED,
+    "tinsmith_vllm.compat:import_without_torchvision": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:leave_base_rows_alone": VLLM + UNCHANGED,
     "tinsmith_vllm.compat:check_platform": (
         "plugins/vllm_sampler/tests/test_vllm_gpu_starts.py"

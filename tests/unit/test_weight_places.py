@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tinsmith_checkpoints.huggingface.weight_places import weight_places
+from tinsmith_checkpoints.huggingface.places import weight_places
 
 LAYER = "model.layers.0.mlp.experts"
 

@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from tinsmith import Array, ConfigError, Datum, ForwardBackward, LoraConfig
 from tinsmith.testing import assert_close_arrays, ragged_data
 from tinsmith_checkpoints.huggingface import deltas, tiny_causal_lm, tiny_config
-from tinsmith_checkpoints.huggingface.weight_places import Place, weight_places
+from tinsmith_checkpoints.huggingface.places import Place, weight_places
 from tinsmith_fsdp import probe
 from tinsmith_fsdp.architecture import architecture_of
 from tinsmith_fsdp.config import FsdpConfig

@@ -23,6 +23,7 @@ STAND_INS = {
         class current_platform:
             is_unspecified = staticmethod(lambda: UNSPECIFIED)
             is_cuda_alike = staticmethod(lambda: not UNSPECIFIED)
+            is_cpu = staticmethod(lambda: False)
     """,
     "vllm/engine/arg_utils.py": """
         import json

@@ -638,4 +638,6 @@ def test_on_gpus_nothing_is_changed_that_only_cpus_need(monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, name, module)
     compat.check_heads(None)
     compat.leave_base_rows_alone()
+    compat.compute_gated_delta(pytest.fail)
+    compat.import_without_torchvision()
     compat.forget_packed_experts(None)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -23,7 +24,14 @@ from tinsmith.checkpoints.saved import write_checkpoint
 from tinsmith.commands.cli import build_group
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing import assert_same_arrays
-from tinsmith_checkpoints.huggingface import StoredTensors
+from tinsmith_checkpoints.huggingface import (
+    Place,
+    StoredTensors,
+    read_model_config,
+    save_as_published,
+    tiny_causal_lm,
+    weight_places,
+)
 from tinsmith_vllm.adapters import AdapterFiles
 from tinsmith_vllm.memory import AdapterMemory
 from tinsmith_vllm.messages import CONFIG, Generate
@@ -57,6 +65,38 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return StoredTensors.of(directory, "model").shapes()
 
 
+def places(directory: Path) -> dict[str, Place]:
+    return weight_places(read_model_config(directory), shapes(directory))
+
+
+def whole_adapter(base: Mapping[str, Place]) -> HostSnapshot:
+    """Everything in the layers that adapters train, by the places of a model's weights, and the head."""
+    rng, weights = np.random.default_rng(0), dict[str, Array]()
+
+    def add(module: str, A: tuple[int, ...], B: tuple[int, ...]) -> None:
+        for side, shape in (("A", A), ("B", B)):
+            name = f"base_model.model.{module}.lora_{side}.weight"
+            weights[name] = rng.normal(scale=0.2, size=shape).astype(np.float32)
+
+    joined = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    number = 1 + max((int(found[1]) for name in base if (found := re.search(r"experts\.(\d+)\.", name))), default=-1)
+    for name, place in base.items():
+        module = name.removesuffix(".weight")
+        if not module.endswith(("_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")):
+            continue
+        outputs, inputs = place.shape
+        before, experts, rest = module.partition(".experts.")
+        if not experts:
+            add(module, (RANK, inputs), (outputs, RANK))
+        elif rest.startswith("0."):
+            shared = rest != "0.down_proj"
+            A, B = (1, RANK, inputs) if shared else (number, RANK, inputs), (number if shared else 1, outputs, RANK)
+            add(f"{before}.experts.{joined[rest.removeprefix('0.')]}", A, B)
+    vocabulary, hidden = base["model.embed_tokens.weight"].shape
+    add("lm_head", (RANK, hidden), (vocabulary, RANK))
+    return HostSnapshot("whole", LoraConfig(rank=RANK, seed=0), weights)
+
+
 def expert_adapter() -> HostSnapshot:
     """Attention, experts and the head of the first layer of SHAPES["qwen3_moe"]."""
     sides: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -82,7 +122,39 @@ def test_what_is_merged_is_what_the_command_merges(
     tiny_models: dict[str, Path], tmp_path: Path, store: AdapterMemory | AdapterFiles
 ) -> None:
     snapshot, base = expert_adapter(), tiny_models["qwen3_moe"]
-    _, source = store.write_changes(snapshot, shapes(base))
+    originals, found = load_file(base / "model.safetensors"), merged_beside_the_command(snapshot, base, store, tmp_path)
+    changed = {name for name in originals if not torch.equal(originals[name], found[name])}
+    assert len(changed) == 1 + 3 * EXPERTS, "the head is a matrix of its own beside the embedding"
+
+
+@pytest.mark.slow  # imports transformers
+@pytest.mark.parametrize(
+    ("class_name", "tied"),
+    [
+        ("Qwen3NextForCausalLM", False),  # rows of several modules in one matrix
+        ("Qwen3_5MoeForConditionalGeneration", True),  # all experts in one tensor, names of a language part
+        ("GptOssForCausalLM", False),  # gate and up alternate, [in, out]
+        ("Phi3ForCausalLM", False),
+    ],
+)
+def test_tensors_of_several_modules_are_merged(
+    class_name: str, *, tied: bool, tmp_path: Path, memory: AdapterMemory
+) -> None:
+    base = tmp_path / "base"
+    save_as_published(tiny_causal_lm(class_name, {"tie_word_embeddings": tied}, {"tie_word_embeddings": tied}), base)
+    found = merged_beside_the_command(whole_adapter(places(base)), base, memory, tmp_path)
+    for name, tensor in load_file(base / "model.safetensors").items():
+        trained = name.endswith(("_proj", "_proj.weight")) or ".in_proj_" in name
+        of_language = "visual" not in name and (name != "lm_head.weight" or not tied)
+        assert torch.equal(found[name], tensor) != (of_language and (trained or name == "lm_head.weight")), name
+    assert "lm_head.weight" in found
+
+
+def merged_beside_the_command(
+    snapshot: HostSnapshot, base: Path, store: AdapterMemory | AdapterFiles, tmp_path: Path
+) -> dict[str, torch.Tensor]:
+    """Return what vLLM loads, compared with what `tinsmith checkpoint merge` writes."""
+    _, source = store.write_changes(snapshot, places(base))
     found = dict(weights_of(base_of(base), source))
     write_checkpoint(
         tmp_path, "run/weights/x", kind="sampler", base_model=str(base), user_metadata={}, overwrite=False,
@@ -96,11 +168,9 @@ def test_what_is_merged_is_what_the_command_merges(
     assert result.exit_code == 0, result.output
     merged = {name: torch.from_numpy(array) for name, array in StoredTensors.of(tmp_path / "merged", "model").items()}
     assert found.keys() == merged.keys()
-    originals = load_file(base / "model.safetensors")
     for name, expected in merged.items():
         np.testing.assert_allclose(found[name], expected, atol=1e-6, rtol=0, err_msg=name)
-    changed = {name for name in originals if not torch.equal(originals[name], found[name])}
-    assert len(changed) == 1 + 3 * EXPERTS, "the head is a matrix of its own beside the embedding"
+    return found
 
 
 def full_snapshot(base: Path, **changed: Array) -> HostSnapshot:
@@ -128,16 +198,16 @@ def test_the_base_model_is_its_own_weights(tiny_models: dict[str, Path]) -> None
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(tiny_models: dict[str, Path], files: AdapterFiles) -> None:
-    base = shapes(tiny_models["qwen3"])
+    base, weights = shapes(tiny_models["qwen3"]), places(tiny_models["qwen3"])
     with pytest.raises(UnsupportedError, match=r"'experts' has 'model.layers.0.mlp.experts.0.*base model has no such"):
-        files.write_changes(expert_adapter(), base)
+        files.write_changes(expert_adapter(), weights)
     odd = full_snapshot(tiny_models["qwen3"], **{"model.norm.weight": np.ones(5, np.float32)})
     with pytest.raises(UnsupportedError, match=r"'full' has 'model.norm.weight' of the shape \[5\].* has \[64\]"):
         files.write_all(odd, base, "float32")
     few = HostSnapshot("few", LoraConfig(rank=0, seed=0), {"model.norm.weight": np.ones(64, np.float32)})
     with pytest.raises(UnsupportedError, match=r"'few' has no 'model.embed_tokens.weight'"):
         files.write_all(few, base, "float32")
-    _, directory = files.write_changes(blank_adapter(), base)
+    _, directory = files.write_changes(blank_adapter(), weights)
     assert [path.name for path in directory.parent.iterdir() if path.is_dir()] == [directory.name], "others are removed"
 
 
@@ -197,7 +267,7 @@ def test_full_shared_memory_is_refused_with_the_remedy(
     with pytest.raises(ServerError, match=told):
         files.write(blank_adapter(), "base")
     with pytest.raises(ServerError, match=told):
-        files.write_changes(blank_adapter(), base)
+        files.write_changes(blank_adapter(), places(tiny_models["qwen3"]))
     with pytest.raises(ServerError, match=told):
         files.write_all(full_snapshot(tiny_models["qwen3"]), base, "float32")
 

@@ -59,6 +59,9 @@ _SIZES = {  # heads of 16 are none that vLLM has CPU kernels for
     "head_dim": 32,
     "max_context_tokens": 512,
 }
+HYBRID = TinyShape(family="Qwen3_5ForConditionalGeneration", tied=True, **_SIZES)
+"""Its language part is a hybrid of the gated delta rule and attention."""
+
 SHAPES = {
     "qwen3": TinyShape(family="qwen3", tied=True, **_SIZES),
     "llama": TinyShape(family="llama", tied=False, **_SIZES),
@@ -221,11 +224,13 @@ from vllm.lora.request import LoRARequest
 
 if __name__ == "__main__":
     work = json.loads(sys.argv[1])
+    exec(work["first"])
     llm = LLM(
         model=work["model"], dtype="float32", max_model_len=work["context"], max_num_seqs=8, enforce_eager=True,
-        kv_cache_memory_bytes=32 << 20, enable_lora=True, max_loras=len(work["adapters"]), max_lora_rank=8,
+        kv_cache_memory_bytes=32 << 20, language_model_only=True, skip_tokenizer_init=True,
+        enable_lora=True, max_loras=len(work["adapters"]), max_lora_rank=8,
     )
-    params = SamplingParams(max_tokens=12, seed=5, logprobs=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, seed=5, logprobs=0, ignore_eos=True, detokenize=False)
     answers = []
     for number, path in enumerate(work["adapters"], start=1):
         prompts = [{"prompt_token_ids": tokens} for tokens in work["prompts"]]
@@ -243,11 +248,11 @@ if __name__ == "__main__":
 
 
 def plain_vllm(
-    model_path: Path, adapters: Sequence[Path], prompts: Sequence[Sequence[int]], directory: Path
+    model_path: Path, adapters: Sequence[Path], prompts: Sequence[Sequence[int]], directory: Path, first: str = ""
 ) -> list[list[tuple[list[int], list[float]]]]:
     """Sample with vLLM's own LLM class and LoRARequest, in a process that has nothing of ours.
 
-    Return the tokens and logprobs of each adapter and prompt.
+    `first` is run before. Return the tokens and logprobs of each adapter and prompt.
     """
     script, answers = directory / "plain.py", directory / "answers.json"
     script.write_text(_PLAIN)
@@ -256,6 +261,7 @@ def plain_vllm(
         "context": CONTEXT,
         "adapters": [str(path) for path in adapters],
         "prompts": prompts,
+        "first": first,
         "answers": str(answers),
     }
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -10,18 +10,19 @@ fully trained model is shards of all its weights.
 import json
 import math
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from tinsmith import Array, ServerError, Snapshot, UnsupportedError, are_finite
 from tinsmith.machine import Scratch
-from tinsmith_checkpoints.huggingface import HEAD, Delta, ShardWriter, adapter_config, deltas
+from tinsmith_checkpoints.huggingface import HEAD, Delta, Place, ShardWriter, adapter_config, deltas
 from tinsmith_vllm.messages import ADAPTER, CHANGES, CONFIG, Changes
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -46,8 +47,8 @@ class AdapterFiles:
             (directory / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         return adapter_id, directory
 
-    def write_changes(self, snapshot: Snapshot, base: Mapping[str, tuple[int, ...]]) -> tuple[int, Path]:
-        """Do as `write`, for merging. `base` has the shapes of the base model's tensors.
+    def write_changes(self, snapshot: Snapshot, base: Mapping[str, Place]) -> tuple[int, Path]:
+        """Do as `write`, for merging. `base` has the places of the base model's weights.
 
         Raise UnsupportedError if the adapter does not fit them.
         """
@@ -113,13 +114,33 @@ def _expect_finite(arrays: Mapping[str, Array]) -> None:
         raise DivergedError
 
 
-def changes_of(snapshot: Snapshot, arrays: Mapping[str, Array], base: Mapping[str, tuple[int, ...]]) -> Changes:
+def changes_of(snapshot: Snapshot, arrays: Mapping[str, Array], base: Mapping[str, Place]) -> Changes:
     """Return which base weights an adapter changes. Raise UnsupportedError if it does not fit them."""
     changes = deltas({name: array.shape for name, array in arrays.items()})
     shapes = {name: _shape_of(change, arrays) for name, change in changes.items()}
-    _check_shapes(snapshot.snapshot_id, shapes, base)
-    listed = {name: [each.A, each.index_A, each.B, each.index_B] for name, each in changes.items()}
-    return Changes(scale=snapshot.lora.scale, changes=listed)
+    _check_shapes(snapshot.snapshot_id, shapes, {name: place.shape for name, place in base.items()})
+    found = defaultdict[str, list[list[Any]]](list)
+    for name, each in changes.items():
+        place = base.get(name, Place(name, shapes[name]))  # the head of a tied model has none
+        factors = [each.A, each.index_A, each.B, each.index_B]
+        found[place.tensor].append([*factors, _part(place.index), place.transposed])
+    return Changes(scale=snapshot.lora.scale, changes=dict(found), embedding=base[_EMBEDDING].tensor)
+
+
+def _part(index: Any) -> list[Any]:
+    """Return what a place's index is in `Changes`. Any: JSON."""
+    if index is ...:
+        return []
+    return [_axis(each) for each in (index if isinstance(index, tuple) else (index,))]
+
+
+def _axis(entry: Any) -> Any:
+    if isinstance(entry, slice):
+        return [entry.start, entry.stop, entry.step]
+    if isinstance(entry, int):
+        return entry
+    runs = np.split(entry, np.flatnonzero(np.diff(entry) != 1) + 1)
+    return [[int(run[0]), int(run[-1]) + 1] for run in runs]
 
 
 def _write_adapter(snapshot: Snapshot, directory: Path) -> Mapping[str, Array]:

@@ -24,15 +24,26 @@ head keeps its old ones. `load_weights` has both packed anew.
 - What a sequence leaves in a freed block of the cache reaches its next user: attention multiplies slots that are not
 written yet by zero, and zero times NaN is NaN. vLLM clears new blocks only for some models; `clear_new_blocks` has it
 clear them always.
+- On CPU, layers with the gated delta rule assert bfloat16, and what copies their states between blocks of the cache is
+written in Triton. `compute_gated_delta` replaces both.
+- Classes of models that also see import torchvision, of which their language part needs nothing, and vLLM inspects
+every class in a process of its own. `import_without_torchvision` changes both, on CPUs, where it is often missing.
+- Where a model joins the rows of several modules in one matrix, as Phi-3 does, vLLM's layers have adapters for each
+module, but its class asks for one of the whole. `keep_the_head` has it take ours.
+- The windows of Cohere 2 are a token longer in vLLM than in transformers, with which trainers agree. `overrides`
+makes them as long.
 - vLLM raises temperatures below 0.01 to 0.01, with a warning in its log. The sampler refuses them.
 """
 
+import ctypes
 import importlib.metadata
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,8 +114,17 @@ FIXED_ARGS: Final = {
     "generation_config": "vllm",  # no sampling defaults from the model's directory
     "logprobs_mode": "processed_logprobs",  # see above
     "disable_log_stats": True,
+    "language_model_only": True,  # of models that also see; others have no such part
     "worker_extension_cls": "tinsmith_vllm.worker.TinsmithWorker",
 }
+
+
+def overrides(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a model's config.json that vLLM is to read otherwise, to compute what transformers does."""
+    window = model.get("sliding_window")
+    if "Cohere2ForCausalLM" in (model.get("architectures") or ()) and window:
+        return {"sliding_window": int(window) - 1}
+    return {}
 
 
 def check_platform(version: str) -> None:
@@ -145,6 +165,7 @@ def make_engine(engine_args: Mapping[str, Any]) -> Any_:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     clear_new_blocks()
+    import_without_torchvision()
     arguments = EngineArgs(**{**FIXED_ARGS, **engine_args})
     _make_room_for_one_more(arguments)
     engine = LLMEngine.from_engine_args(arguments)
@@ -168,6 +189,23 @@ def clear_new_blocks() -> None:
 
     _require(KVCacheConfig, "needs_kv_cache_zeroing")
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
+
+
+def import_without_torchvision() -> None:
+    """On CPUs without torchvision, have Qwen's classes import what transformers has instead. Called in each process.
+
+    Classes are inspected in this process then, whose imports are changed, and not in one of vLLM's.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or find_spec("torchvision") is not None:
+        return
+    from vllm.model_executor.models import registry
+
+    _require(registry, "_run_in_subprocess")
+    registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001 - vLLM has no public hook for it
+    images = "transformers.models.qwen2_vl.image_processing"
+    sys.modules.setdefault(f"{images}_qwen2_vl", import_module(f"{images}_pil_qwen2_vl"))
 
 
 def end_steps(engine: Any_) -> None:
@@ -349,12 +387,80 @@ def keep_the_head(loaded: Callable[[Any_, Any_], None]) -> None:
         return [name for name in supported(model) if name not in kept | {"lm_head"}]
 
     def load_and_tell(runner: Any_, model: Any_, *others: Any_) -> Any_:
+        _take_modules_apart(model)
         adapted = load(runner, model, *others)
         loaded(runner, adapted)
         return adapted
 
     model_manager.get_supported_lora_modules = without_embeddings
     LoRAModelRunnerMixin.load_lora_model = load_and_tell
+
+
+_JOINED: Final = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+def _take_modules_apart(model: Any_) -> None:
+    """Have a model that asks for adapters of joined matrices take those of the modules within."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    apart = {name: modules for name, modules in _JOINED.items() if packed.get(name) == [name]}
+    if apart:
+        model.packed_modules_mapping = {**packed, **apart}
+
+
+def compute_gated_delta(mix: Callable[..., None]) -> None:
+    """On CPUs, have layers with the gated delta rule computed by `mix`, whose arguments are `gated_delta.mix`'s.
+
+    Called in each process before the model is made. What is bfloat16 stays vLLM's.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import torch
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
+    from vllm.v1.worker import mamba_utils
+
+    _require(gdn_attention, "cpu_gdn_attention_core")
+    _require(mamba_utils, "batch_memcpy")
+    in_bfloat16 = gdn_attention.cpu_gdn_attention_core
+
+    def compute(  # its types are the operator's
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+        layer_name: LayerNameType,
+    ) -> None:
+        if mixed_qkv.dtype == torch.bfloat16:
+            in_bfloat16(mixed_qkv, b, a, core_attn_out, layer_name)
+            return
+        context = get_forward_context()
+        if context.attn_metadata is None:
+            return  # vLLM measures
+        layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+        convolved, memory = layer.kv_cache
+        states = (convolved if is_conv_state_dim_first() else convolved.transpose(1, 2), memory.transpose(2, 3))
+        mix(layer, states, mixed_qkv, b, a, core_attn_out, _rows_of_sequences(context.attn_metadata[layer.prefix]))
+
+    gdn_attention.cpu_gdn_attention_core = compute
+    mamba_utils.batch_memcpy = _copy_memory
+
+
+def _rows_of_sequences(metadata: Any_) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield each sequence's first row in a step, the one after its last, its states' slot, and whether it has any."""
+    starts = metadata.non_spec_query_start_loc.tolist()
+    slots = metadata.non_spec_state_indices_tensor.tolist()
+    for i in range(metadata.num_decodes + metadata.num_prefills):
+        goes_on = i < metadata.num_decodes or bool(metadata.has_initial_state[i])
+        yield starts[i], starts[i + 1], slots[i], goes_on
+
+
+def _copy_memory(sources: Any_, targets: Any_, sizes: Any_) -> None:
+    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
 
 
 def add_to_logits(model: Any_, add: Callable[[Any_, Any_], None]) -> bool:
@@ -455,6 +561,8 @@ def _read_adapter(manager: Any_, request: Any_, take: Callable[[dict[str, Any_],
     layers = manager._adapter_manager  # noqa: SLF001 - as above
     mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
     mapper = None if mapper is None else mapper.get_rename_mapper()
+    if hasattr(layers.model, "language_model"):
+        tensors = {_in_language_part(name): tensor for name, tensor in tensors.items()}
     _refuse_unknown_modules(layers, tensors, mapper)
     found = manager._lora_model_cls.from_lora_tensors(  # noqa: SLF001 - as above
         lora_model_id=request.lora_int_id,
@@ -469,6 +577,14 @@ def _read_adapter(manager: Any_, request: Any_, take: Callable[[dict[str, Any_],
     layers._validate_moe_lora_format(found)  # noqa: SLF001 - as above
     setattr(found, HEAD_OF, head)
     return found
+
+
+_DECODER, _LANGUAGE_PART = "base_model.model.model.", "base_model.model.model.language_model."
+
+
+def _in_language_part(name: str) -> str:
+    """Return an adapter's name in a model that also sees. Ours are those of a decoder that stands alone."""
+    return name if name.startswith(_LANGUAGE_PART) else name.replace(_DECODER, _LANGUAGE_PART, 1)
 
 
 def _stored_adapter(path: Path) -> tuple[dict[str, Any_], dict[str, Any_]]:
@@ -551,7 +667,7 @@ def load_weights(runner: Any_, change: Callable[[Iterator[Any_]], Iterator[Any_]
     from vllm.model_executor.model_loader import get_model_loader
 
     model, config = runner.get_model(), runner.vllm_config
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
     forget_packed_experts(model)
     heads = []
 
@@ -564,7 +680,7 @@ def load_weights(runner: Any_, change: Callable[[Iterator[Any_]], Iterator[Any_]
 
     runner.reload_weights(weights_iterator=without_head())
     if tied:
-        _set_tied_head(model, heads)
+        _set_tied_head(getattr(model, "language_model", model), heads)
 
 
 def forget_packed_experts(model: Any_) -> None:

@@ -159,7 +159,7 @@ def _fixed(
 ) -> dict[str, int]:
     """`steps`: tokens of a step, if it is on a GPU."""
     item = _item(config, placement)
-    number = 0 if merges(config, shape, on_cpu=not placement.devices) else config.max_loras
+    number = 0 if merges(config, experts=shape.experts is not None, on_cpu=not placement.devices) else config.max_loras
     return {
         "base weights": weight_counts(shape).total_bytes(item) // layout.tensor_parallel,
         f"{number} adapters of rank {config.max_lora_rank}": number
@@ -178,13 +178,9 @@ def _activations(shape: DecoderShape, layout: ReplicaLayout, steps: int, item: i
     return max(0, steps - _SHORT_STEP) * (4 * shape.hidden_size + divided) * item
 
 
-def merges(config: VllmConfig, shape: DecoderShape | None, *, on_cpu: bool) -> bool:
+def merges(config: VllmConfig, *, experts: bool, on_cpu: bool) -> bool:
     """Return whether adapters are merged into the weights: vLLM has no kernels for experts' adapters on CPUs."""
-    return config.adapters == "merge" or (config.adapters == "auto" and on_cpu and has_experts(shape))
-
-
-def has_experts(shape: DecoderShape | None) -> bool:
-    return shape is not None and shape.experts is not None
+    return config.adapters == "merge" or (config.adapters == "auto" and on_cpu and experts)
 
 
 def _least_tokens(config: VllmConfig, shape: DecoderShape) -> int:

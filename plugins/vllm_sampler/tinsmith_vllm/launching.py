@@ -8,12 +8,12 @@ from typing import Final
 import msgspec
 
 from tinsmith import ConfigError, Placement
-from tinsmith_checkpoints.huggingface import DecoderShape, read_model_config
+from tinsmith_checkpoints.huggingface import DecoderShape, has_experts, read_model_config
+from tinsmith_vllm.compat import overrides
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import (
     ReplicaLayout,
     context_that_fits,
-    has_experts,
     known_shape,
     layout_of,
     merges,
@@ -64,7 +64,7 @@ def launches(
     if routed_experts and config.enforce_eager is False:
         raise ConfigError(_NOT_EAGER)
     model = read_model_config(model_path) if (model_path / "config.json").exists() else None
-    shape = known_shape(model)
+    shape, experts = known_shape(model), model is not None and has_experts(model)
     if config.adapters == "merge" and shape is not None and shape.int8 is not None:
         raise ConfigError(_CANNOT_MERGE)
     layout = layout_of(config, shape, placement)
@@ -75,7 +75,8 @@ def launches(
     start = Start(
         engine_args={
             **_engine_args(config, model_path, layout, placement),
-            "enable_moe_shared_loras": has_experts(shape),
+            "enable_moe_shared_loras": experts,
+            "hf_overrides": overrides(model or {}),
             "enforce_eager": bool(config.enforce_eager) or routed_experts,
             **{name: size for name, size in sizes.items() if size is not None},
             **config.engine_args,
@@ -85,10 +86,10 @@ def launches(
         },
         float32_on_cpu=config.dtype is None,
         eager_on_cpu=config.enforce_eager is None and not routed_experts,
-        merge_on_cpu=merges(config, shape, on_cpu=True),
+        merge_on_cpu=merges(config, experts=experts, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
         step_tokens_on_gpu=step_tokens(config, shape, layout, placement),
-        impossible_on_cpu=_impossible_on_cpu(config, shape, placement, sleeps=sleeps),
+        impossible_on_cpu=_impossible_on_cpu(config, shape, placement, experts=experts, sleeps=sleeps),
         routed_experts=routed_experts,
     )
     package = package_path(cache_dir)
@@ -105,7 +106,9 @@ def launches(
         )
 
 
-def _impossible_on_cpu(config: VllmConfig, shape: DecoderShape | None, placement: Placement, *, sleeps: bool) -> str:
+def _impossible_on_cpu(
+    config: VllmConfig, shape: DecoderShape | None, placement: Placement, *, experts: bool, sleeps: bool
+) -> str:
     """Return why the model cannot be sampled without a GPU, or an empty string."""
     if placement.devices:
         return f"the sampler has devices {', '.join(placement.devices)}, and this vllm is built for CPUs: {REMEDY}"
@@ -113,7 +116,7 @@ def _impossible_on_cpu(config: VllmConfig, shape: DecoderShape | None, placement
         return _NO_SLEEP
     if shape is not None and shape.int8 is not None:
         return _NO_INT8
-    return _NO_KERNELS if config.adapters == "apply" and has_experts(shape) else ""
+    return _NO_KERNELS if config.adapters == "apply" and experts else ""
 
 
 def _engine_args(
@@ -130,7 +133,7 @@ def _engine_args(
         "enforce_eager": bool(config.enforce_eager),
         "seed": config.seed,
         "max_logprobs": config.max_topk_logprobs,
-        "enable_lora": not merges(config, None, on_cpu=False),
+        "enable_lora": not merges(config, experts=False, on_cpu=False),
         "max_loras": config.max_loras,
         "max_cpu_loras": config.max_cpu_loras or 2 * config.max_loras,
         "max_lora_rank": config.max_lora_rank,

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from tinsmith import Array, ServerError, Snapshot
-from tinsmith_checkpoints.huggingface import adapter_config
+from tinsmith_checkpoints.huggingface import Place, adapter_config
 from tinsmith_vllm.adapters import arrays_of, changes_of
 from tinsmith_vllm.messages import CHANGES, CONFIG
 
@@ -45,8 +45,8 @@ class AdapterMemory:
         config = adapter_config(base_model, snapshot.lora, arrays)
         return self._put(snapshot, arrays, {CONFIG: json.dumps(config)})
 
-    def write_changes(self, snapshot: Snapshot, base: Mapping[str, tuple[int, ...]]) -> tuple[int, Path]:
-        """Do as `write`, for merging. `base` has the shapes of the base model's tensors.
+    def write_changes(self, snapshot: Snapshot, base: Mapping[str, Place]) -> tuple[int, Path]:
+        """Do as `write`, for merging. `base` has the places of the base model's weights.
 
         Raise UnsupportedError if the adapter does not fit them.
         """

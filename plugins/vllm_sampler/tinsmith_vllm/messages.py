@@ -29,13 +29,20 @@ Target = Literal["attn", "mlp", "unembed"]
 
 
 class Changes(TypedDict):
-    """The content of CHANGES: the adapter's scale, and for each base weight the tensors whose product is added.
+    """The content of CHANGES: the adapter's scale, and for each tensor of the model's files what is added to it.
 
-    A change is [name of A, index, name of B, index]; an index selects an expert's part, or is null.
+    A change is [name of A, index, name of B, index, part, transposed]. The product of A and B, or that transposed, is
+    added to the part of the tensor; an index selects an expert's part of A or B, or is null. A part has one entry for
+    each of the tensor's first axes: a number, a slice [start, stop, step], or ranges [[start, stop], ...] in turn.
     """
 
     scale: float
-    changes: dict[str, list[Any]]  # str or int or None
+    changes: dict[str, list[list[Any]]]
+    embedding: str
+    """The tensor of the embedding. If the files have no head, changes of `HEAD_WEIGHT` are added to a copy of it."""
+
+
+HEAD_WEIGHT: Final = "lm_head.weight"
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

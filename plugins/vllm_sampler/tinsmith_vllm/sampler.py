@@ -29,11 +29,17 @@ from tinsmith import (
     log_privately,
     unless_diverged,
 )
-from tinsmith_checkpoints.huggingface import StopRules, StoredTensors, read_model_config
+from tinsmith_checkpoints.huggingface import (
+    StopRules,
+    StoredTensors,
+    has_experts,
+    read_model_config,
+    weight_places,
+)
 from tinsmith_vllm.adapters import AdapterFiles, DivergedError
 from tinsmith_vllm.compat import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tinsmith_vllm.config import VllmConfig
-from tinsmith_vllm.demand import has_experts, known_shape
+from tinsmith_vllm.demand import known_shape
 from tinsmith_vllm.drawing import Drawing
 from tinsmith_vllm.ends import MAX_FAILED_STARTS, REPEATEDLY, Ends
 from tinsmith_vllm.launching import launches
@@ -127,7 +133,7 @@ class VllmSampler(SamplingBackend):
         return f"{how}; fully trained models: {len(self._full_replicas) or 'no'} replicas"
 
     def _describe(self, ready: Ready) -> SamplerCapabilities:
-        experts = has_experts(known_shape(read_model_config(self._model_path)))
+        experts = has_experts(read_model_config(self._model_path))
         bounded = ready.device == "cpu" and ready.dtype == "float32" and not experts
         return SamplerCapabilities(
             device=ready.device,
@@ -201,7 +207,8 @@ class VllmSampler(SamplingBackend):
             adapter_id, path = self._large_files.write_all(snapshot, self._base_shapes(), self._ready.dtype)
             return _Adapter(adapter_id, path, self._large_files, self._full_replicas)
         if self._ready.merges:
-            adapter_id, path = self.files.write_changes(snapshot, self._base_shapes())
+            places = weight_places(read_model_config(self._model_path), self._base_shapes())
+            adapter_id, path = self.files.write_changes(snapshot, places)
         else:
             adapter_id, path = self.files.write(snapshot, str(self._model_path))
         return _Adapter(adapter_id, path, self.files, self.replicas)

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tinsmith_vllm.messages import ADAPTER, CHANGES, Changes
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+from tinsmith_vllm.messages import ADAPTER, CHANGES, HEAD_WEIGHT, Changes
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -23,7 +21,7 @@ def weights_of(base: Weights, source: Path | None) -> Iterator[tuple[str, torch.
 
     `source` is a directory, or an adapter's memory.
 
-    An adapter of the head of a tied model adds `lm_head.weight`, which the base model does not have.
+    An adapter of the head of a tied model adds `HEAD_WEIGHT`, which the base model does not have.
     """
     if source is None:
         yield from base
@@ -44,19 +42,32 @@ def _merged(base: Weights, adapter: Any, found: Changes) -> Iterator[tuple[str, 
     waiting = dict(found["changes"])
     embedding = None
     for name, weight in base:
-        change = waiting.pop(name, None)
-        embedding = weight if name == EMBEDDING else embedding
-        yield name, weight if change is None else _changed(weight, adapter, change, found["scale"])
-    if (change := waiting.pop(HEAD, None)) is not None and embedding is not None:
-        yield HEAD, _changed(embedding, adapter, change, found["scale"])
+        changes = waiting.pop(name, ())
+        embedding = weight if name == found["embedding"] else embedding
+        yield name, _changed(weight, adapter, changes, found["scale"]) if changes else weight
+    if HEAD_WEIGHT in waiting and embedding is not None:
+        yield HEAD_WEIGHT, _changed(embedding, adapter, waiting.pop(HEAD_WEIGHT), found["scale"])
     if waiting:
         msg = f"the base model has no {min(waiting)!r} ({len(waiting)} such), which the adapter changes"
         raise KeyError(msg)
 
 
-def _changed(weight: torch.Tensor, adapter: Any, change: list[Any], scale: float) -> torch.Tensor:
-    A, B = (_factor(adapter, *change[side : side + 2]).to(weight.device) for side in (0, 2))
-    return weight.float() + scale * (B @ A)
+def _changed(weight: torch.Tensor, adapter: Any, changes: Iterable[list[Any]], scale: float) -> torch.Tensor:
+    changed = weight.to(torch.float32, copy=True)
+    for *factors, part, transposed in changes:
+        A, B = (_factor(adapter, *factors[side : side + 2]).to(weight.device) for side in (0, 2))
+        product = scale * (B @ A)
+        changed[tuple(map(_axis, part))] += product.T if transposed else product
+    return changed
+
+
+def _axis(entry: Any) -> Any:
+    """Return what torch takes between brackets for an entry of a part."""
+    if isinstance(entry, int):
+        return entry
+    if any(isinstance(each, list) for each in entry):
+        return torch.cat([torch.arange(first, last) for first, last in entry])
+    return slice(*entry)
 
 
 def _factor(adapter: Any, name: str, index: int | None) -> torch.Tensor:

@@ -16,9 +16,10 @@ import torch
 
 from tinsmith_vllm import compat
 from tinsmith_vllm.draws import draw, quantiles
+from tinsmith_vllm.gated_delta import mix
 from tinsmith_vllm.heads import Heads
-from tinsmith_vllm.messages import QUESTION, SEED
-from tinsmith_vllm.weights import HEAD, weights_of
+from tinsmith_vllm.messages import HEAD_WEIGHT, QUESTION, SEED
+from tinsmith_vllm.weights import weights_of
 
 
 def _make_heads(runner: Any, model: Any) -> None:
@@ -34,6 +35,8 @@ def _make_heads(runner: Any, model: Any) -> None:
 
 # vLLM imports this module in each worker before it loads the model and makes the cache
 compat.clear_new_blocks()
+compat.compute_gated_delta(mix)
+compat.import_without_torchvision()
 compat.keep_the_head(_make_heads)
 
 Scores = tuple[Any, Any, Any, Any]  # float32 [P - 1], int32 and float32 [P - 1, k], float32 [P - 1, K]
@@ -82,7 +85,7 @@ class TinsmithWorker:
     def tinsmith_load_weights(self, path: str) -> None:
         """Load the weights of a snapshot, or of the base model, in place. Nothing may be running."""
         directory = Path(path) if path else None
-        compat.load_weights(self.model_runner, lambda base: weights_of(base, directory), HEAD)
+        compat.load_weights(self.model_runner, lambda base: weights_of(base, directory), HEAD_WEIGHT)
 
     def _draw(self, logits_RV: torch.Tensor) -> torch.Tensor:
         rows = compat.rows_of(self.model_runner, len(logits_RV))
@@ -101,15 +104,20 @@ class TinsmithWorker:
         return self.tinsmith_adapters.outcome(adapter_id)
 
 
-_MODULES: Final = {
-    "attn": ({"q_proj", "k_proj", "v_proj", "o_proj"},),
-    "mlp": ({"gate_proj", "up_proj", "down_proj"}, {"experts.w1", "experts.w2", "experts.w3"}),
-}
+_ATTENTION: Final = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_DELTA: Final = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+_CONVOLUTION: Final = "conv1d"
+_MLP: Final = ({"gate_proj", "up_proj", "down_proj"}, {"experts.w1", "experts.w2", "experts.w3"})
 
 
 def _adaptable(known: Collection[str], *, has_head: bool) -> list[str]:
-    """Return the parts of a model whose modules, of one kind or the other, are all known to vLLM."""
-    found = [part for part, kinds in _MODULES.items() if any(kind <= set(known) for kind in kinds)]
+    """Return the parts of a model whose modules, of one kind or the other, are all known to vLLM.
+
+    Layers with a short convolution have projections of their own in place of attention's.
+    """
+    mixers = _ATTENTION | (_DELTA if _CONVOLUTION in known else set())
+    parts = {"attn": (mixers,), "mlp": _MLP}
+    found = [part for part, kinds in parts.items() if any(kind <= set(known) for kind in kinds)]
     return [*found, *(["unembed"] if has_head else [])]
 
 

@@ -16,6 +16,7 @@ from tinsmith_checkpoints.huggingface.decoder import (
     DecoderShape,
     ExpertShape,
     decoder_shape,
+    has_experts,
 )
 from tinsmith_checkpoints.huggingface.fp8 import without_fp8
 from tinsmith_checkpoints.huggingface.hybrid import DeltaRule, HybridShape, delta_rule, hybrid_shape, mixers
@@ -25,6 +26,7 @@ from tinsmith_checkpoints.huggingface.known_shapes import known_config
 from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL, decoder_names, language_config
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
 from tinsmith_checkpoints.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
+from tinsmith_checkpoints.huggingface.places import Place, weight_places
 from tinsmith_checkpoints.huggingface.rope import Rope, read_rope
 from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, StoredTensor, StoredTensors
 from tinsmith_checkpoints.huggingface.sizes import WeightCounts, adapter_weights, weight_counts
@@ -60,6 +62,7 @@ __all__ = [
     "JoinedMatrix",
     "Json",
     "Kind",
+    "Place",
     "Rope",
     "ShardWriter",
     "StopRules",
@@ -76,6 +79,7 @@ __all__ = [
     "delta_rule",
     "deltas",
     "draw_lora_A",
+    "has_experts",
     "hybrid_shape",
     "joined_matrices",
     "known_config",
@@ -88,6 +92,7 @@ __all__ = [
     "tiny_config",
     "weight_counts",
     "weight_name",
+    "weight_places",
     "without_fp8",
     "without_int4",
 ]

@@ -7,6 +7,7 @@ from typing import Final
 
 from tinsmith_checkpoints.errors import ConfigError
 from tinsmith_checkpoints.huggingface.int8 import Int8, read_int8
+from tinsmith_checkpoints.huggingface.language_part import language_config
 from tinsmith_checkpoints.values import Json
 
 ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -148,7 +149,7 @@ def decoder_shape(config: Mapping[str, Json], path: Path, *, supported: Collecti
     if class_name not in supported:
         msg = f"{path}: architecture {class_name!r} is not supported, only {', '.join(supported)}"
         raise ConfigError(msg)
-    experts = any(config.get(key) for key in _NUM_EXPERTS)
+    experts = has_experts(config)
     inner = "moe_intermediate_size" if experts and "intermediate_size" not in config else "intermediate_size"
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -172,6 +173,11 @@ def decoder_shape(config: Mapping[str, Json], path: Path, *, supported: Collecti
 
 
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def has_experts(config: Mapping[str, Json]) -> bool:
+    """Return whether a model, or its language part, has layers with experts, given its config.json."""
+    return any(language_config(config).get(key) for key in _NUM_EXPERTS)
 
 
 def _expert_shape(config: Mapping[str, Json], path: Path) -> ExpertShape:

@@ -16,6 +16,7 @@ from tinsmith_checkpoints.huggingface import fp8, mxfp4
 from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, SHAPE, Int8, dequantised, packed_columns, unpacked
 from tinsmith_checkpoints.huggingface.language_part import decoder_names
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.places import Place, weight_places
 from tinsmith_checkpoints.huggingface.safetensors_files import (
     StoredTensor,
     fp8_tensor,
@@ -23,7 +24,6 @@ from tinsmith_checkpoints.huggingface.safetensors_files import (
     read_header,
     tensor_files,
 )
-from tinsmith_checkpoints.huggingface.weight_places import Place, weight_places
 
 # Any below: the arrays of the framework, and safetensors' handles, which are untyped.
 

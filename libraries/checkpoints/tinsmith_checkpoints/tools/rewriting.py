@@ -20,8 +20,8 @@ from tinsmith_checkpoints.huggingface import model_files as hf_files
 from tinsmith_checkpoints.huggingface import peft_layout
 from tinsmith_checkpoints.huggingface.adapter_deltas import deltas
 from tinsmith_checkpoints.huggingface.decoder import HEAD
+from tinsmith_checkpoints.huggingface.places import Place, weight_places
 from tinsmith_checkpoints.huggingface.safetensors_files import DTYPES, ShardWriter, StoredTensors
-from tinsmith_checkpoints.huggingface.weight_places import Place, weight_places
 from tinsmith_checkpoints.tools.adapters import adapter_of
 from tinsmith_checkpoints.tools.contents import Contents
 from tinsmith_checkpoints.values import Array, ModelState

@@ -11,10 +11,10 @@ from tinsmith_checkpoints.huggingface import peft_layout
 from tinsmith_checkpoints.huggingface.adapter_shapes import AdaptedModule, adapted_modules
 from tinsmith_checkpoints.huggingface.decoder import HEAD
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.places import weight_places
 from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensor, StoredTensors
 from tinsmith_checkpoints.huggingface.state_files import M_PREFIX as _M
 from tinsmith_checkpoints.huggingface.state_files import V_PREFIX as _V
-from tinsmith_checkpoints.huggingface.weight_places import weight_places
 from tinsmith_checkpoints.tools.contents import Contents
 
 Progress = Callable[[str], None]
