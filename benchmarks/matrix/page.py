@@ -51,8 +51,8 @@ def _line(name: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     return [
         name["name"],
         shown,
-        _names(row["pair"].split("+")[0] for row in passing),
-        _names(row["pair"].split("+")[1] for row in passing),
+        _names(sorted(row["pair"].split("+")[0] for row in passing)),
+        _names(sorted(row["pair"].split("+")[1] for row in passing)),
         _names(target for row in passing for target, answer in row["targets"].items() if answer == "yes"),
         _names(row["pair"] for row in passing if row["full"] == "yes") or "no",
         str(passing[0]["experts"] or ""),
