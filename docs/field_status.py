@@ -32,7 +32,6 @@ _CUSTOM = _refused("custom losses in the server: `forward_backward_custom` runs 
 _OPTIMIZER = _refused("optimizers other than AdamW, such as `dimuon`: no backend has one")
 _TOKEN = _refused("access tokens for weights: publish the checkpoint instead")
 _NO_SESSION = _refused("samples without a sampling session: create a sampling client, as the SDK does")
-_AUDIT = _refused("the audit log: none is kept")
 _JSON_FORWARD = _refused("`/forward` of SDKs up to 0.24: newer ones send forward passes to `forward_backward`")
 _DROPPED = _no_meaning("telemetry is accepted and dropped")
 _SPAN = _honoured("of `stable_reinforce`, if another loss stands in for it; without a meaning for other losses")
@@ -304,12 +303,14 @@ FIELDS: dict[str, dict[str, Status]] = {
     },
     "GET /api/v1/training_runs/{training_run_id}": {"access_scope": _SCOPE},
     "GET /api/v1/checkpoints": {"limit": _LIMIT, "offset": _honoured()},
-    "GET /api/v1/audit": {"event_type": _AUDIT, "day": _AUDIT},
+    "GET /api/v1/audit": {
+        "event_type": _honoured("`projects`, `teams` and `organizations` find nothing: there are no such events"),
+        "day": _honoured("in UTC; today without one"),
+    },
 }
 
 NOT_OFFERED: dict[str, Status] = {
     "POST /api/v1/create_custom_loss": _CUSTOM,
-    "GET /api/v1/audit": _AUDIT,
     "POST /api/v1/forward": _JSON_FORWARD,
 }
 """Endpoints of the SDK that answer with their reason alone."""

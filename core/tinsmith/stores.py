@@ -12,6 +12,7 @@ from tinsmith.store.codec import decode_result, encode_result
 
 __all__ = [  # noqa: F405
     "WAITS_FOR_PLACE",
+    "AuditEntry",
     "CheckpointKind",
     "CheckpointRecord",
     "CheckpointWritten",

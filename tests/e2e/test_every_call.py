@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import field_status
 import huggingface_hub
 import pytest
 import tinker
@@ -174,8 +173,6 @@ SDK_CALLS: dict[str, Call] = {
     "AdminClient.get_current_checkpoint_storage_usage": lambda w: w.admin.get_current_checkpoint_storage_usage(),
     "AdminClient.get_telemetry": lambda w: w.admin.get_telemetry(),
 }
-AUDIT = ("GET /api/v1/audit", "no audit log is kept")
-REFUSED = {"RestClient.get_audit_log": AUDIT, "AdminClient.get_audit_log": AUDIT}
 CALLED_BY_THE_SDK = {"SamplingClient.on_queue_state_change"}  # its own observer: no request
 
 CLI_CALLS: dict[str, Call] = {
@@ -249,15 +246,10 @@ def test_every_command_has_a_call() -> None:
     assert set(commands(main_cli)) == CLI_CALLS.keys()
 
 
-def test_what_is_refused_is_on_the_list() -> None:
-    assert {endpoint for endpoint, _ in REFUSED.values()} <= field_status.NOT_OFFERED.keys()
-    assert REFUSED.keys() <= SDK_CALLS.keys()
-
-
 # The answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in SDK_CALLS if name not in REFUSED])
+@pytest.mark.parametrize("name", SDK_CALLS)
 def test_a_method_is_answered(world: World, name: str) -> None:
     """With what the SDK's own annotation says."""
     client, _, method = name.partition(".")
@@ -270,14 +262,6 @@ def test_a_method_is_answered(world: World, name: str) -> None:
     have = {each.__name__.replace("NoneType", "None") for each in type(answer).__mro__}
     have |= {"PreTrainedTokenizer"} if "PreTrainedTokenizerBase" in have else set()
     assert allowed & have, f"{name} promises {promised} and answered {answer!r}"
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_method_is_refused_with_the_reason_of_the_list(world: World, name: str) -> None:
-    endpoint, reason = REFUSED[name]
-    path = endpoint.partition(" /api/v1")[2]
-    with pytest.raises(tinker.BadRequestError, match=f"{path} is not offered by this server: {reason}"):
-        SDK_CALLS[name](world).result(WAIT_S)
 
 
 def test_a_custom_loss_that_the_sdk_traced_runs(world: World) -> None:

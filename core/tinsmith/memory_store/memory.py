@@ -7,7 +7,7 @@ claim costs grows with it.
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from tinsmith.operations import Failed, Result, UnloadModel
 from tinsmith.store import (
     WAITS_FOR_PLACE,
+    AuditEntry,
     CheckpointRecord,
     EngineRecord,
     EngineState,
@@ -152,6 +153,7 @@ class Memory:
         self.figures: dict[str, ReportedFigures] = {}
         self.recovery_points: dict[str, dict[int, RecoveryPointRecord]] = {}
         self.usage: defaultdict[tuple[datetime, str, str], Counter[str]] = defaultdict(Counter)
+        self.audit: list[AuditEntry] = []
         self.api_keys: dict[str, IssuedKey] = {}  # by id
         self.experts: dict[tuple[str, str, bytes], tuple[bytes, datetime]] = {}  # oldest first
         self.secrets: dict[str, bytes] = {}
@@ -328,6 +330,12 @@ class Memory:
                 del run.rollouts[key]
                 total -= size
         run.change(rollout_bytes=total)
+
+    # the audit log
+
+    def note(self, tenant: str, event: str, by: Mapping[str, str] | None, **details: str) -> None:
+        entry = AuditEntry(at=datetime.now(UTC), tenant=tenant, event=event, details={**details, **(by or {})})
+        self.audit.append(entry)
 
     # gaps, and the end of a session
 

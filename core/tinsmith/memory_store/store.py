@@ -14,6 +14,7 @@ from tinsmith.errors import StoreError, UserError
 from tinsmith.memory_store.memory import LeaseRow, Memory, Operation, Run, Samples, Session
 from tinsmith.operations import INFLIGHT, Failed
 from tinsmith.store import (
+    AuditEntry,
     CheckpointKind,
     CheckpointRecord,
     CheckpointWritten,
@@ -69,6 +70,7 @@ from tinsmith.store import (
     Waiting,
     refusals,
 )
+from tinsmith.store.audit import changes_of
 from tinsmith.store.codec import decode_result
 from tinsmith.store.metrics import merged
 from tinsmith.store.records import CLEARING, OF_CLIENT, PASS, SILENCE
@@ -151,13 +153,16 @@ class MemoryStore(RequestStore):
     # sessions
 
     @_transaction
-    def create_session(self, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
+    def create_session(
+        self, session: SessionRecord, *, idempotency_key: str | None, by: Mapping[str, str] | None = None
+    ) -> SessionRecord:
         refuse_large_metadata(session.user_metadata)
         key = session.tenant, idempotency_key
         for each in self._memory.sessions.values() if idempotency_key is not None else ():
             if (each.record.tenant, each.idempotency_key) == key:
                 return each.record
         self._memory.sessions[session.session_id] = Session(session, idempotency_key, session.created_at)
+        self._memory.note(session.tenant, "session_create", by, session_id=session.session_id)
         return session
 
     @_transaction
@@ -202,8 +207,10 @@ class MemoryStore(RequestStore):
         return session.record
 
     @_transaction
-    def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
-        return self._end(self._memory.session(session_id), reason, detail)
+    def end_session(
+        self, session_id: str, reason: SessionEnd, detail: str | None, *, by: Mapping[str, str] | None = None
+    ) -> SessionRecord:
+        return self._end(self._memory.session(session_id), reason, detail, by)
 
     @_transaction
     def unload_run(self, model_id: str) -> str:
@@ -214,8 +221,12 @@ class MemoryStore(RequestStore):
         self._memory.fail_gap(run, None)
         return request_id
 
-    def _end(self, session: Session, reason: SessionEnd, detail: str | None) -> SessionRecord:
+    def _end(
+        self, session: Session, reason: SessionEnd, detail: str | None, by: Mapping[str, str] | None = None
+    ) -> SessionRecord:
         if session.record.ended is None:
+            record = session.record
+            self._memory.note(record.tenant, "session_end", by, session_id=record.session_id, reason=reason)
             session.record = replace(session.record, ended=reason, end_detail=detail)
             for run in self._memory.runs.values():
                 if run.record.session_id == session.record.session_id:
@@ -470,29 +481,44 @@ class MemoryStore(RequestStore):
             raise refusals.checkpoint_exists(record.path)
         self._put(record)
 
+    def _note(self, record: CheckpointRecord, event: str, by: Mapping[str, str] | None = None, **details: str) -> None:
+        about = {"tinker_path": record.path, "model_id": record.model_id, **details}
+        self._memory.note(record.tenant, event, by, **about)
+
     def _put(self, record: CheckpointRecord) -> None:
+        if (before := self._memory.checkpoints.get(record.path)) is None or before.directory != record.directory:
+            self._note(record, "checkpoint_create")
         self._memory.deleted_checkpoints.pop(record.path, None)
         self._memory.checkpoints[record.path] = record
 
     @_transaction
-    def update_checkpoint(self, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]) -> CheckpointRecord:
+    def update_checkpoint(
+        self,
+        path: str,
+        change: Callable[[CheckpointRecord], CheckpointRecord],
+        *,
+        by: Mapping[str, str] | None = None,
+    ) -> CheckpointRecord:
         found = self._memory.checkpoint(path)
-        changed = change(found)
-        self._memory.checkpoints[path] = replace(found, public=changed.public, expires_at=changed.expires_at)
-        return self._memory.checkpoints[path]
+        changed = replace(found, public=(new := change(found)).public, expires_at=new.expires_at)
+        self._memory.checkpoints[path] = changed
+        for event, details in changes_of(found, changed):
+            self._note(found, event, by, **details)
+        return changed
 
     @_transaction
     def delete_checkpoint(self, path: str) -> CheckpointRecord:
         return self._delete(path)
 
     @_transaction
-    def delete_version(self, read: CheckpointRecord) -> CheckpointRecord:
+    def delete_version(self, read: CheckpointRecord, *, by: Mapping[str, str] | None = None) -> CheckpointRecord:
         if not self._memory.checkpoint(read.path).is_version(read):
             raise refusals.version_gone(read)
-        return self._delete(read.path)
+        return self._delete(read.path, by)
 
-    def _delete(self, path: str) -> CheckpointRecord:
+    def _delete(self, path: str, by: Mapping[str, str] | None = None) -> CheckpointRecord:
         found = self._memory.checkpoint(path)
+        self._note(found, "checkpoint_delete", by)
         del self._memory.checkpoints[path]
         self._memory.deleted_checkpoints[path] = found, datetime.now(UTC)
         return found
@@ -1011,8 +1037,11 @@ class MemoryStore(RequestStore):
     # links to runs
 
     @_transaction
-    def add_share_link(self, link: ShareLink) -> None:
-        self._memory.run(link.model_id).share_links[link.share_id] = link
+    def add_share_link(self, link: ShareLink, *, by: Mapping[str, str] | None = None) -> None:
+        run = self._memory.run(link.model_id)
+        run.share_links[link.share_id] = link
+        about = {"model_id": link.model_id, "share_id": link.share_id}
+        self._memory.note(run.record.tenant, "share_link_create", by, **about)
 
     @_transaction
     def find_share_link(self, digest: str) -> ShareLink | None:
@@ -1026,15 +1055,19 @@ class MemoryStore(RequestStore):
         return sorted(links, key=lambda link: (link.created_at, link.share_id))
 
     @_transaction
-    def delete_share_link(self, model_id: str, share_id: str) -> bool:
+    def delete_share_link(self, model_id: str, share_id: str, *, by: Mapping[str, str] | None = None) -> bool:
         run = self._memory.runs.get(model_id)
-        return run is not None and run.share_links.pop(share_id, None) is not None
+        if run is None or run.share_links.pop(share_id, None) is None:
+            return False
+        self._memory.note(run.record.tenant, "share_link_delete", by, model_id=model_id, share_id=share_id)
+        return True
 
     # API keys made over HTTP
 
     @_transaction
-    def add_api_key(self, key: IssuedKey) -> None:
+    def add_api_key(self, key: IssuedKey, *, by: Mapping[str, str] | None = None) -> None:
         self._memory.api_keys[key.key_id] = key
+        self._memory.note(key.tenant, "key_create", by, made_key_id=key.key_id, name=key.name)
 
     @_transaction
     def find_api_key(self, key_id: str) -> IssuedKey | None:
@@ -1051,12 +1084,45 @@ class MemoryStore(RequestStore):
         return sum(each.tenant == tenant for each in self._memory.api_keys.values())
 
     @_transaction
-    def delete_api_key(self, key_id: str, *, tenant: str | None) -> bool:
+    def delete_api_key(self, key_id: str, *, tenant: str | None, by: Mapping[str, str] | None = None) -> bool:
         known = self._memory.api_keys.get(key_id)
         if known is None or tenant not in (None, known.tenant):
             return False
         del self._memory.api_keys[key_id]
+        self._memory.note(known.tenant, "key_delete", by, deleted_key_id=key_id, name=known.name)
         return True
+
+    # the audit log
+
+    @_transaction
+    def add_audit_entry(self, entry: AuditEntry) -> None:
+        self._memory.audit.append(entry)
+
+    @_transaction
+    def read_audit(
+        self,
+        tenant: str | None,
+        *,
+        since: datetime,
+        until: datetime,
+        resource: str | None = None,
+        limit: int,
+        offset: int = 0,
+    ) -> list[AuditEntry]:
+        found = [
+            each
+            for each in self._memory.audit
+            if since <= each.at < until
+            and tenant in (None, each.tenant)
+            and (resource is None or each.event.startswith(f"{resource}_"))
+        ]
+        return sorted(found, key=lambda each: each.at)[offset : offset + limit]
+
+    @_transaction
+    def prune_audit(self, before: datetime) -> int:
+        audit = self._memory.audit
+        self._memory.audit = [each for each in audit if each.at >= before]
+        return len(audit) - len(self._memory.audit)
 
     # rollouts
 

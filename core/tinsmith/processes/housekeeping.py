@@ -104,6 +104,7 @@ class Housekeeping:
         num_pruned = await self._store.prune(finished_before, idle_since=idle_since)
         if num_pruned:
             _log.debug("deleted %d operations past their retention", num_pruned)
+        await self._store.prune_audit(now - timedelta(seconds=self._settings.audit_retention_s))
 
     def _out_of_reach(self, now: datetime, *, heard_s: float) -> timedelta:
         """Return for how long this server was out of reach since the oldest results finished that are still kept."""

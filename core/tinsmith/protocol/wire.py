@@ -702,6 +702,19 @@ class ApiKeys(BaseModel):
     api_keys: list[ApiKey]
 
 
+class AuditLogEntry(BaseModel):
+    timestamp: datetime
+    event: str
+    event_details: dict[str, str]
+    model_id: str | None = None
+    tinker_path: str | None = None
+
+
+class AuditLog(BaseModel):
+    entries: list[AuditLogEntry]
+    next_offset: int | None = None  # of the following entries, if there are more
+
+
 class BillingEventInfo(BaseModel):
     """Which of the numbers is set depends on the type."""
 

@@ -1,12 +1,13 @@
 """The HTTP server: parses, checks, authenticates, enqueues, answers. It holds no model and imports no framework."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 
-from tinsmith.errors import ConfigError, PluginError
+from tinsmith.errors import ConfigError, PluginError, TinsmithError
 from tinsmith.figures import Figures
 from tinsmith.hook_values import Principal, RoutesContext
 from tinsmith.plugins.loading import Plugins
@@ -33,6 +34,7 @@ from tinsmith.server.plugin_routes import StaticPaths, plugin_routes
 from tinsmith.server.route_sampling import TenantSampling
 from tinsmith.server.routes import api_keys as api_key_routes
 from tinsmith.server.routes import (
+    audit,
     copies,
     downloads,
     engines,
@@ -53,14 +55,16 @@ from tinsmith.server.routes import (
 from tinsmith.server.sequence_ids import SequenceIds
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import KeySource, Settings
-from tinsmith.store import RequestStore
+from tinsmith.store import AuditEntry, RequestStore
 from tinsmith.store.disk_room import space_at
 from tinsmith.tracer import Tracer
+
+_log = logging.getLogger(__name__)
 
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (
     *(futures, training, sampling, weights, sessions, service, runs, downloads),
-    *(copies, uploads, searches, metrics, rollouts, engines, usage, traces, api_key_routes),
+    *(copies, uploads, searches, metrics, rollouts, engines, usage, traces, api_key_routes, audit),
 )
 
 
@@ -138,8 +142,22 @@ async def create_app(
         ),
     )
     app.add_middleware(Edge, limits=limits)
-    app.add_middleware(Measured, metrics=context.metrics, refusal_log=context.refusal_log, tracer=tracer)
+    app.add_middleware(
+        Measured,
+        metrics=context.metrics,
+        refusal_log=context.refusal_log,
+        audit=partial(_note_refused, context),
+        tracer=tracer,
+    )
     return app
+
+
+async def _note_refused(context: ServerContext, what: str) -> None:
+    entry = AuditEntry(at=context.now(), tenant="", event="access_refuse", details={"request": what})
+    try:
+        await context.store.add_audit_entry(entry)
+    except TinsmithError as error:
+        _log.warning("the audit log does not have a refused %s: %s", what, error)
 
 
 def _routes_context(context: ServerContext, identify: Identify, secret: bytes) -> RoutesContext:

@@ -87,6 +87,15 @@ async def caller_of(request: Request, context: Context) -> Principal:
 
 Caller = Annotated[Principal, Depends(caller_of)]
 
+
+async def actor_of(request: Request, caller: Caller, context: Context) -> dict[str, str]:
+    """Return who the caller is, for the audit log: the name, and the id of the API key if there is one."""
+    key_id = context.api_keys.id_used(caller, request.headers)
+    return {"actor": caller.name or caller.tenant, **({} if key_id is None else {"key_id": key_id})}
+
+
+Actor = Annotated[dict[str, str], Depends(actor_of)]
+
 _OPERATOR: Final = Principal(tenant="(operator)", name="operator", admin=True)
 
 

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from http import HTTPStatus
@@ -97,16 +97,24 @@ def show_space(metrics: Metrics, settings: Settings) -> None:
     reserve.set_function(lambda: reserve_bytes(quotas, read()))
 
 
+Audit = Callable[[str], Awaitable[None]]
+"""Takes the method and the route of a request."""
+
+
 class Measured:
     """ASGI middleware that counts and times the answers of each route, logs refusals, and repeats requests' ids.
 
     It tells the tracer of each.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, refusal_log: RefusalLog, tracer: Tracer | None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: Metrics, refusal_log: RefusalLog, audit: Audit, tracer: Tracer | None
+    ) -> None:
+        """`audit` records some of the requests that were refused for their key: as many as the log has lines for."""
         self._app = app
         self._metrics = metrics
         self._refusal_log = refusal_log
+        self._audit = audit
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +146,10 @@ class Measured:
                 self._trace(self._tracer, trace, scope["method"], route, status, took_s)
             if 400 <= status < 500 and status != _STILL_PENDING:
                 why = f"{status} {HTTPStatus(status).phrase}"
-                self._refusal_log.tell(f"{scope['method']} {route}", why, log_fields.of_request().get("tenant"))
+                what = f"{scope['method']} {route}"
+                told = self._refusal_log.tell(what, why, log_fields.of_request().get("tenant"))
+                if told and status == HTTPStatus.UNAUTHORIZED:
+                    await self._audit(what)
 
     def _trace(self, tracer: Tracer, trace: RequestTrace, method: str, route: str, status: int, took_s: float) -> None:
         event = RequestFinished(

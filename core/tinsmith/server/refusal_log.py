@@ -32,8 +32,11 @@ class RefusalLog:
         self._clock = clock
         self._told: dict[str | None, _Told] = {}
 
-    def tell(self, what: str, why: str, tenant: str | None, *, run: str | None = None) -> None:
-        """Log that a request was refused. `what` names it without its content, `why` the kind of the error."""
+    def tell(self, what: str, why: str, tenant: str | None, *, run: str | None = None) -> bool:
+        """Log that a request was refused. `what` names it without its content, `why` the kind of the error.
+
+        Return whether it is one of those with a line of their own.
+        """
         told, now_s = self._told.get(tenant), self._clock()
         if told is None or now_s - told.since_s >= _EVERY_S:
             if told is not None and told.left_out:
@@ -41,6 +44,7 @@ class RefusalLog:
             told = self._told[tenant] = _Told(now_s)
         if told.lines == _MOST:
             told.left_out += 1
-            return
+            return False
         told.lines += 1
         _log.info("refused %s of %s: %s", what, tenant or _NOBODY, why, extra=about(tenant=tenant, run=run))
+        return True

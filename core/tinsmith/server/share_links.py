@@ -5,6 +5,7 @@ The secret of a link is in the part of its URL that browsers send to no server, 
 
 import hashlib
 import secrets
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final
 from urllib.parse import urlencode
@@ -22,7 +23,9 @@ _ID_BYTES: Final = 6
 _SECRET_BYTES: Final = 24
 
 
-async def make_link(store: RequestStore, model_id: str, *, lasts_s: float | None) -> tuple[ShareLink, str]:
+async def make_link(
+    store: RequestStore, model_id: str, *, lasts_s: float | None, by: Mapping[str, str] | None = None
+) -> tuple[ShareLink, str]:
     """Keep a new link to a run, for ever or for so many seconds. Return it, and its secret, which nobody keeps.
 
     Raises NotFoundError if there is no such run.
@@ -35,7 +38,7 @@ async def make_link(store: RequestStore, model_id: str, *, lasts_s: float | None
         created_at=now,
         expires_at=None if lasts_s is None else now + timedelta(seconds=lasts_s),
     )
-    await store.add_share_link(link)
+    await store.add_share_link(link, by=by)
     return link, secret
 
 

@@ -224,6 +224,9 @@ class ServerSettings(_Section):
     result_retention_s: float = Field(
         3600.0, ge=60, description="least seconds for which results can be read; then they are deleted"
     )
+    audit_retention_s: float = Field(
+        90 * 86400.0, ge=3600, description="seconds for which the audit log keeps an entry; then it is deleted"
+    )
     session_retention_s: float | None = Field(
         30 * 86400.0,
         ge=60,

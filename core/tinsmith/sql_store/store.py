@@ -18,6 +18,7 @@ from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import Call
 from tinsmith.sql_store.subjects import (
     api_keys,
+    audit,
     checkpoints,
     claiming,
     completing,
@@ -253,6 +254,11 @@ class SqlStore(RequestStore):
     list_api_keys = _read(api_keys.list_all)
     count_api_keys = _select(api_keys.NUMBER.one, "tenant")
     delete_api_key = _durable(api_keys.delete)
+
+    # the audit log
+    add_audit_entry = _relaxed(audit.add)
+    read_audit = _read(audit.read)
+    prune_audit = _over(upkeep.prune_audit)
 
     # rollouts
     log_rewards = _durable(rollouts.log_rewards)

@@ -347,6 +347,18 @@ class ApiKeys(Table, table=True):
     expires_at: int | None = _int64(nullable=True)
 
 
+class Audit(Table, table=True):
+    """Who made, changed or deleted what, and when."""
+
+    __table_args__ = (Index("ix_audit_tenant_at", "tenant", "at"),)
+
+    id: int | None = Field(default=None, sa_column=Column(_BigKey, primary_key=True))
+    at: int = _int64(index=True)
+    tenant: str
+    event: str
+    details: Any = _json()
+
+
 class Rollouts(Table, table=True):
     """The rollouts of one pass, or the rewards that the client logged for one step (`seq_id` -1)."""
 

@@ -694,6 +694,16 @@ class IssuedKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """Something that was done to what a tenant has. The store writes it in the transaction of the deed."""
+
+    at: datetime
+    tenant: str  # whose it is; empty: a request without a valid key
+    event: str  # `<resource>_<action>`
+    details: Mapping[str, str]  # who did it, and to what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsRow:
     """The rollouts of one pass, or the rewards that the client logged for one step."""
 

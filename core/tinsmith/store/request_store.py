@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 from tinsmith.backend import BackendConfig
 from tinsmith.figures import Figures
 from tinsmith.store.records import (
+    AuditEntry,
     CheckpointRecord,
     Claim,
     Completion,
@@ -108,7 +109,9 @@ class RequestStore(ABC):
     # sessions
 
     @abstractmethod
-    async def create_session(self, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
+    async def create_session(
+        self, session: SessionRecord, *, idempotency_key: str | None, by: Mapping[str, str] | None = None
+    ) -> SessionRecord:
         """Insert the session. A second call with the same tenant and key returns the first session."""
 
     @abstractmethod
@@ -140,7 +143,9 @@ class RequestStore(ABC):
     async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord: ...
 
     @abstractmethod
-    async def end_session(self, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
+    async def end_session(
+        self, session_id: str, reason: SessionEnd, detail: str | None, *, by: Mapping[str, str] | None = None
+    ) -> SessionRecord:
         """Record the end, and queue an UnloadModel behind each live model's last operation.
 
         The first reason wins.
@@ -254,7 +259,11 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def update_checkpoint(
-        self, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]
+        self,
+        path: str,
+        change: Callable[[CheckpointRecord], CheckpointRecord],
+        *,
+        by: Mapping[str, str] | None = None,
     ) -> CheckpointRecord:
         """Replace `public` or `expires_at` atomically. `change` may raise to refuse the update."""
 
@@ -262,7 +271,7 @@ class RequestStore(ABC):
     async def delete_checkpoint(self, path: str) -> CheckpointRecord: ...
 
     @abstractmethod
-    async def delete_version(self, read: CheckpointRecord) -> CheckpointRecord:
+    async def delete_version(self, read: CheckpointRecord, *, by: Mapping[str, str] | None = None) -> CheckpointRecord:
         """Delete a checkpoint if it is still the version that was read, with the same expiry time.
 
         Raise NotFoundError if it is not. All in one transaction.
@@ -618,7 +627,7 @@ class RequestStore(ABC):
     # links by which others read a run's curves, kept as long as the run
 
     @abstractmethod
-    async def add_share_link(self, link: ShareLink) -> None:
+    async def add_share_link(self, link: ShareLink, *, by: Mapping[str, str] | None = None) -> None:
         """Keep a link. Raise NotFoundError if there is no such run."""
 
     @abstractmethod
@@ -630,13 +639,13 @@ class RequestStore(ABC):
         """Return the links of a run, oldest first."""
 
     @abstractmethod
-    async def delete_share_link(self, model_id: str, share_id: str) -> bool:
+    async def delete_share_link(self, model_id: str, share_id: str, *, by: Mapping[str, str] | None = None) -> bool:
         """Delete a link of a run. Return whether it was there."""
 
     # API keys made over HTTP
 
     @abstractmethod
-    async def add_api_key(self, key: IssuedKey) -> None: ...
+    async def add_api_key(self, key: IssuedKey, *, by: Mapping[str, str] | None = None) -> None: ...
 
     @abstractmethod
     async def find_api_key(self, key_id: str) -> IssuedKey | None:
@@ -651,8 +660,35 @@ class RequestStore(ABC):
         """Return the number of a tenant's keys, expired ones as well."""
 
     @abstractmethod
-    async def delete_api_key(self, key_id: str, *, tenant: str | None) -> bool:
+    async def delete_api_key(self, key_id: str, *, tenant: str | None, by: Mapping[str, str] | None = None) -> bool:
         """Delete a key if it is the tenant's, or whoever's it is (None). Return whether it was there."""
+
+    # The audit log: sessions, checkpoints, share links and API keys that are made, changed or deleted. The methods that
+    # do so write an entry in their transaction. `by` says who asked for it; None: the server, or whoever operates it.
+
+    @abstractmethod
+    async def add_audit_entry(self, entry: AuditEntry) -> None:
+        """Record what changes nothing else. A power cut may undo it."""
+
+    @abstractmethod
+    async def read_audit(
+        self,
+        tenant: str | None,
+        *,
+        since: datetime,
+        until: datetime,
+        resource: str | None = None,
+        limit: int,
+        offset: int = 0,
+    ) -> list[AuditEntry]:
+        """Return entries of a tenant, or of all (None), in order: from `since` on, before `until`.
+
+        resource: only events that begin with it and an underscore.
+        """
+
+    @abstractmethod
+    async def prune_audit(self, before: datetime) -> int:
+        """Delete older entries. Return how many."""
 
     # rollouts: recorded with the pass that trained on them (RolloutsTrained), and kept as long as its run
 

@@ -32,6 +32,7 @@ from tinsmith.store import (
 )
 from tinsmith.store.codec import encode_result
 from tinsmith.testing.store_api_keys import ApiKeysContract
+from tinsmith.testing.store_audit import AuditContract
 from tinsmith.testing.store_experts import RoutedExpertsContract
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
@@ -75,6 +76,7 @@ class RequestStoreContract(
     MetricsContract,
     ShareLinksContract,
     ApiKeysContract,
+    AuditContract,
     RolloutsContract,
     StreamsContract,
     TalliesContract,

@@ -43,6 +43,9 @@ CREATE TABLE share_links ( share_id VARCHAR NOT NULL, digest VARCHAR NOT NULL, m
 CREATE INDEX ix_share_links_model_id ON share_links (model_id);
 CREATE TABLE api_keys ( key_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, name VARCHAR NOT NULL, note VARCHAR NOT NULL, made_with VARCHAR NOT NULL, created_at BIGINT NOT NULL, expires_at BIGINT, CONSTRAINT pk_api_keys PRIMARY KEY (key_id) );
 CREATE INDEX ix_api_keys_tenant ON api_keys (tenant);
+CREATE TABLE audit ( id INTEGER NOT NULL, at BIGINT NOT NULL, tenant VARCHAR NOT NULL, event VARCHAR NOT NULL, details JSON NOT NULL, CONSTRAINT pk_audit PRIMARY KEY (id) );
+CREATE INDEX ix_audit_tenant_at ON audit (tenant, at);
+CREATE INDEX ix_audit_at ON audit (at);
 CREATE TABLE rollouts ( model_id VARCHAR NOT NULL, step BIGINT NOT NULL, seq_id BIGINT NOT NULL, number INTEGER NOT NULL, num_bytes BIGINT NOT NULL, content BLOB NOT NULL, CONSTRAINT pk_rollouts PRIMARY KEY (model_id, step, seq_id) );
 CREATE TABLE secrets ( name VARCHAR NOT NULL, value BLOB NOT NULL, CONSTRAINT pk_secrets PRIMARY KEY (name) );
 CREATE TABLE retention ( id INTEGER NOT NULL, finished_before BIGINT NOT NULL, CONSTRAINT pk_retention PRIMARY KEY (id) );

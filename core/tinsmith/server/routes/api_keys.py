@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from tinsmith.errors import UnsupportedError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
-from tinsmith.server.auth import AccessScope, Caller, visible_tenant
+from tinsmith.server.auth import AccessScope, Actor, Caller, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.settings.schema import digest_of_key
@@ -25,7 +25,9 @@ _KEY_BYTES: Final = 24
 
 
 @router.post("/apikeys", response_model_exclude_none=True)
-async def make_api_key(body: wire.NewApiKey, request: Request, caller: Caller, context: Context) -> wire.ApiKey:
+async def make_api_key(
+    body: wire.NewApiKey, request: Request, caller: Caller, actor: Actor, context: Context
+) -> wire.ApiKey:
     """Make a key for the caller's tenant, without administrators' rights. This answer alone has the key."""
     made_with = _configured_key(context, caller, request)
     await context.quotas.admit_api_key(caller.tenant)
@@ -39,7 +41,7 @@ async def make_api_key(body: wire.NewApiKey, request: Request, caller: Caller, c
         created_at=now,
         expires_at=None if body.expires_in_s is None else now + timedelta(seconds=body.expires_in_s),
     )
-    await context.store.add_api_key(issued)
+    await context.store.add_api_key(issued, by=actor)
     return _shown(issued).model_copy(update={"key": key})
 
 
@@ -70,9 +72,10 @@ async def list_api_keys(
 
 
 @router.delete("/apikeys/{key_id}")
-async def delete_api_key(key_id: str, caller: Caller, context: Context) -> dict[str, str]:
+async def delete_api_key(key_id: str, caller: Caller, actor: Actor, context: Context) -> dict[str, str]:
     """Delete a key. This server refuses it from now on, others within a second."""
-    if not await context.store.delete_api_key(key_id, tenant=None if caller.admin else caller.tenant):
+    tenant = None if caller.admin else caller.tenant
+    if not await context.store.delete_api_key(key_id, tenant=tenant, by=actor):
         raise missing("API key", key_id)
     _refuse(context, key_id)
     return {"deleted": key_id}
@@ -95,7 +98,7 @@ async def api_key_me(caller: Caller, context: Context, request: Request) -> wire
 
 
 @router.delete("/apikey/me")
-async def delete_own_api_key(caller: Caller, context: Context, request: Request) -> dict[str, str]:
+async def delete_own_api_key(caller: Caller, actor: Actor, context: Context, request: Request) -> dict[str, str]:
     """Delete the key that the request was sent with, if it was made over HTTP."""
     used = context.api_keys.id_used(caller, request.headers)
     if used is None or context.api_keys.made_over_http(used) is None:
@@ -104,7 +107,7 @@ async def delete_own_api_key(caller: Caller, context: Context, request: Request)
             "(server.api_keys) is removed there"
         )
         raise UnsupportedError(msg)
-    await context.store.delete_api_key(used, tenant=caller.tenant)
+    await context.store.delete_api_key(used, tenant=caller.tenant, by=actor)
     _refuse(context, used)
     return {"deleted": used}
 

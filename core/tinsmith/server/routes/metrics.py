@@ -13,7 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol import wire
-from tinsmith.server.auth import AccessScope, Caller, Viewer, own_run, visible_tenant
+from tinsmith.server.auth import AccessScope, Actor, Caller, Viewer, own_run, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import Limit, Offset
@@ -99,11 +99,11 @@ async def get_metrics(
 
 @router.post("/runs/{model_id}/share_links", response_model_exclude_none=True)
 async def share_run(
-    model_id: str, body: wire.ShareRequest, request: Request, caller: Caller, context: Context
+    model_id: str, body: wire.ShareRequest, request: Request, caller: Caller, actor: Actor, context: Context
 ) -> wire.ShareLink:
     """Make a link by which everybody who has it reads the curves of the run, and nothing else."""
     await own_run(context, caller, model_id)
-    link, secret = await make_link(context.store, model_id, lasts_s=body.expires_in_s)
+    link, secret = await make_link(context.store, model_id, lasts_s=body.expires_in_s, by=actor)
     server_url = context.settings.server.public_url or str(request.base_url)
     return _shown(link).model_copy(update={"url": url_of(server_url, link, secret)})
 
@@ -116,9 +116,11 @@ async def list_share_links(model_id: str, caller: Caller, context: Context) -> w
 
 
 @router.delete("/runs/{model_id}/share_links/{share_id}")
-async def revoke_share_link(model_id: str, share_id: str, caller: Caller, context: Context) -> dict[str, str]:
+async def revoke_share_link(
+    model_id: str, share_id: str, caller: Caller, actor: Actor, context: Context
+) -> dict[str, str]:
     await own_run(context, caller, model_id)
-    if not await context.store.delete_share_link(model_id, share_id):
+    if not await context.store.delete_share_link(model_id, share_id, by=actor):
         raise missing("share link", share_id)
     return {"revoked": share_id}
 

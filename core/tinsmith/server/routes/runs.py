@@ -17,6 +17,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import (
     AccessScope,
+    Actor,
     Caller,
     own_checkpoint,
     own_deleted_checkpoint,
@@ -156,48 +157,56 @@ def path_of(model_id: str, kind: str, name: str) -> str:
 
 
 @router.post(CHECKPOINT + "/publish")
-async def publish(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, bool]:
-    return await _set_public(context, caller, path_of(model_id, kind, name), public=True)
+async def publish(
+    model_id: str, kind: str, name: str, caller: Caller, actor: Actor, context: Context
+) -> dict[str, bool]:
+    return await _set_public(context, caller, actor, path_of(model_id, kind, name), public=True)
 
 
 @router.delete(CHECKPOINT + "/publish")
-async def unpublish(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, bool]:
-    return await _set_public(context, caller, path_of(model_id, kind, name), public=False)
+async def unpublish(
+    model_id: str, kind: str, name: str, caller: Caller, actor: Actor, context: Context
+) -> dict[str, bool]:
+    return await _set_public(context, caller, actor, path_of(model_id, kind, name), public=False)
 
 
-async def _set_public(context: ServerContext, caller: Principal, path: str, *, public: bool) -> dict[str, bool]:
+async def _set_public(
+    context: ServerContext, caller: Principal, actor: dict[str, str], path: str, *, public: bool
+) -> dict[str, bool]:
     """Do nothing if it is so already: a 409 would make the SDK repeat the request silently for five minutes."""
     await own_checkpoint(context, caller, path)
-    await context.store.update_checkpoint(path, lambda record: replace(record, public=public))
+    await context.store.update_checkpoint(path, lambda record: replace(record, public=public), by=actor)
     return {"public": public}
 
 
 @router.put(CHECKPOINT + "/ttl")
 async def set_ttl(
-    model_id: str, kind: str, name: str, body: wire.TtlRequest, caller: Caller, context: Context
+    model_id: str, kind: str, name: str, body: wire.TtlRequest, caller: Caller, actor: Actor, context: Context
 ) -> dict[str, datetime | None]:
     path = path_of(model_id, kind, name)
     await own_checkpoint(context, caller, path)
     ttl_s = translate.checked_ttl(body.ttl_seconds)
     expires_at = None if ttl_s is None else context.now() + timedelta(seconds=ttl_s)
-    await context.store.update_checkpoint(path, lambda record: replace(record, expires_at=expires_at))
+    await context.store.update_checkpoint(path, lambda record: replace(record, expires_at=expires_at), by=actor)
     return {"expires_at": expires_at}
 
 
 @router.delete(CHECKPOINT)
-async def delete_checkpoint(model_id: str, kind: str, name: str, caller: Caller, context: Context) -> dict[str, str]:
+async def delete_checkpoint(
+    model_id: str, kind: str, name: str, caller: Caller, actor: Actor, context: Context
+) -> dict[str, str]:
     """Delete it, again if asked again: the first answer may have been lost, and files may have been left behind.
 
     If a save replaces it meanwhile, the new version stays: it is as if the deletion had come just before.
     """
     path = path_of(model_id, kind, name)
-    record = await _deleted(context, caller, path)
+    record = await _deleted(context, caller, actor, path)
     await asyncio.to_thread(checkpoints.delete_checkpoint, context.checkpoint_root, record.directory)
     context.quotas.disk.freed(record.tenant)
     return {"deleted": path}
 
 
-async def _deleted(context: ServerContext, caller: Principal, path: str) -> CheckpointRecord:
+async def _deleted(context: ServerContext, caller: Principal, actor: dict[str, str], path: str) -> CheckpointRecord:
     """Delete the version that is there now. Return it, or the one that was deleted before."""
     read: CheckpointRecord | None = None
     while True:
@@ -208,6 +217,6 @@ async def _deleted(context: ServerContext, caller: Principal, path: str) -> Chec
         if read is not None and found.directory != read.directory:
             return read  # replaced meanwhile
         try:
-            return await context.store.delete_version(found)
+            return await context.store.delete_version(found, by=actor)
         except NotFoundError:
             read = found  # its expiry time was changed meanwhile, or it was replaced or deleted

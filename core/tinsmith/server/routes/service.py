@@ -147,7 +147,6 @@ def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> di
 _REASONS = {
     ("POST", "/create_custom_loss"): "use forward_backward_custom, which runs the loss in the client",
     ("POST", "/forward"): "use tinker 0.25 or newer, which sends forward passes to forward_backward",
-    ("GET", "/audit"): "no audit log is kept",
 }
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
@@ -10,7 +11,15 @@ from tinsmith.errors import ServerError, StoreFullError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.log_fields import about
 from tinsmith.protocol import bounds, wire
-from tinsmith.server.auth import AccessScope, Caller, own_known_session, own_session, readable_session, visible_tenant
+from tinsmith.server.auth import (
+    AccessScope,
+    Actor,
+    Caller,
+    own_known_session,
+    own_session,
+    readable_session,
+    visible_tenant,
+)
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.server.waiting_reasons import session_messages
@@ -34,10 +43,11 @@ class SessionEndedError(ServerError):
 async def create_session(
     body: wire.CreateSessionRequest,
     caller: Caller,
+    actor: Actor,
     context: Context,
     x_idempotency_key: Annotated[str | None, Header(max_length=bounds.MAX_NAME_CHARS)] = None,
 ) -> wire.SessionCreated:
-    session = await open_session(context, caller, body, idempotency_key=x_idempotency_key)
+    session = await open_session(context, caller, body, idempotency_key=x_idempotency_key, by=actor)
     warning, error = session_messages(
         [model.name for model in context.settings.models],
         await context.engines.records(),
@@ -61,11 +71,11 @@ router.add_api_route("/session_heartbeat", session_heartbeat, methods=["POST"], 
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(
-    session_id: str, body: wire.FinishSessionRequest, caller: Caller, context: Context
+    session_id: str, body: wire.FinishSessionRequest, caller: Caller, actor: Actor, context: Context
 ) -> dict[str, str]:
     """End a session. If it has ended before, the first reason stays."""
     before = await own_session(context, caller, session_id)
-    session = await context.store.end_session(session_id, body.reason.type, body.detail)
+    session = await context.store.end_session(session_id, body.reason.type, body.detail, by=actor)
     if before.ended is None:
         _log.info("session %s ended: %s", session_id, session.ended, extra=about(tenant=caller.tenant))
     context.quotas.disk.freed(caller.tenant)
@@ -113,7 +123,12 @@ async def move_session(session_id: str, body: wire.ProjectRequest, caller: Calle
 
 
 async def open_session(
-    context: ServerContext, caller: Principal, body: wire.CreateSessionRequest, *, idempotency_key: str | None = None
+    context: ServerContext,
+    caller: Principal,
+    body: wire.CreateSessionRequest,
+    *,
+    idempotency_key: str | None = None,
+    by: Mapping[str, str] | None = None,
 ) -> SessionRecord:
     """Raises CapacityError if the tenant has too many."""
     await context.quotas.admit_session(caller.tenant)
@@ -130,7 +145,7 @@ async def open_session(
         display_name=body.display_name,
         heard_by=context.server_id,
     )
-    created = await context.store.create_session(session, idempotency_key=idempotency_key)
+    created = await context.store.create_session(session, idempotency_key=idempotency_key, by=by)
     if created.session_id == session.session_id:  # else it is a repeat
         _log.info("session %s began: tenant %s", created.session_id, caller.tenant, extra=about(tenant=caller.tenant))
     return created

@@ -1,6 +1,6 @@
 """The records of checkpoints. Their files are not handled here."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Final, NamedTuple, TypeVar, get_args
@@ -19,8 +19,10 @@ from tinsmith.sql_store.statements import (
     walked,
     wanted,
 )
+from tinsmith.sql_store.subjects import audit
 from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints, Position
+from tinsmith.store.audit import changes_of
 from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_large_metadata, version_gone
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ T = TypeVar("T")
 class _Before(NamedTuple):
     """The record of a checkpoint that may be replaced."""
 
+    directory: str
     public: bool
     expires_at: datetime | None
     deleted_at: datetime | None
@@ -130,6 +133,7 @@ def add(tx: Transaction, record: CheckpointRecord) -> None:
     if row is not None and row.deleted_at is None:
         raise checkpoint_exists(record.path)
     _put(tx, record)
+    _note(tx, record, "checkpoint_create", None)
 
 
 def write(tx: Transaction, record: CheckpointRecord) -> None:
@@ -138,6 +142,8 @@ def write(tx: Transaction, record: CheckpointRecord) -> None:
     if row is not None and row.public and row.deleted_at is None and not _expired(row.expires_at, tx.now):
         record = replace(record, public=True)
     _put(tx, record)
+    if row is None or row.directory != record.directory:
+        _note(tx, record, "checkpoint_create", None)
 
 
 def _put(tx: Transaction, record: CheckpointRecord) -> None:
@@ -148,23 +154,36 @@ def _expired(expires_at: datetime | None, now: datetime) -> bool:
     return expires_at is not None and expires_at <= now
 
 
-def update(tx: Transaction, path: str, change: Callable[[CheckpointRecord], CheckpointRecord]) -> CheckpointRecord:
+def update(
+    tx: Transaction,
+    path: str,
+    change: Callable[[CheckpointRecord], CheckpointRecord],
+    *,
+    by: Mapping[str, str] | None = None,
+) -> CheckpointRecord:
     found = get(tx.connection, path, lock=True)
-    changed = change(found)
+    changed = replace(found, public=(new := change(found)).public, expires_at=new.expires_at)
     _UPDATE.run(tx.connection, wanted=path, public=changed.public, expires_at=changed.expires_at)
-    return replace(found, public=changed.public, expires_at=changed.expires_at)
+    for event, details in changes_of(found, changed):
+        _note(tx, found, event, by, **details)
+    return changed
 
 
-def delete(tx: Transaction, path: str) -> CheckpointRecord:
+def delete(tx: Transaction, path: str, *, by: Mapping[str, str] | None = None) -> CheckpointRecord:
     found = get(tx.connection, path, lock=True)
     _DELETE.run(tx.connection, wanted=path, now=tx.now)
+    _note(tx, found, "checkpoint_delete", by)
     return found
 
 
-def delete_version(tx: Transaction, read: CheckpointRecord) -> CheckpointRecord:
+def delete_version(tx: Transaction, read: CheckpointRecord, *, by: Mapping[str, str] | None = None) -> CheckpointRecord:
     if not get(tx.connection, read.path, lock=True).is_version(read):
         raise version_gone(read)
-    return delete(tx, read.path)
+    return delete(tx, read.path, by=by)
+
+
+def _note(tx: Transaction, record: CheckpointRecord, event: str, by: Mapping[str, str] | None, **details: str) -> None:
+    audit.note(tx, record.tenant, event, by, tinker_path=record.path, model_id=record.model_id, **details)
 
 
 def deleted(connection: Connection, path: str) -> CheckpointRecord:

@@ -1,6 +1,6 @@
 """Clients' sessions: their beginning, their heartbeats, and their end, which unloads their models."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
@@ -13,7 +13,7 @@ from tinsmith.operations import UnloadModel
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import Call, Failure, Grouping, Writer, locks
 from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, values_of, walked, wanted
-from tinsmith.sql_store.subjects import gaps, log, models, submitting
+from tinsmith.sql_store.subjects import audit, gaps, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction, the_model
 from tinsmith.store import NewOperation, Position, SessionEnd, SessionRecord
@@ -45,7 +45,9 @@ _MOVE = Change("UPDATE sessions SET project_id = :project WHERE session_id = :wa
 _END = Change("UPDATE sessions SET ended = :reason, end_detail = :detail WHERE session_id = :wanted")
 
 
-def create(tx: Transaction, session: SessionRecord, *, idempotency_key: str | None) -> SessionRecord:
+def create(
+    tx: Transaction, session: SessionRecord, *, idempotency_key: str | None, by: Mapping[str, str] | None = None
+) -> SessionRecord:
     refuse_large_metadata(session.user_metadata)
     if idempotency_key is not None:
         first = _SAME.first(tx.connection, tenant=session.tenant, key=idempotency_key)
@@ -53,6 +55,7 @@ def create(tx: Transaction, session: SessionRecord, *, idempotency_key: str | No
             return first
     more = {"idempotency_key": idempotency_key, "heard_since": session.created_at}
     INSERT.run(tx.connection, **values_of(session), **more)
+    audit.note(tx, session.tenant, "session_create", by, session_id=session.session_id)
     return session
 
 
@@ -134,14 +137,19 @@ _UNLOAD = Query("SELECT request_id FROM operations WHERE subject_id = :model AND
 
 @durable_boundary("store.end_session")
 async def end_session(
-    connections: Connections, session_id: str, reason: SessionEnd, detail: str | None
+    connections: Connections,
+    session_id: str,
+    reason: SessionEnd,
+    detail: str | None,
+    *,
+    by: Mapping[str, str] | None = None,
 ) -> SessionRecord:
-    ended = await connections.durable.write(end, session_id, reason, detail)
+    ended = await connections.durable.write(end, session_id, reason, detail, by=by)
     await _fail_what_is_left(connections, session_id)
     return ended
 
 
-def _models_to_end(connection: Connection, session_id: str, *_: object) -> list[str]:
+def _models_to_end(connection: Connection, session_id: str, *_: object, **_more: object) -> list[str]:
     return _LIVE_MODELS.all(connection, session=session_id)
 
 
@@ -152,11 +160,14 @@ async def _fail_what_is_left(connections: Connections, session_id: str) -> None:
 
 
 @locks(_models_to_end)
-def end(tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None) -> SessionRecord:
+def end(
+    tx: Transaction, session_id: str, reason: SessionEnd, detail: str | None, *, by: Mapping[str, str] | None = None
+) -> SessionRecord:
     session = get(tx.connection, session_id, lock=True)
     if session.ended is not None:
         return session
     _END.run(tx.connection, wanted=session_id, reason=reason, detail=detail)
+    audit.note(tx, session.tenant, "session_end", by, session_id=session_id, reason=reason)
     for model_id in _models_to_end(tx.connection, session_id):
         run = models.locked(tx.connection, model_id)
         assert run is not None

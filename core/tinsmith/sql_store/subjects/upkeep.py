@@ -17,7 +17,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import CHUNK, Change, Query, insert_into, query, total
-from tinsmith.sql_store.subjects import api_keys, log, metrics, rollouts, sampling, share_links
+from tinsmith.sql_store.subjects import api_keys, audit, log, metrics, rollouts, sampling, share_links
 from tinsmith.sql_store.transaction import Transaction
 
 
@@ -121,6 +121,13 @@ def finished_samples(tx: Transaction, finished_before: datetime) -> None:
 
 def deleted_checkpoints(tx: Transaction, deleted_before: datetime) -> int:
     return _DELETE_CHECKPOINTS.run(tx.connection, before=deleted_before)
+
+
+async def prune_audit(connections: Connections, before: datetime) -> int:
+    pruned = 0
+    while ids := await connections.reader.read(audit.older, before):
+        pruned += await connections.durable.write(audit.delete, ids)
+    return pruned
 
 
 # sessions
