@@ -55,10 +55,12 @@ async def train(client: EngineDriver) -> None:
 
 def runs(server: RunningServer | Path, *arguments: str) -> str:
     data_dir = server if isinstance(server, Path) else server.settings.server.data_dir
+    return invoked(*arguments, "--data-dir", str(data_dir))
+
+
+def invoked(*arguments: str) -> str:
     group = cli.build_group(Plugins.load())
-    done = CliRunner().invoke(
-        group, ["runs", *arguments, "--data-dir", str(data_dir)], obj=Plugins.load(), catch_exceptions=False
-    )
+    done = CliRunner().invoke(group, ["runs", *arguments], obj=Plugins.load(), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -77,6 +79,36 @@ def test_runs_are_listed(server: RunningServer) -> None:
     key = {"x-api-key": "tml-nobody"}
     assert httpx.get(f"{server.url}/api/v1/runs?limit=1", headers=key).json()["runs"] == []
     assert httpx.get(f"{server.url}/api/v1/runs?limit=1").json() == listed, "the page reads the same"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("list", "--json"),
+        ("show", RUN, "--json"),
+        ("show", "last", "--json", "--limit", "2"),
+        ("show", RUN, "--from", "1"),
+        ("plot", "s1", "--json"),
+        ("plot", RUN),
+    ],
+)
+def test_a_server_says_what_its_data_directory_holds(server: RunningServer, command: tuple[str, ...]) -> None:
+    """From any machine, to an administrator: on a server without keys, the page and commands read every run."""
+    asked = invoked(*command, "--url", server.url, "--key", "")
+    assert asked == runs(server, *command)
+
+
+def test_a_server_names_nothing_of_others(server: RunningServer) -> None:
+    own = ("--url", server.url, "--key", "tml-nobody")
+    assert json.loads(invoked("list", "--json", *own))["runs"] == []
+    with pytest.raises(TinsmithError, match="no run 's1:train:0': there are none yet"):
+        invoked("show", RUN, *own)
+    with pytest.raises(TinsmithError, match="--tenant is for a data directory"):
+        invoked("list", "--tenant", "ann", *own)
+    with pytest.raises(TinsmithError, match="sends at most 200 operations at a time"):
+        invoked("show", RUN, "--limit", "201", *own)
+    key = {"x-api-key": "tml-nobody"}
+    assert httpx.get(f"{server.url}/api/v1/runs/{RUN}/log", headers=key).status_code == 404
 
 
 def test_a_run_is_drawn(server: RunningServer) -> None:

@@ -1,7 +1,7 @@
 """The request store for commands that read it, whether the server runs or not, and how people name a run in it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
@@ -59,9 +59,14 @@ async def find_run(store: RequestStore, text: str) -> str:
         if not more:  # some have been deleted meanwhile
             break
         ids += [each.model_id for each in more]
+    return run_meant(ids, text)
+
+
+def run_meant(ids: Sequence[str], text: str) -> str:
+    """Return which of the ids, newest first, a text stands for. Raises as `find_run` does."""
     if text in ids:
         return text
-    meant = ids[:1] if text == "last" else [each for each in ids if each.startswith(text)]
+    meant = list(ids[:1]) if text == "last" else [each for each in ids if each.startswith(text)]
     if len(meant) == 1:
         return meant[0]
     if meant:
@@ -72,5 +77,5 @@ async def find_run(store: RequestStore, text: str) -> str:
     raise NotFoundError(msg)
 
 
-def _listed(ids: list[str]) -> str:
+def _listed(ids: Sequence[str]) -> str:
     return ", ".join(map(repr, ids[:_NAMED]))

@@ -5,11 +5,12 @@ Each command of `runs` reads plain values, and prints them as they are with --js
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tinsmith.commands.open_store import use_store
+from tinsmith.commands.client import DEFAULT_KEY, ApiKey
+from tinsmith.commands.open_store import find_run, use_store
 from tinsmith.commands.options import (
     ANY_SETTING,
     AsJson,
@@ -23,9 +24,17 @@ from tinsmith.commands.options import (
     settings_without_models,
 )
 
+if TYPE_CHECKING:
+    from tinsmith.protocol import wire
+    from tinsmith.store import RequestStore
+
 Run = Annotated[
     str,
     typer.Argument(help="id of the run (see `tinsmith runs list`), or a unique beginning of one; `last`: the newest"),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(help="URL of a running server to ask, from any machine; default: read the data directory"),
 ]
 Limit = Annotated[int, typer.Option(min=1, max=10_000, help="number of rows to print")]
 
@@ -46,19 +55,26 @@ def list_runs(
     limit: Limit = 50,
     offset: Annotated[int, typer.Option(min=0, help="number of the newest runs to skip")] = 0,
     json: AsJson = False,
+    url: Url = None,
+    key: ApiKey = DEFAULT_KEY,
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
     """List the runs that a server keeps, newest first. Works while the server runs and when it is stopped."""
+    from tinsmith.commands.runs_of_server import RunsOfServer  # these imports are here: other commands need none
     from tinsmith.commands.runs_tables import print_json, print_runs
-    from tinsmith.server.run_views import list_summaries  # these imports are here, because other commands need none
+    from tinsmith.server.run_views import list_summaries
 
-    settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
-    page = use_store(settings, plugins, lambda store: list_summaries(store, tenant, limit=limit, offset=offset))
+    if url is not None:
+        page, where = RunsOfServer(url, key).list(tenant, limit=limit, offset=offset), url
+    else:
+        settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
+        page = use_store(settings, plugins, lambda store: list_summaries(store, tenant, limit=limit, offset=offset))
+        where = str(settings.server.data_dir)
     if json:
         print_json(page.model_dump(mode="json", exclude_none=True))
     else:
-        print_runs(page, tenant=tenant, offset=offset, where=str(settings.server.data_dir))
+        print_runs(page, tenant=tenant, offset=offset, where=where)
 
 
 def show_run(
@@ -69,16 +85,29 @@ def show_run(
     ] = None,
     limit: Limit = 50,
     json: AsJson = False,
+    url: Url = None,
+    key: ApiKey = DEFAULT_KEY,
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
     """Show a run and the operations in its log: times, sizes, results and retries, and how far back replay can go."""
-    from tinsmith.commands.runs_report import report
+    from tinsmith.commands.runs_of_server import RunsOfServer
     from tinsmith.commands.runs_tables import print_json, print_run
+    from tinsmith.server.run_report import report
 
-    settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
-    found = use_store(settings, plugins, lambda store: report(store, run, from_seq_id=from_, limit=limit))
-    (print_json if json else print_run)(found)
+    if url is not None:
+        found = RunsOfServer(url, key).show(run, from_seq_id=from_, limit=limit)
+    else:
+
+        async def read(store: RequestStore) -> wire.RunReport:
+            return await report(store, await find_run(store, run), from_seq_id=from_, limit=limit)
+
+        settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
+        found = use_store(settings, plugins, read)
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        print_run(found)
 
 
 def plot_run(
@@ -89,14 +118,20 @@ def plot_run(
         typer.Option(help="draw the metrics whose names hold this; default: the first four, losses and rewards first"),
     ] = None,
     json: AsJson = False,
+    url: Url = None,
+    key: ApiKey = DEFAULT_KEY,
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
     """Draw the curves of a run in the terminal."""
+    from tinsmith.commands.runs_of_server import RunsOfServer
     from tinsmith.commands.runs_plot import print_plot, read_curves
 
-    settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
-    curves = use_store(settings, plugins, lambda store: read_curves(store, run))
+    if url is not None:
+        curves = RunsOfServer(url, key).curves(run)
+    else:
+        settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
+        curves = use_store(settings, plugins, lambda store: read_curves(store, run))
     if json:
         typer.echo(curves.model_dump_json(indent=2))
     else:

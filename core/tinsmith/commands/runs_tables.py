@@ -12,10 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith.commands.runs_report import OperationReport, RunReport
 from tinsmith.processes.logs import escape
 from tinsmith.protocol import wire
-from tinsmith.store import LogTotals, RunState
+from tinsmith.store import RunState
 
 _WIDE: Final = 200  # columns, if the output is not a terminal
 _LEAST_FOR_TABLE: Final = 120  # columns
@@ -30,7 +29,7 @@ _STATES: Final = {
 
 
 def print_runs(page: wire.RunSummaries, *, tenant: str | None, offset: int, where: str) -> None:
-    """Print the runs, newest first. `tenant`: if all are one tenant's. `where`: the data directory."""
+    """Print the runs, newest first. `tenant`: if all are one tenant's. `where`: the data directory, or the server."""
     console, total = _console(), page.cursor.total_count
     if not page.runs:
         of = "" if tenant is None else f" of tenant {escape(repr(tenant))}"
@@ -75,7 +74,7 @@ def _print_in_lines(console: Console, runs: Sequence[wire.RunSummary]) -> None:
         console.print(f"  {', '.join([*about, escape(run.tenant), _moment(run.last_request_at)])}", highlight=False)
 
 
-def print_run(found: RunReport) -> None:
+def print_run(found: wire.RunReport) -> None:
     """Print one run and a page of its log."""
     console = _console()
     for name, value in _facts(found):
@@ -96,16 +95,16 @@ def print_run(found: RunReport) -> None:
     console.print(_totals_table(found.totals), highlight=False)
 
 
-def _facts(found: RunReport) -> list[tuple[str, str]]:
+def _facts(found: wire.RunReport) -> list[tuple[str, str]]:
     run = found.run
     reason = f": {escape(run.state_reason)}" if run.state_reason else ""
     facts = [
-        ("run", escape(run.model_id)),
-        ("base model", f"{escape(run.base_model)}, LoRA of rank {run.lora.rank}, seed {run.lora.seed}"),
-        ("tenant", f"{escape(run.tenant)}, session {escape(run.session_id)}"),
-        ("state", _state(run.state) + reason),
+        ("run", escape(run.run_id)),
+        ("base model", f"{escape(run.base_model)}, LoRA of rank {run.lora_rank}, seed {found.seed}"),
+        ("tenant", f"{escape(run.tenant)}, session {escape(found.session_id)}"),
+        ("state", _state(RunState(run.state)) + reason),
         ("created", f"{_moment(run.created_at)}, last request {_moment(run.last_request_at)}"),
-        ("applied", f"up to seq_id {run.applied_seq_id}" if run.applied_seq_id >= 0 else "nothing yet"),
+        ("applied", f"up to seq_id {found.applied_seq_id}" if found.applied_seq_id >= 0 else "nothing yet"),
     ]
     if run.user_metadata:
         facts.append(("metadata", escape(msgspec.json.encode(run.user_metadata).decode())))
@@ -115,12 +114,12 @@ def _facts(found: RunReport) -> list[tuple[str, str]]:
     facts += [("checkpoint", f"{escape(each.path)} ({_bytes(each.size_bytes)})") for each in found.checkpoints]
     if found.oldest_replayable is None:
         facts.append(("replay", "not possible: its log is past its retention"))
-    elif run.applied_seq_id >= 0:
-        facts.append(("replay", f"possible for --until {found.oldest_replayable} to {run.applied_seq_id}"))
+    elif found.applied_seq_id >= 0:
+        facts.append(("replay", f"possible for --until {found.oldest_replayable} to {found.applied_seq_id}"))
     return facts
 
 
-def _operations_table(operations: Sequence[OperationReport]) -> Table:
+def _operations_table(operations: Sequence[wire.OperationReport]) -> Table:
     table = _table(">seq", "kind", "state", "arrived", ">queued", ">run", ">tokens", ">request", ">result", "outcome")
     for each in operations:
         tries = max(each.attempts, 1) + each.interruptions
@@ -140,17 +139,20 @@ def _operations_table(operations: Sequence[OperationReport]) -> Table:
     return table
 
 
-def _outcome(operation: OperationReport) -> str:
+def _outcome(operation: wire.OperationReport) -> str:
     if operation.error is not None:
         return f"[red]{escape(operation.error)}[/]"
-    shown = [f"{escape(name)} {value:.6g}" for name, value in operation.metrics.items()]
+    shown = [
+        f"{escape(name)} {'not finite' if value is None else format(value, '.6g')}"
+        for name, value in operation.metrics.items()
+    ]
     return ", ".join([*shown, *map(escape, operation.notes)])
 
 
-def _totals_table(totals: Sequence[LogTotals]) -> Table:
+def _totals_table(totals: Sequence[wire.LogTotals]) -> Table:
     table = _table("in the log", "state", ">number", ">retried", ">tokens", ">requests", ">results", ">queued", ">run")
 
-    def add(kind: str, state: str, of: Sequence[LogTotals]) -> None:
+    def add(kind: str, state: str, of: Sequence[wire.LogTotals]) -> None:
         table.add_row(
             kind,
             state,

@@ -158,7 +158,7 @@ class Replayer:
 
 def check_reachable(log: RunLog, seq_id: int) -> None:
     """Raise UserError if an operation is out of reach of the log and the recovery points; say what is in reach."""
-    run, oldest = log.run, oldest_reachable(log)
+    run, oldest = log.run, log.oldest_reachable
     if run.applied_seq_id < 0:
         msg = f"{run.model_id!r} has not run any operation yet, so there is no state to rebuild"
         raise UserError(msg)
@@ -181,13 +181,6 @@ def check_reachable(log: RunLog, seq_id: int) -> None:
             "future runs, set recovery.keep_log_s or recovery.keep_points"
         )
         raise UserError(msg)
-
-
-def oldest_reachable(log: RunLog) -> int | None:
-    """Return the lowest seq_id that can be rebuilt. None if there is nothing to start from."""
-    if log.pruned_seq_id < 0:
-        return 0
-    return min((each.seq_id for each in log.recovery_points if each.seq_id >= log.pruned_seq_id), default=None)
 
 
 async def rebuild_at(

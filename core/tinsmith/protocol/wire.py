@@ -888,6 +888,69 @@ class RunCurves(BaseModel):
     series: list[Series]
 
 
+class OperationReport(BaseModel):
+    """An operation in the log. `metrics` and `notes` depend on its kind."""
+
+    seq_id: int
+    request_id: str
+    kind: str
+    state: str
+    num_tokens: int
+    created_at: datetime
+    queued_s: float | None = None  # from arrival to claim
+    run_s: float | None = None  # from claim to record
+    attempts: int
+    interruptions: int
+    payload_bytes: int
+    result_bytes: int
+    metrics: dict[str, float | None]
+    notes: list[str]
+    error: str | None = None
+
+
+class RecoveryPoint(BaseModel):
+    seq_id: int
+    size_bytes: int
+    created_at: datetime
+
+
+class SavedCheckpoint(BaseModel):
+    path: str
+    kind: str
+    size_bytes: int
+    created_at: datetime
+    step: int
+
+
+class LogTotals(BaseModel):
+    """Of the operations of one kind and state."""
+
+    kind: str
+    state: str
+    number: int
+    num_tokens: int
+    payload_bytes: int
+    result_bytes: int
+    queued_s: float
+    run_s: float
+    retried: int
+
+
+class RunReport(BaseModel):
+    run: RunSummary
+    session_id: str
+    seed: int
+    applied_seq_id: int
+    oldest_replayable: int | None = None  # the lowest seq_id that `tinsmith replay` can rebuild
+    recovery_points: list[RecoveryPoint]
+    checkpoints: list[SavedCheckpoint]
+    num_logged: int
+    first_seq_id: int | None = None
+    last_seq_id: int | None = None
+    operations: list[OperationReport]
+    totals: list[LogTotals]
+
+
 # Rollouts -------------------------------------------------------------------------------------------------------------
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]

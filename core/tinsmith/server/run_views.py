@@ -36,6 +36,11 @@ async def list_summaries(store: RequestStore, tenant: str | None, *, limit: int,
     )
 
 
+async def summary_of(store: RequestStore, run: RunRecord) -> wire.RunSummary:
+    """Raise NotFoundError if its session is deleted meanwhile."""
+    return _summary(run, await store.get_session(run.session_id))
+
+
 def _summary(run: RunRecord, session: SessionRecord) -> wire.RunSummary:
     return wire.RunSummary(
         run_id=run.model_id,

@@ -203,6 +203,13 @@ class RunLog:
     pruned_seq_id: int  # the highest seq_id removed by retention; -1: the log is complete
     recovery_points: tuple[RecoveryPointRecord, ...]  # newest first
 
+    @property
+    def oldest_reachable(self) -> int | None:
+        """The lowest seq_id that can be rebuilt; None if there is nothing to start from."""
+        if self.pruned_seq_id < 0:
+            return 0
+        return min((each.seq_id for each in self.recovery_points if each.seq_id >= self.pruned_seq_id), default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedOperation:

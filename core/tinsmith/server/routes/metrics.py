@@ -13,10 +13,11 @@ from fastapi.responses import Response, StreamingResponse
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol import wire
-from tinsmith.server.auth import AccessScope, Actor, Caller, Viewer, own_run, visible_tenant
+from tinsmith.server.auth import AccessScope, Actor, Caller, Viewer, own_run, readable_run, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.routes.sessions import Limit, Offset
+from tinsmith.server.run_report import report
 from tinsmith.server.run_views import Step, finite, joined, list_summaries, read_measured, series_of
 from tinsmith.server.share_links import make_link, shared_run, url_of
 from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord, ShareLink
@@ -31,6 +32,7 @@ router = APIRouter(prefix=API_PREFIX, tags=["metrics"], route_class=JsonRoute)
 MOST_BYTES: Final = 64 << 20
 """The metrics of one run, beyond which its client can log no more. What operations measure is always kept."""
 
+_MOST_OPERATIONS: Final = 200  # of one answer: each of their results is read whole
 _MOST_RUNS: Final = 16  # of one stream
 _TAIL: Final = 64  # steps before the newest one that a stream looks at for changes
 _LEAST_S: Final = 0.5  # between two events of a run
@@ -95,6 +97,20 @@ async def get_metrics(
         return wire.RunCurves(run_id=model_id, steps=run.steps, series=series)
 
     return await context.large_answers.build(run.tenant, read, to_answer)
+
+
+@router.get("/runs/{model_id}/log", response_model=wire.RunReport, response_model_exclude_none=True)
+async def get_log(
+    model_id: str,
+    caller: Viewer,
+    context: Context,
+    from_seq_id: Annotated[int | None, Query(ge=0, lt=2**63)] = None,
+    limit: Annotated[int, Query(ge=1, le=_MOST_OPERATIONS)] = 50,
+) -> Response:
+    """Return a run and the operations in its log, from a seq_id on, by default the last ones."""
+    run = await readable_run(context, caller, model_id)
+    read = partial(report, context.store, model_id, from_seq_id=from_seq_id, limit=limit)
+    return await context.large_answers.build(run.tenant, read, lambda found: found)
 
 
 @router.post("/runs/{model_id}/share_links", response_model_exclude_none=True)

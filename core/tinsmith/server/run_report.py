@@ -1,90 +1,56 @@
-"""The report of `tinsmith runs show` on one run: plain values, without the tensors of its operations."""
+"""A run and the operations in its log, as people and programs read them: plain values, without tensors."""
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 
 from tinsmith import operations as ops
-from tinsmith.commands.open_store import find_run
-from tinsmith.engine.replay import oldest_reachable
 from tinsmith.errors import ServerError
-from tinsmith.store import (
-    CheckpointRecord,
-    LoggedOperation,
-    LogTotals,
-    OperationState,
-    RecoveryPointRecord,
-    RequestStore,
-    RunRecord,
-)
+from tinsmith.protocol import wire
+from tinsmith.server.run_views import finite, summary_of
+from tinsmith.store import LoggedOperation, RequestStore
 from tinsmith.store.codec import decode_result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationReport:
-    """One line of the log. `metrics` and `notes` depend on the kind of the operation."""
-
-    seq_id: int
-    request_id: str
-    kind: str
-    state: OperationState
-    num_tokens: int
-    created_at: datetime
-    queued_s: float | None  # from arrival to claim
-    run_s: float | None  # from claim to record
-    attempts: int
-    interruptions: int
-    payload_bytes: int
-    result_bytes: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    run: RunRecord
-    pruned_seq_id: int
-    oldest_replayable: int | None  # the lowest seq_id that `tinsmith replay` can rebuild
-    recovery_points: tuple[RecoveryPointRecord, ...]
-    checkpoints: list[CheckpointRecord]
-    num_logged: int
-    first_seq_id: int | None
-    last_seq_id: int | None
-    operations: list[OperationReport]
-    totals: list[LogTotals]
-
-
-async def report(store: RequestStore, run: str, *, from_seq_id: int | None, limit: int) -> RunReport:
-    """Read a run and a page of its log, by default the last page. Raise TinsmithError as `find_run` does."""
-    model_id = await find_run(store, run)
+async def report(store: RequestStore, model_id: str, *, from_seq_id: int | None, limit: int) -> wire.RunReport:
+    """Read a run and a page of its log, by default the last page. Raise NotFoundError if there is no such run."""
     log = await store.run_log(model_id)
     checkpoints, _ = await store.list_checkpoints(None, model_id=model_id)
     totals = await store.log_totals(model_id)
     first = await store.list_log(model_id, from_seq_id=0, limit=1)
     last = await store.list_log(model_id, from_seq_id=None, limit=1)
-    operations = await store.list_log(model_id, from_seq_id=from_seq_id, limit=limit)
-    return RunReport(
-        run=log.run,
-        pruned_seq_id=log.pruned_seq_id,
-        oldest_replayable=oldest_reachable(log),
-        recovery_points=log.recovery_points,
-        checkpoints=checkpoints,
+    logged = await store.list_log(model_id, from_seq_id=from_seq_id, limit=limit)
+    return wire.RunReport(
+        run=await summary_of(store, log.run),
+        session_id=log.run.session_id,
+        seed=log.run.lora.seed,
+        applied_seq_id=log.run.applied_seq_id,
+        oldest_replayable=log.oldest_reachable,
+        recovery_points=[
+            wire.RecoveryPoint(seq_id=each.seq_id, size_bytes=each.size_bytes, created_at=each.created_at)
+            for each in log.recovery_points
+        ],
+        checkpoints=[
+            wire.SavedCheckpoint(
+                path=each.path, kind=each.kind, size_bytes=each.size_bytes, created_at=each.created_at, step=each.step
+            )
+            for each in checkpoints
+        ],
         num_logged=sum(each.number for each in totals),
         first_seq_id=first[0].seq_id if first else None,
         last_seq_id=last[0].seq_id if last else None,
-        operations=[_operation(each) for each in operations],
-        totals=totals,
+        operations=await asyncio.to_thread(lambda: [_operation(each) for each in logged]),
+        totals=[wire.LogTotals.model_validate(each, from_attributes=True) for each in totals],
     )
 
 
-def _operation(logged: LoggedOperation) -> OperationReport:
+def _operation(logged: LoggedOperation) -> wire.OperationReport:
     metrics, notes, error = _outcome(logged)
-    return OperationReport(
+    return wire.OperationReport(
         seq_id=logged.seq_id,
         request_id=logged.request_id,
         kind=logged.kind,
-        state=logged.state,
+        state=logged.state.value,
         num_tokens=logged.num_tokens,
         created_at=logged.created_at,
         queued_s=_between(logged.created_at, logged.started_at),
@@ -93,8 +59,8 @@ def _operation(logged: LoggedOperation) -> OperationReport:
         interruptions=logged.interruptions,
         payload_bytes=logged.payload_bytes,
         result_bytes=logged.result_bytes,
-        metrics=metrics,
-        notes=notes,
+        metrics={name: finite(value) for name, value in metrics.items()},
+        notes=list(notes),
         error=error,
     )
 
