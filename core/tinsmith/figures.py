@@ -6,6 +6,7 @@ beside its own. They start from zero when the process starts, as counters of Pro
 
 import threading
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -128,13 +129,14 @@ class Interface(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostReport(msgspec.Struct, frozen=True, array_like=True):
-    """Resource use of a process, and of its host's GPUs and network."""
+    """Resource use of a process, or of several on one host, and of the host's GPUs and network."""
 
     host: str
     resident_bytes: int
     cpu_s: float
     gpus: tuple[Gpu, ...] = ()
     interfaces: tuple[Interface, ...] = ()
+    processes: int = 1
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
@@ -142,6 +144,19 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
     series: tuple[Series, ...]
     host: HostReport
+    workers: tuple[HostReport, ...] = ()  # the engine's workers, one report for each host
+
+
+def _together(reports: Sequence[HostReport]) -> HostReport:
+    """Join the reports of processes of one host, of which one reports its GPUs and network."""
+    return HostReport(
+        reports[0].host,
+        sum(each.resident_bytes for each in reports),
+        sum(each.cpu_s for each in reports),
+        next((each.gpus for each in reports if each.gpus), ()),
+        next((each.interfaces for each in reports if each.interfaces), ()),
+        len(reports),
+    )
 
 
 class Figures:
@@ -151,6 +166,7 @@ class Figures:
         self._lock = threading.Lock()
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
         self._counts: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+        self._workers: dict[tuple[str, int], HostReport] = {}  # by host and process id
         for figure in FIGURES:
             if not figure.labels:  # a series that is there from the start shows its first change
                 self._totals[figure.name, ()] = 0.0
@@ -188,6 +204,24 @@ class Figures:
     def drew_first(self, after_s: float) -> None:
         """Count a sample that has its first token, `seconds` after the sampler received it."""
         self.observe(FIRST_TOKEN_SECONDS, after_s)
+
+    def worker_reported(self, pid: int, report: HostReport) -> None:
+        """Keep the newest report of a worker process."""
+        with self._lock:
+            self._workers[report.host, pid] = report
+
+    def workers_ended(self, pids: Iterable[tuple[str, int]]) -> None:
+        """Forget workers, by host and process id."""
+        with self._lock:
+            for each in pids:
+                self._workers.pop(each, None)
+
+    def workers(self) -> tuple[HostReport, ...]:
+        """Return one report for each host that has workers, by name."""
+        with self._lock:
+            reports = list(self._workers.values())
+        hosts = sorted({each.host for each in reports})
+        return tuple(_together([each for each in reports if each.host == host]) for host in hosts)
 
     def total(self, figure: Figure, *labels: str) -> float:
         with self._lock:

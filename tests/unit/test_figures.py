@@ -20,7 +20,7 @@ from tinsmith.figures import (
     decode_report,
     encode_report,
 )
-from tinsmith.processes.figure_reports import Gpus, interfaces
+from tinsmith.host_usage import Gpus, interfaces
 from tinsmith.server.figure_views import hosts_of, times_of
 from tinsmith.server.kept import backlog_of
 from tinsmith.store import PendingWork, ReportedFigures
@@ -152,6 +152,26 @@ def test_a_histogram_tells_its_number_mean_and_what_bounds_nearly_all() -> None:
 def test_a_host_is_shown_once_as_it_was_reported_last() -> None:
     (host,) = hosts_of([reported("b", 10, age_s=9.0), reported("a", 20), reported("c", 30, age_s=5.0)])
     assert (host.host, host.engines, host.gpus[0].used_bytes) == ("node-1", ["a", "b", "c"], 20)
+
+
+def test_hosts_of_workers_are_shown_beside_the_engines() -> None:
+    """The workers of a host are one report, and only one of them tells of its GPUs."""
+    figures, card = Figures(), Gpu("GPU-9", 0, "H200", 0.5, 7, 10)
+    figures.worker_reported(11, HostReport("node-2", 100, 1.0, (card,), (Interface("eth0", 3, 4),)))
+    figures.worker_reported(12, HostReport("node-2", 200, 2.0))
+    figures.worker_reported(11, HostReport("node-1", 50, 4.0))
+    report = encode_report(Report((), HostReport("node-1", 1, 0.5), figures.workers()))
+    found = ReportedFigures(base_model="a", reported_at=datetime.now(UTC), report=report)
+    ours, theirs = hosts_of([found])
+    assert (ours.host, ours.workers, ours.worker_bytes, ours.gpus) == ("node-1", 1, 50, [])
+    assert (theirs.host, theirs.engines, theirs.workers, theirs.worker_bytes) == ("node-2", ["a"], 2, 300)
+    assert (theirs.worker_cpu_s, theirs.gpus[0].used_bytes, theirs.interfaces[0].sent_bytes) == (3.0, 7, 4)
+    exported = shown(found)
+    assert exported["tinsmith_gpu_memory_used_bytes", ("node-2", "0", "GPU-9", "H200")] == 7
+    assert exported["tinsmith_workers_resident_memory_bytes", ("a", "node-2")] == 300
+    assert exported["tinsmith_workers_cpu_seconds_total", ("a", "node-1")] == 4.0
+    figures.workers_ended([("node-2", 11), ("node-2", 12)])
+    assert [each.host for each in figures.workers()] == ["node-1"]
 
 
 def test_interfaces_are_read_as_the_system_lists_them(tmp_path: Path) -> None:

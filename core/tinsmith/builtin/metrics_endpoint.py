@@ -206,10 +206,19 @@ def _processes(reports: Iterable[tuple[str, Report]]) -> list[Metric]:
         "tinsmith_engine_resident_memory_bytes", "memory of the engine's process, as it last reported", labels=labels
     )
     cpu = CounterMetricFamily("tinsmith_engine_cpu_seconds", "CPU time of the engine's process", labels=labels)
+    of_workers = GaugeMetricFamily(
+        "tinsmith_workers_resident_memory_bytes", "memory of the engine's workers on a host", labels=labels
+    )
+    workers_cpu = CounterMetricFamily(
+        "tinsmith_workers_cpu_seconds", "CPU time of the engine's workers on a host", labels=labels
+    )
     for base_model, report in reports:
         memory.add_metric([base_model, report.host.host], report.host.resident_bytes)
         cpu.add_metric([base_model, report.host.host], report.host.cpu_s)
-    return [memory, cpu]
+        for each in report.workers:
+            of_workers.add_metric([base_model, each.host], each.resident_bytes)
+            workers_cpu.add_metric([base_model, each.host], each.cpu_s)
+    return [memory, cpu, of_workers, workers_cpu]
 
 
 def _gpus_of(reports: Iterable[tuple[ReportedFigures, Report]]) -> dict[tuple[str, str], tuple[str, Gpu]]:
@@ -218,10 +227,11 @@ def _gpus_of(reports: Iterable[tuple[ReportedFigures, Report]]) -> dict[tuple[st
     for each, report in reports:
         if datetime.now(UTC) - each.reported_at > _OLD:
             continue
-        for gpu in report.host.gpus:
-            key = report.host.host, gpu.uuid
-            if key not in newest or newest[key][0] < each.reported_at:
-                newest[key] = each.reported_at, report.host.host, gpu
+        for host in (*report.workers, report.host):
+            for gpu in host.gpus:
+                key = host.host, gpu.uuid
+                if key not in newest or newest[key][0] <= each.reported_at:
+                    newest[key] = each.reported_at, host.host, gpu
     return {key: (host, gpu) for key, (_, host, gpu) in sorted(newest.items())}
 
 

@@ -1034,10 +1034,13 @@ class InterfaceView(BaseModel):
 
 
 class HostView(BaseModel):
-    """A host of engines, as one of them reported last."""
+    """A host of engines or their workers, as an engine reported it last."""
 
     host: str
-    engines: list[str]  # base models
+    engines: list[str]  # base models of which the engine, or workers of it, are there
+    workers: int = 0  # processes
+    worker_bytes: int | None = None  # of memory
+    worker_cpu_s: float | None = None
     reported_at: datetime
     gpus: list[GpuView]
     interfaces: list[InterfaceView]

@@ -1,6 +1,6 @@
 """What engines reported of their processes and hosts, as people and programs read it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import accumulate
 from typing import Final
@@ -41,20 +41,25 @@ def times_of(series: Sequence[Series], figure: Figure) -> wire.TimesView:
 
 
 def hosts_of(reported: Sequence[ReportedFigures]) -> list[wire.HostView]:
-    """Return the hosts by name, each as it was reported last: several engines may share one."""
+    """Return the hosts of engines and their workers by name, each as it was reported last: several may share one."""
     newest: dict[str, tuple[datetime, HostReport]] = {}
-    engines: dict[str, list[str]] = {}
+    engines: dict[str, set[str]] = {}
+    workers: dict[str, list[HostReport]] = {}
     for each in reported:
         if (report := decode_report(each.report)) is None:
             continue
-        name = report.host.host
-        engines.setdefault(name, []).append(each.base_model)
-        if name not in newest or newest[name][0] < each.reported_at:
-            newest[name] = each.reported_at, report.host
-    return [_host(name, engines[name], *newest[name]) for name in sorted(newest)]
+        for host in (*report.workers, report.host):
+            engines.setdefault(host.host, set()).add(each.base_model)
+            if host.host not in newest or newest[host.host][0] <= each.reported_at:
+                newest[host.host] = each.reported_at, host
+        for host in report.workers:
+            workers.setdefault(host.host, []).append(host)
+    return [_host(name, engines[name], workers.get(name, ()), *newest[name]) for name in sorted(newest)]
 
 
-def _host(name: str, engines: Sequence[str], reported_at: datetime, report: HostReport) -> wire.HostView:
+def _host(
+    name: str, engines: Iterable[str], workers: Sequence[HostReport], reported_at: datetime, report: HostReport
+) -> wire.HostView:
     gpus = [
         wire.GpuView(
             number=gpu.number,
@@ -66,4 +71,13 @@ def _host(name: str, engines: Sequence[str], reported_at: datetime, report: Host
         for gpu in report.gpus
     ]
     interfaces = [wire.InterfaceView.model_validate(each, from_attributes=True) for each in report.interfaces]
-    return wire.HostView(host=name, engines=sorted(engines), reported_at=reported_at, gpus=gpus, interfaces=interfaces)
+    return wire.HostView(
+        host=name,
+        engines=sorted(engines),
+        workers=sum(each.processes for each in workers),
+        worker_bytes=sum(each.resident_bytes for each in workers) or None,
+        worker_cpu_s=sum(each.cpu_s for each in workers) or None,
+        reported_at=reported_at,
+        gpus=gpus,
+        interfaces=interfaces,
+    )

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinsmith import ConfigError
+from tinsmith import ConfigError, Figures
+from tinsmith.host_usage import interfaces
 from tinsmith.testing.ports import hold_port
 from tinsmith_workers import Launch, MakeLauncher, WorkerDiedError, WorkerGroup, WorkersConfig
 from tinsmith_workers.channel import Channel
@@ -65,6 +66,21 @@ def test_local_processes(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(WorkerDiedError, match=r"worker 0 left with 1; see their output"):
         WorkerGroup(PROGRAM, WorkersConfig(nproc_per_node=1), no_progress, launch_with=with_a_wrong_key)
     assert "has another TINSMITH_WORKER_KEY" in capfd.readouterr().err
+
+
+def test_the_engine_learns_what_workers_and_their_host_use() -> None:
+    """With an answer, now and then: nothing is sent to an engine that asks for nothing."""
+    figures = Figures()
+    group = WorkerGroup(PROGRAM, WorkersConfig(nproc_per_node=2), no_progress, figures=figures)
+    while sum(each.processes for each in figures.workers()) < 2:
+        group.call(Program.place)
+    [host] = figures.workers()
+    assert host.host == socket.gethostname()
+    assert host.resident_bytes > 2 * 10_000_000
+    assert host.cpu_s > 0
+    assert [each.name for each in host.interfaces] == [each.name for each in interfaces()]
+    all_end(group)
+    assert figures.workers() == ()
 
 
 OURS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, TypeVar
 
 from tinsmith.backend import Progress
 from tinsmith.errors import ConfigError
+from tinsmith.figures import Figures
 from tinsmith.scratch import Scratch
 from tinsmith_workers.channel import Channel, Encoded, encoded, ready
 from tinsmith_workers.code import code_of, package_of
@@ -56,6 +57,7 @@ class WorkerGroup(Generic[Program_co]):
         gpus: bool | None = False,
         default_per_node: int = 1,
         launch_with: MakeLauncher | None = None,
+        figures: Figures | None = None,
     ) -> None:
         """Start the workers and wait until all have made their program.
 
@@ -63,13 +65,15 @@ class WorkerGroup(Generic[Program_co]):
         calls its methods as asked.
         environment: more variables for the workers.
         gpus: whether each worker takes a GPU; None: if there are any. default_per_node: how many workers a machine has
-        if `nproc_per_node` is not set.
+        if `nproc_per_node` is not set. figures: count what the workers and their hosts use.
 
         Raises ConfigError if the settings are at fault, and WorkerDiedError.
         """
         self._progress = progress
+        self._figures = figures or Figures()
         self._turn = threading.Lock()
         self._channels: list[Channel] = []
+        self.members: list[Joined] = []
         self._broken: str | None = None
         self._launcher: Launcher | None = None
         self._scratch = Scratch("tinsmith-workers-")
@@ -135,6 +139,8 @@ class WorkerGroup(Generic[Program_co]):
                     continue
                 assert isinstance(message, Answer), message
                 answers[rank] = message.value
+                if message.usage is not None:
+                    self._figures.worker_reported(self.members[rank].pid, message.usage)
         return [answers[rank] for rank in range(len(self))]
 
     def _send(self, rank: int, method: str, message: Encoded | Call | Welcome) -> None:
@@ -217,6 +223,7 @@ class WorkerGroup(Generic[Program_co]):
             self._door.close()
         for channel in self._channels:
             channel.close()
+        self._figures.workers_ended((member.host, member.pid) for member in self.members)
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinsmith.figures import HostReport
+
 # Any below: arguments and results of the program's methods.
 
 
@@ -50,9 +52,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a method."""
+    """The result of a method, and now and then what its worker and its host use."""
 
     value: Any
+    usage: HostReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from tinsmith_workers.channel import Channel
 from tinsmith_workers.code import code_of_plugins
 from tinsmith_workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS, WAIT_S, WITH_PARENT
 from tinsmith_workers.messages import Answer, Call, Hello, ProgressMade, Refused, Welcome, WorkerFailed
+from tinsmith_workers.usage import Usage
 
 _RETRY_S: Final = 0.5
 _CONNECT_S: Final = 10.0  # the kernel would wait two minutes for a machine that is cut off, and not look in between
@@ -143,11 +144,13 @@ class _Serving:
         self._channel = channel
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._served = threading.Event()
+        self._usage: Usage | None = None  # once the program is made
         self._sending = threading.Lock()  # programs may report progress from any thread
 
     def run(self, welcome: Welcome, meeting_socket: socket.socket | None) -> None:
         threading.Thread(target=self._read, name="calls", daemon=True).start()
         program = self._guarded(lambda: self._make(welcome, meeting_socket))
+        self._usage = Usage(of_host=welcome.local_rank == 0)
         self._send(Answer(None))
         while (call := self._calls.get()) is not None:
             self._guarded(lambda call=call: self._answer(program, call))  # type: ignore[misc]
@@ -178,7 +181,7 @@ class _Serving:
 
     @durable_boundary("worker.send_answer")
     def _send_answer(self, value: Any) -> None:
-        self._send(Answer(value))
+        self._send(Answer(value, None if self._usage is None else self._usage.take()))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Tell the engine of an error, and exit: the engine ends all workers."""

@@ -266,6 +266,7 @@ def start_ranks(
         gpus=None if config.device is None else config.device == "cuda",
         default_per_node=gpus or least,
         launch_with=launch_with,
+        figures=context.figures,
     )
 
 

@@ -49,7 +49,7 @@ class JaxBackend(Trainer, SamplingBackend):
         if config.mesh is None:
             self.devices = Devices(setup, context.progress, context.figures)
         else:
-            self.devices = RemoteDevices(setup, context.progress, launch_with)
+            self.devices = RemoteDevices(setup, context.progress, launch_with, context.figures)
         facts, losses = self.devices.facts, LossTables(context.losses)
         super().__init__(
             self.devices.training,

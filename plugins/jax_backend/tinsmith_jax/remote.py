@@ -15,6 +15,7 @@ from tinsmith import (
     AdamParams,
     Array,
     ConfigError,
+    Figures,
     FloatArray,
     IntArray,
     LoraConfig,
@@ -45,7 +46,9 @@ A = TypeVar("A")
 class RemoteDevices:
     """The devices of workers. After a WorkerDiedError they can only be closed."""
 
-    def __init__(self, setup: Setup, progress: Progress, launch_with: MakeLauncher | None = None) -> None:
+    def __init__(
+        self, setup: Setup, progress: Progress, launch_with: MakeLauncher | None = None, figures: Figures | None = None
+    ) -> None:
         """Start the workers and let them load the model. Raise ConfigError if files or settings are at fault."""
         _refuse_losses(setup)
         model = read_config(setup.model_directory)
@@ -59,6 +62,7 @@ class RemoteDevices:
             environment={} if simulated is None else {SIMULATED: str(simulated)},
             gpus=False if simulated is not None else None,
             launch_with=launch_with,
+            figures=figures,
         )
         try:
             started = self.group.call(MeshWorker.load, setup)[0]

@@ -15,7 +15,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -99,7 +99,7 @@ class OtelTracer(Tracer):
         context = context_of_request(request_id, client)
         parent = None if client is None else set_span_in_context(NonRecordingSpan(client))
         decision = self._provider.sampler.should_sample(parent, context.trace_id, "", SpanKind.SERVER).decision
-        return context if decision.is_sampled() else None
+        return context if decision is Decision.RECORD_AND_SAMPLE else None
 
     def _request(
         self,
