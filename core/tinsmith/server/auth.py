@@ -5,6 +5,7 @@ An object belongs to a tenant. Only its tenant changes it (`own_*`); its tenant 
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated, Final, Literal, TypeVar
 
 from fastapi import Depends, Request
@@ -129,12 +130,20 @@ def _readable(record: Owned, caller: Principal, what: str, name: str) -> Owned:
     return record if caller.admin else _owned(record, caller, what, name)
 
 
+def _others(caller: Principal) -> Callable[[Owned], bool]:
+    return lambda record: record.tenant != caller.tenant
+
+
+def _unreadable(caller: Principal) -> Callable[[Owned], bool]:
+    return lambda record: record.tenant != caller.tenant and not caller.admin
+
+
 async def own_session(context: Context, caller: Principal, session_id: str) -> SessionRecord:
     return _owned(await context.store.get_session(session_id), caller, "session", session_id)
 
 
 async def own_known_session(context: Context, caller: Principal, session_id: str) -> KnownOwner:
-    return _owned(await context.sessions.get(session_id), caller, "session", session_id)
+    return _owned(await context.sessions.get(session_id, _others(caller)), caller, "session", session_id)
 
 
 async def readable_session(context: Context, caller: Principal, session_id: str) -> SessionRecord:
@@ -146,7 +155,7 @@ async def own_run(context: Context, caller: Principal, model_id: str) -> RunReco
 
 
 async def own_known_run(context: Context, caller: Principal, model_id: str) -> KnownRun:
-    return _owned(await context.runs.get(model_id), caller, "model", model_id)
+    return _owned(await context.runs.get(model_id, _others(caller)), caller, "model", model_id)
 
 
 async def readable_run(context: Context, caller: Principal, model_id: str) -> RunRecord:
@@ -155,7 +164,7 @@ async def readable_run(context: Context, caller: Principal, model_id: str) -> Ru
 
 async def usable_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
     """Return one of the caller's. Raises RevokedError if the checkpoint that it rests on may no longer be used."""
-    sampler = _owned(await context.samplers.get(sampler_id), caller, "sampling session", sampler_id)
+    sampler = _owned(await context.samplers.get(sampler_id, _others(caller)), caller, "sampling session", sampler_id)
     checkpoint = await usable_checkpoint(context.store, sampler, context.now())
     if checkpoint is not None and not may_read(checkpoint, caller):
         raise revoked(sampler, "is not published, and your key may no longer read it")
@@ -168,7 +177,9 @@ async def readable_sampler(context: Context, caller: Principal, sampler_id: str)
 
 async def polled_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:
     """As `readable_sampler`, from memory if it is known."""
-    return _readable(await context.samplers.get(sampler_id), caller, "sampling session", sampler_id)
+    return _readable(
+        await context.samplers.get(sampler_id, _unreadable(caller)), caller, "sampling session", sampler_id
+    )
 
 
 async def own_operation(context: Context, caller: Principal, request_id: str) -> OperationRecord:
@@ -176,7 +187,7 @@ async def own_operation(context: Context, caller: Principal, request_id: str) ->
 
 
 async def expect_readable_operation(context: Context, caller: Principal, request_id: str) -> None:
-    _readable(await context.requests.get(request_id), caller, "request", request_id)
+    _readable(await context.requests.get(request_id, _unreadable(caller)), caller, "request", request_id)
 
 
 async def own_checkpoint(context: Context, caller: Principal, path: str) -> CheckpointRecord:

@@ -55,12 +55,17 @@ class Known(Generic[T]):
         self._most = most
         self._found: OrderedDict[str, T] = OrderedDict()
 
-    async def get(self, name: str) -> T:
-        if name not in self._found:
+    async def get(self, name: str, hidden: Callable[[T], bool] = lambda _: False) -> T:
+        """`hidden`: whether the caller may not see what was found.
+
+        Then the store is asked, as for a name that does not exist: the time of a refusal must not tell which it is.
+        """
+        found = self._found.get(name)
+        if found is None or hidden(found):
             self.note(name, found := await self._find(name))
             return found
         self._found.move_to_end(name)
-        return self._found[name]
+        return found
 
     def note(self, name: str, found: T) -> None:
         """Remember what need not be looked up at all."""
