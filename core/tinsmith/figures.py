@@ -6,13 +6,16 @@ beside its own. They start from zero when the process starts, as counters of Pro
 
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from datetime import datetime
+from typing import Final, NamedTuple
 
 import msgspec
 
 _TIMES_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_MOST_CALLS: Final = 1024
 _SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 _SHARES: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 
@@ -147,6 +150,21 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     workers: tuple[HostReport, ...] = ()  # the engine's workers, one report for each host
 
 
+class WorkerTime(NamedTuple):
+    rank: int
+    host: str
+    took_s: float  # by the worker's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCall:
+    """A call of an engine's workers, as the engine saw it."""
+
+    method: str
+    began_at: datetime
+    workers: tuple[WorkerTime, ...]
+
+
 def _together(reports: Sequence[HostReport]) -> HostReport:
     """Join the reports of processes of one host, of which one reports its GPUs and network."""
     return HostReport(
@@ -167,6 +185,7 @@ class Figures:
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
         self._counts: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         self._workers: dict[tuple[str, int], HostReport] = {}  # by host and process id
+        self._calls: deque[WorkerCall] | None = None  # None: nobody asks for them
         for figure in FIGURES:
             if not figure.labels:  # a series that is there from the start shows its first change
                 self._totals[figure.name, ()] = 0.0
@@ -204,6 +223,24 @@ class Figures:
     def drew_first(self, after_s: float) -> None:
         """Count a sample that has its first token, `seconds` after the sampler received it."""
         self.observe(FIRST_TOKEN_SECONDS, after_s)
+
+    def keep_calls(self) -> None:
+        """Keep the newest calls of workers from now on, for a tracer."""
+        self._calls = deque(maxlen=_MOST_CALLS)
+
+    def workers_called(self, method: str, began_at: datetime, workers: Iterable[WorkerTime]) -> None:
+        """Note a call that all workers have answered, if calls are kept."""
+        if self._calls is not None:
+            with self._lock:
+                self._calls.append(WorkerCall(method=method, began_at=began_at, workers=tuple(workers)))
+
+    def calls_between(self, start: datetime, end: datetime) -> tuple[WorkerCall, ...]:
+        """Return the calls that began then, and forget them and all before."""
+        found: list[WorkerCall] = []
+        with self._lock:
+            while self._calls and self._calls[0].began_at <= end:
+                found.append(self._calls.popleft())
+        return tuple(each for each in found if each.began_at >= start)
 
     def worker_reported(self, pid: int, report: HostReport) -> None:
         """Keep the newest report of a worker process."""

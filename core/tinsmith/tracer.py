@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from tinsmith.backend import BackendConfig
+from tinsmith.figures import WorkerCall
 from tinsmith.hook_values import OperationFinished
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class BatchFinished:
     ran_at: datetime
     run_s: float
     operations: tuple[OperationFinished, ...]
+    calls: tuple[WorkerCall, ...] = ()  # of the backend's workers, if it has any
 
 
 class Tracer(ABC):

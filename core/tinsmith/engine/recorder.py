@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from tinsmith import operations as ops
@@ -68,6 +68,10 @@ class Recorder:
     _recording: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _unrecorded: deque[_Batch] = field(default_factory=deque, init=False)
 
+    def __post_init__(self) -> None:
+        if self.engine.tracer is not None:
+            self.engine.figures.keep_calls()
+
     async def record(self, finished: Sequence[Finished], ran: Ran) -> None:
         """Record results of one step, in the order of the calls.
 
@@ -101,10 +105,15 @@ class Recorder:
             self.claims.release(*(each.claimed.record.request_id for each in batch.finished))
             events = batch.events(recorded_at)
             if (tracer := self.engine.tracer) is not None:
-                event = BatchFinished(ran_at=batch.ran.at, run_s=batch.ran.took_s, operations=events)
-                tell(tracer.batch_finished, event)
+                tell(tracer.batch_finished, self._traced(batch, events))
             for each, of_one in zip(batch.finished, events, strict=True):
                 self._tell(each, of_one)
+
+    def _traced(self, batch: _Batch, events: tuple[OperationFinished, ...]) -> BatchFinished:
+        """Samplers batch for themselves, so the calls of workers belong to what is trained."""
+        at, took_s, trains = batch.ran.at, batch.ran.took_s, batch.finished[0].claimed.record.ordered
+        calls = self.engine.figures.calls_between(at, at + timedelta(seconds=took_s)) if trains else ()
+        return BatchFinished(ran_at=at, run_s=took_s, operations=events, calls=calls)
 
     def _tell(self, finished: Finished, event: OperationFinished) -> None:
         """Tell the observers; of a save whose snapshot is still being compared, when the verdict is there."""

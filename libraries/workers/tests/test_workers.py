@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,6 +75,13 @@ def test_the_engine_learns_what_workers_and_their_host_use() -> None:
     group = WorkerGroup(PROGRAM, WorkersConfig(nproc_per_node=2), no_progress, figures=figures)
     while sum(each.processes for each in figures.workers()) < 2:
         group.call(Program.place)
+    now = datetime.now(UTC)
+    assert figures.calls_between(now - timedelta(hours=1), now) == (), "nobody asked for them"
+    figures.keep_calls()
+    group.call(Program.place)
+    (call,) = figures.calls_between(now, datetime.now(UTC))
+    assert (call.method, [worker.rank for worker in call.workers]) == ("place", [0, 1])
+    assert all(worker.took_s > 0 for worker in call.workers)
     [host] = figures.workers()
     assert host.host == socket.gethostname()
     assert host.resident_bytes > 2 * 10_000_000

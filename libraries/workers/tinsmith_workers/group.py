@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, TypeVarTuple
 
 from tinsmith.backend import Progress
 from tinsmith.errors import ConfigError
-from tinsmith.figures import Figures
+from tinsmith.figures import Figures, WorkerTime
 from tinsmith.scratch import Scratch
 from tinsmith_workers.channel import Channel, Encoded, encoded, ready
 from tinsmith_workers.code import code_of, package_of
@@ -128,9 +129,10 @@ class WorkerGroup(Generic[Program_co]):
                 raise
 
     def _exchanged(self, method: str, messages: Sequence[Encoded | Call | Welcome]) -> list[Any]:
+        began_at = datetime.now(UTC)
         for rank, own in enumerate(messages):
             self._send(rank, method, own)
-        answers: dict[int, Any] = {}
+        answers: dict[int, Answer] = {}
         while len(answers) < len(self):
             for rank in ready(self._channels):  # also the end of one that has answered already
                 message = self._receive(rank, method)
@@ -138,10 +140,12 @@ class WorkerGroup(Generic[Program_co]):
                     self._progress(message.stage, message.fraction)
                     continue
                 assert isinstance(message, Answer), message
-                answers[rank] = message.value
+                answers[rank] = message
                 if message.usage is not None:
                     self._figures.worker_reported(self.members[rank].pid, message.usage)
-        return [answers[rank] for rank in range(len(self))]
+        times = (WorkerTime(rank, self.members[rank].host, each.took_s) for rank, each in sorted(answers.items()))
+        self._figures.workers_called(method, began_at, times)
+        return [answers[rank].value for rank in range(len(self))]
 
     def _send(self, rank: int, method: str, message: Encoded | Call | Welcome) -> None:
         try:

@@ -52,9 +52,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a method, and now and then what its worker and its host use."""
+    """The result of a method, how long it took, and now and then what its worker and its host use."""
 
     value: Any
+    took_s: float = 0.0
     usage: HostReport | None = None
 
 

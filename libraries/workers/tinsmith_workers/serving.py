@@ -173,15 +173,17 @@ class _Serving:
         return make(worker)
 
     def _answer(self, program: Any, call: Call) -> None:
-        self._send_answer(self._compute(program, call))
+        began_s = time.perf_counter()
+        value = self._compute(program, call)
+        self._send_answer(value, time.perf_counter() - began_s)
 
     @durable_boundary("worker.compute")
     def _compute(self, program: Any, call: Call) -> Any:
         return _method(program, call.method)(*call.arguments, **call.options)
 
     @durable_boundary("worker.send_answer")
-    def _send_answer(self, value: Any) -> None:
-        self._send(Answer(value, None if self._usage is None else self._usage.take()))
+    def _send_answer(self, value: Any, took_s: float) -> None:
+        self._send(Answer(value, took_s, None if self._usage is None else self._usage.take()))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Tell the engine of an error, and exit: the engine ends all workers."""

@@ -4,7 +4,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,11 +15,13 @@ import tinker
 from collector import Collector, ReceivedSpan, collecting
 
 import tinsmith
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.operations import Failed
+from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import TOKENS, datum, step, wait_until_at_rest
 from tinsmith.testing.served_process import served_process
-from tinsmith.tracing import BatchFinished, Phase
+from tinsmith.tracing import BatchFinished, Phase, WorkerTime
 from tinsmith_otel.config import OtelConfig
 from tinsmith_otel.plugin import create
 
@@ -150,6 +152,41 @@ def test_a_batch_links_to_the_operations_of_all_its_clients(collector: Collector
     lasted = {name: (span.end_ns - span.start_ns) / 1e9 for name, span in children(collector.spans, operation).items()}
     assert lasted == {"wait_queue": 1.0, "wait_batch": 2.0, "passes": 2.0, "recording": 1.0}
     assert collector.of("6" * 32) == []
+
+
+class WithWorkers(ToyBackend):
+    """Computes here, and says what a group of workers says of a call."""
+
+    def __init__(self, config: ToyConfig, context: tinsmith.BackendContext) -> None:
+        super().__init__(config, context)
+        self._figures = context.figures
+
+    def forward_backward(self, ops: Sequence[tinsmith.ForwardBackward]) -> list[object]:  # type: ignore[override]
+        began_at = datetime.now(UTC)
+        found = super().forward_backward(ops)
+        times = [WorkerTime(rank, f"node-{rank}", 0.5 + rank) for rank in range(10)]
+        self._figures.workers_called("forward_backward", began_at, times)
+        return list(found)
+
+
+class Plugin:
+    @tinsmith.hookimpl
+    def tinsmith_register_backends(self) -> tinsmith.BackendSpec[ToyConfig]:
+        return tinsmith.BackendSpec(name="workers", config=ToyConfig, create=WithWorkers, needs_model_path=False)
+
+
+def test_a_batch_shows_what_its_workers_did(collector: Collector, tmp_path: Path) -> None:
+    """Of those of many, the slowest."""
+    models = [ModelSettings(name="toy", backend=PluginSection(plugin="workers"))]
+    with running_server(tmp_path, models=models, extra_plugins=[Plugin()], tracing=tracing(collector)) as server:
+        run_through(server.url, SAMPLED)
+    batch = one(collector.spans, "batch forward_backward")
+    calls = [span for span in collector.spans if span.parent_id == batch.span_id]
+    assert {span.name for span in calls} == {"worker forward_backward"}
+    assert [span.attributes["tinsmith.worker.rank"] for span in calls] == [9, 8, 7, 6, 5, 4, 3, 2]
+    assert (calls[0].attributes["tinsmith.worker.host"], calls[0].attributes["tinsmith.worker.of"]) == ("node-9", 10)
+    assert (calls[0].end_ns - calls[0].start_ns) / 1e9 == 9.5
+    assert batch.start_ns <= calls[0].start_ns < batch.end_ns
 
 
 @pytest.mark.parametrize(("ratio", "traceparent"), [(0.0, None), (1.0, f"00-{TRACE}-{PARENT}-00")])

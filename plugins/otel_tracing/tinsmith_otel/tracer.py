@@ -28,11 +28,12 @@ from opentelemetry.trace import (
 )
 
 import tinsmith
-from tinsmith.tracing import PHASES, BatchFinished, Phase, RequestFinished, Tracer
+from tinsmith.tracing import PHASES, BatchFinished, Phase, RequestFinished, Tracer, WorkerCall
 from tinsmith_otel.config import OtelConfig
 from tinsmith_otel.ids import PlannedIds, context_of, context_of_request
 
 _CLOSE_S: Final = 2.0
+_MOST_CALLS, _MOST_WORKERS = 32, 8  # of a batch, and of a call
 _SERVER_ERROR: Final = 500
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _RECORDING: Final = "recording"
@@ -161,8 +162,26 @@ class OtelTracer(Tracer):
             links=[Link(each.get_span_context()) for each in operations],
             start_time=_ns(event.ran_at),
         )
+        for call in event.calls[:_MOST_CALLS]:
+            self._call(call, span)
         span.end(_ns(event.ran_at + timedelta(seconds=event.run_s)))
         return span
+
+    def _call(self, call: WorkerCall, batch: Span) -> None:
+        """Record what the slowest workers did. Clocks of other machines are not asked."""
+        slowest = sorted(call.workers, key=lambda each: each.took_s, reverse=True)[:_MOST_WORKERS]
+        for rank, host, took_s in slowest:
+            span = self._tracer.start_span(
+                f"worker {call.method}",
+                set_span_in_context(batch),
+                attributes={
+                    "tinsmith.worker.rank": rank,
+                    "tinsmith.worker.host": host,
+                    "tinsmith.worker.of": len(call.workers),
+                },
+                start_time=_ns(call.began_at),
+            )
+            span.end(_ns(call.began_at + timedelta(seconds=took_s)))
 
     def _phase(self, phase: Phase, operation: Span, batch: Span | None) -> None:
         waits = phase.phase.startswith(_WAITING)
