@@ -1,15 +1,17 @@
 """Through the SDK, with its default flags: of each family, FSDP trains attention, MLP and head, and vLLM samples."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinker
 from fsdp_harness import forking
-from vllm_harness import TRAINERS, VOCAB, prompt, settings
+from vllm_harness import SHAPES, TRAINERS, VOCAB, prompt, settings
 
 from tinsmith.settings import ModelSettings
+from tinsmith.testing import write_tiny_model
 from tinsmith.testing.harness import running_server
 from tinsmith.testing.sdk_data import datum, logprobs, step
 
@@ -23,19 +25,32 @@ pytestmark = [
 AGREE = 1e-3  # what is promised between two engines in float32
 WAIT_S = 600
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral")
+CLASSES = (
+    "Phi3ForCausalLM",  # joins queries, keys and values
+    "Cohere2ForCausalLM",  # vLLM's windows are longer
+    "Qwen2MoeForCausalLM",  # a shared expert
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "SmolLM3ForCausalLM",  # vLLM computes with the layers of transformers
+)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *CLASSES])
 def test_default_flags_train_save_and_sample(family: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    path = tiny_models.get(family, tmp_path / "model")
+    if family in CLASSES:
+        write_tiny_model(path, replace(SHAPES["llama"], family=family))
     model = {
         "name": f"tiny/{family}",
-        "path": tiny_models[family],
+        "path": path,
         "backend": {"plugin": "fsdp", **TRAINERS["fsdp"]},
         "sampler": {"plugin": "vllm", **settings()},
     }
     with ExitStack() as stack:
         stack.enter_context(forking())
-        server = stack.enter_context(running_server(tmp_path, models=[ModelSettings.model_validate(model)]))
+        data_dir = tmp_path / "data"
+        data_dir.mkdir()
+        server = stack.enter_context(running_server(data_dir, models=[ModelSettings.model_validate(model)]))
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-families")
         client = service.create_lora_training_client(base_model=f"tiny/{family}", rank=4).result(timeout=WAIT_S)
         tokens = np.random.default_rng(0).integers(3, VOCAB, 24).tolist()

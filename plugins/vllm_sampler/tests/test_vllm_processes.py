@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -522,7 +523,7 @@ def test_models_of_8_bit_integers_need_a_gpu_and_are_not_merged_into(tmp_path: P
     directory = model_of(tmp_path, "Qwen3-8B-W8A16")
     (launch,) = launches(VllmConfig.model_validate(settings()), directory, tmp_path)
     assert "no kernels on CPUs: sample with the jax sampler" in launch.start.impossible_on_cpu
-    with pytest.raises(ConfigError, match="8-bit integers, into which nothing can be merged"):
+    with pytest.raises(ConfigError, match=r"quantised \(compressed-tensors\), and nothing can be merged"):
         list(launches(VllmConfig.model_validate(settings(adapters="merge")), directory, tmp_path))
 
 
@@ -622,6 +623,25 @@ def test_doctor_asks_the_interpreter_of_vllm(tmp_path: Path, monkeypatch: pytest
         told.write_text(f"tinsmith-seen: {json.dumps(found)}")
         with pytest.raises(ConfigError, match=rf"{reason}\), and CUDA_VISIBLE_DEVICES is '0': install a vllm"):
             seen.find_devices(VllmConfig(python=python))
+
+
+def test_experts_that_are_quantised_are_refused_where_their_adapters_are_merged(tmp_path: Path) -> None:
+    parts = {"text_config": {"num_local_experts": 4}, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(parts))
+    (launch,) = launches(VllmConfig(), tmp_path, tmp_path)
+    assert re.search(r"quantised \(mxfp4\), .* sample with the jax sampler", launch.start.impossible_on_cpu)
+    assert launch.start.merge_on_cpu
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_local_experts": 4}}))
+    (launch,) = launches(VllmConfig(), tmp_path, tmp_path)
+    assert not launch.start.impossible_on_cpu
+
+
+def test_windows_that_vllm_makes_longer_are_given_shorter(tmp_path: Path) -> None:
+    cohere = {"architectures": ["Cohere2ForCausalLM"], "sliding_window": 4096}
+    for model, expected in ((cohere, {"sliding_window": 4095}), ({**cohere, "architectures": ["X"]}, {})):
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        (launch,) = launches(VllmConfig(), tmp_path, tmp_path)
+        assert launch.start.engine_args["hf_overrides"] == expected
 
 
 def test_vllm_for_cpus_does_not_start_on_assigned_devices(tmp_path: Path) -> None:

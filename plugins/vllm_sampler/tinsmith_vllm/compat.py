@@ -165,9 +165,15 @@ def make_engine(engine_args: Mapping[str, Any]) -> Any_:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     clear_new_blocks()
-    import_without_torchvision()
+    missing = import_without_torchvision()
     arguments = EngineArgs(**{**FIXED_ARGS, **engine_args})
-    _make_room_for_one_more(arguments)
+    try:
+        _make_room_for_one_more(arguments)
+    except ValueError as error:
+        if not missing:
+            raise
+        msg = f"vllm cannot load the class of this model: {missing[-1]}; install it in the environment of "
+        raise UnsupportedVllmError(f"{msg}{sys.executable!r}, or use another sampler") from error
     engine = LLMEngine.from_engine_args(arguments)
     check_heads(engine)
     engine.collective_rpc("tinsmith_install")
@@ -191,21 +197,31 @@ def clear_new_blocks() -> None:
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
 
 
-def import_without_torchvision() -> None:
+def import_without_torchvision() -> list[ImportError]:
     """On CPUs without torchvision, have Qwen's classes import what transformers has instead. Called in each process.
 
-    Classes are inspected in this process then, whose imports are changed, and not in one of vLLM's.
+    Classes are inspected in this process then, whose imports are changed, and not in one of vLLM's. Return a list, to
+    which is added what is missing for other classes: vLLM itself only logs it.
     """
     from vllm.platforms import current_platform
 
+    missing: list[ImportError] = []
     if not current_platform.is_cpu() or find_spec("torchvision") is not None:
-        return
+        return missing
     from vllm.model_executor.models import registry
 
+    def inspect_here(inspect: Callable[[], Any_]) -> Any_:
+        try:
+            return inspect()
+        except ImportError as error:
+            missing.append(error)
+            raise
+
     _require(registry, "_run_in_subprocess")
-    registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001 - vLLM has no public hook for it
+    registry._run_in_subprocess = inspect_here  # noqa: SLF001 - vLLM has no public hook for it
     images = "transformers.models.qwen2_vl.image_processing"
     sys.modules.setdefault(f"{images}_qwen2_vl", import_module(f"{images}_pil_qwen2_vl"))
+    return missing
 
 
 def end_steps(engine: Any_) -> None:

@@ -1,14 +1,14 @@
 """From settings to processes: vLLM's arguments, and each replica's environment."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from tinsmith import ConfigError, Placement
-from tinsmith_checkpoints.huggingface import DecoderShape, has_experts, read_model_config
+from tinsmith_checkpoints.huggingface import DecoderShape, Json, has_experts, language_config, read_model_config
 from tinsmith_vllm.compat import overrides
 from tinsmith_vllm.config import VllmConfig
 from tinsmith_vllm.demand import (
@@ -34,8 +34,12 @@ _NO_INT8: Final = (
     "serve the unquantised model"
 )
 _CANNOT_MERGE: Final = (
-    "the sampler's setting `adapters` is 'merge', but the model's matrices are 8-bit integers, into which nothing can "
-    "be merged: set it to 'auto' or 'apply'"
+    "the sampler's setting `adapters` is 'merge', but the model's matrices are quantised ({0}), and nothing can be "
+    "merged into them: set it to 'auto' or 'apply'"
+)
+_CANNOT_MERGE_ON_CPU: Final = (
+    "the model has experts, whose adapters vllm merges on CPUs, and its matrices are quantised ({0}), so that nothing "
+    "can be merged into them: sample with the jax sampler, or serve the unquantised model"
 )
 _NO_SLEEP: Final = (
     "turns of the model are enabled, and vllm for CPUs cannot sleep: disable them, or give the sampler a GPU"
@@ -65,8 +69,9 @@ def launches(
         raise ConfigError(_NOT_EAGER)
     model = read_model_config(model_path) if (model_path / "config.json").exists() else None
     shape, experts = known_shape(model), model is not None and has_experts(model)
-    if config.adapters == "merge" and shape is not None and shape.int8 is not None:
-        raise ConfigError(_CANNOT_MERGE)
+    quantised = _quantisation(model)
+    if config.adapters == "merge" and quantised:
+        raise ConfigError(_CANNOT_MERGE.format(quantised))
     layout = layout_of(config, shape, placement)
     sizes = {
         "max_model_len": config.max_model_len or context_that_fits(config, model, placement),
@@ -89,7 +94,7 @@ def launches(
         merge_on_cpu=merges(config, experts=experts, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
         step_tokens_on_gpu=step_tokens(config, shape, layout, placement),
-        impossible_on_cpu=_impossible_on_cpu(config, shape, placement, experts=experts, sleeps=sleeps),
+        impossible_on_cpu=_impossible_on_cpu(config, shape, placement, quantised, experts=experts, sleeps=sleeps),
         routed_experts=routed_experts,
     )
     package = package_path(cache_dir)
@@ -106,8 +111,20 @@ def launches(
         )
 
 
+def _quantisation(model: Mapping[str, Json] | None) -> str:
+    """Return what config.json calls the way in which matrices are quantised; empty if they are not."""
+    settings = language_config(model or {}).get("quantization_config") or {}
+    return str(settings.get("quant_method", "")) if isinstance(settings, dict) else ""
+
+
 def _impossible_on_cpu(
-    config: VllmConfig, shape: DecoderShape | None, placement: Placement, *, experts: bool, sleeps: bool
+    config: VllmConfig,
+    shape: DecoderShape | None,
+    placement: Placement,
+    quantised: str,
+    *,
+    experts: bool,
+    sleeps: bool,
 ) -> str:
     """Return why the model cannot be sampled without a GPU, or an empty string."""
     if placement.devices:
@@ -116,6 +133,8 @@ def _impossible_on_cpu(
         return _NO_SLEEP
     if shape is not None and shape.int8 is not None:
         return _NO_INT8
+    if quantised and merges(config, experts=experts, on_cpu=True):
+        return _CANNOT_MERGE_ON_CPU.format(quantised)
     return _NO_KERNELS if config.adapters == "apply" and experts else ""
 
 
