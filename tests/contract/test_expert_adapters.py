@@ -16,6 +16,7 @@ from tinsmith.commands.cli import build_group
 from tinsmith.errors import UnsupportedError
 from tinsmith.operations import Array, LoraConfig
 from tinsmith.plugins.loading import Plugins
+from tinsmith_checkpoints.huggingface import save_as_published, tiny_causal_lm
 from tinsmith_checkpoints.huggingface.safetensors_files import StoredTensors
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_checkpoints.tools.adapters import complete
@@ -81,6 +82,34 @@ def test_peft_computes_what_the_merged_model_computes(base: Path, checkpoint: Pa
 
     ok("export-peft", checkpoint, tmp_path / "peft")
     ok("merge", checkpoint, tmp_path / "merged")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    before = logits(model)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "peft")
+    loaded = {name.replace(".default", "") for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert loaded == set(StoredTensors.of(tmp_path / "peft", "adapter_model"))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=0, atol=1e-4)
+    assert (logits(merged) - before).abs().max() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")  # those of parameters do
+def test_peft_computes_what_the_merged_model_computes_without_gates(tmp_path: Path) -> None:
+    """With layers of Mamba-2, of which PEFT refuses the last matrix."""
+    from peft import PeftModel
+
+    base = tmp_path / "base"
+    save_as_published(tiny_causal_lm("NemotronHForCausalLM", {"moe_latent_size": 40}), base)
+    rng = np.random.default_rng(0)
+    drawn = complete(LORA, {}, StoredTensors.of(base, "model").shapes(), fill=True)
+    state = ModelState(
+        lora=LORA, weights={name: (0.1 * rng.normal(size=x.shape)).astype(np.float32) for name, x in drawn.items()}
+    )
+    write_checkpoint(
+        tmp_path, "run/weights/x", kind="sampler", state=state, base_model=str(base), user_metadata={},
+        created_at=datetime(2026, 1, 31, tzinfo=UTC), overwrite=False,
+    )  # fmt: skip
+    ok("export-peft", tmp_path / "run/weights/x", tmp_path / "peft")
+    ok("merge", tmp_path / "run/weights/x", tmp_path / "merged")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     before = logits(model)
     adapted = PeftModel.from_pretrained(model, tmp_path / "peft")

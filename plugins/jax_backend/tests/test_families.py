@@ -255,6 +255,24 @@ class TestSmolLM3(OneCache):
     architecture = "SmolLM3ForCausalLM"
 
 
+class TestNemotronH(OneCache):
+    """One mixer, or experts, in a layer; experts read latents."""
+
+    architecture = "NemotronHForCausalLM"
+    settings: ClassVar = {"layers_block_type": ["linear_attention", "moe", "full_attention"], "moe_latent_size": 40}
+
+
+@pytest.mark.thorough
+class TestDenseNemotronH(OneCache):
+    """An MLP first, and no pattern that repeats."""
+
+    architecture = "NemotronHForCausalLM"
+    settings: ClassVar = {
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention", "mlp"],
+        "use_conv_bias": False,
+    }
+
+
 class TestOlmo2(OneCache):
     architecture = "Olmo2ForCausalLM"
 
@@ -359,6 +377,14 @@ def test_two_families_cannot_describe_one_class(tmp_path: Path) -> None:
             "scoring_func is 'softmax', supported is 'sigmoid'",
         ),
         ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq is 2, supported is 1"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*E-"}, "a dense MLP beside layers with experts"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "ME"}, "names no layer that attends"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "MX"}, "layers_block_type must name one of"),
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "M*", "time_step_limit": [0.001, 0.1]},
+            "supported are no limits",
+        ),
         (
             "GlmMoeDsaForCausalLM",
             {"mlp_layer_types": ["sparse", "dense"]},
@@ -371,6 +397,19 @@ def test_what_a_description_cannot_say_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(write_config(tmp_path, class_name, **settings))
+
+
+def test_a_layer_is_what_a_letter_of_the_pattern_says(tmp_path: Path) -> None:
+    """As published files of Nemotron say it; the number of layers is their own."""
+    pattern = "MEMEM*EMEM*E"
+    config = read_config(
+        write_config(
+            tmp_path, "NemotronHForCausalLM", hybrid_override_pattern=pattern, n_routed_experts=4, num_experts_per_tok=2
+        )
+    )
+    assert config.num_layers == len(pattern)
+    for name, letter in (("mamba_in", "M"), ("qkv", "*"), ("router", "E")):
+        assert config.layers_with(name) == tuple(i for i, each in enumerate(pattern) if each == letter)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Prompts of models with the gated delta rule that begin alike: read once, where pages and a state were kept."""
+"""Prompts of models with recurrent states that begin alike: read once, where pages and a state were kept."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -27,11 +27,15 @@ from tinsmith_jax.sampling_values import PromptTile
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, jax_cache: Path) -> Iterator[JaxBackend]:
+@pytest.fixture(
+    scope="module", params=["Qwen3_5ForCausalLM", pytest.param("NemotronHForCausalLM", marks=pytest.mark.thorough)]
+)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, jax_cache: Path
+) -> Iterator[JaxBackend]:
     """A backend with three slots, and as many kept states, and two adapters."""
     directory = tmp_path_factory.mktemp("hybrid")
-    save_as_published(tiny_causal_lm("Qwen3_5ForCausalLM", {"max_position_embeddings": 512}), directory)
+    save_as_published(tiny_causal_lm(request.param, {"max_position_embeddings": 512}), directory)
     backend = make_backend(
         directory, jax_cache, decode_slots=3, max_context_tokens=512, max_batch_tokens=512, max_lora_rank=8
     )

@@ -1,6 +1,6 @@
 """The JAX backend. Its exports describe a family of models."""
 
-from tinsmith_checkpoints.huggingface import DeltaRule
+from tinsmith_checkpoints.huggingface import DeltaRule, Mamba
 from tinsmith_jax.families import Family, config_of, family
 from tinsmith_jax.model_config import (
     Activation,
@@ -27,6 +27,7 @@ __all__ = [
     "Groups",
     "Latent",
     "LayerKind",
+    "Mamba",
     "Mixture",
     "ModelConfig",
     "Norms",

@@ -1,7 +1,7 @@
 """LoRA adapters as pytrees: shapes, seeded initial values, canonical (PEFT) names, stacks of adapters, snapshots.
 
 An adapter is {"layers": {module: (A [L, in, r], B [L, r, out])}, "head": (A [H, r], B [r, V])} in float32. Modules are
-q, k, v, o, gate, up, down, the gated delta rule's or the latents', and the shared expert's where a model
+q, k, v, o, gate, up, down, the gated delta rule's, Mamba's or the latents', and the shared expert's where a model
 has one; L are the layers that have the module. Where the first layers have a dense MLP and the others have experts,
 names of the former begin with `dense_`. r is the adapter's rank padded to its rank class, which depends on that rank
 alone.
@@ -27,6 +27,7 @@ from tinsmith_checkpoints.huggingface import (
     EXPERTS,
     HEAD,
     LATENT,
+    MAMBA,
     MLP,
     draw_lora_A,
     weight_name,
@@ -41,7 +42,8 @@ HF_MODULES: Mapping[str, str] = dict(zip(("q", "k", "v", "o", "gate", "up", "dow
 _SHARED: Final = ("shared_gate", "shared_up", "shared_down")
 _LATENT: Mapping[str, str] = dict(zip(("q_a", "q_b", "kv_a", "kv_b"), LATENT, strict=True))
 _DELTA: Mapping[str, str] = dict(zip(("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_o"), DELTA, strict=True))
-_ATTENTION = frozenset({"q", "k", "v", "o", *_LATENT, *_DELTA})
+_MAMBA: Mapping[str, str] = {"mamba_in": MAMBA[0]}
+_ATTENTION = frozenset({"q", "k", "v", "o", *_LATENT, *_DELTA, *_MAMBA})
 _COPYING: Final = 4  # threads that copy weights
 
 
@@ -73,12 +75,13 @@ class _Module:
 
 def _modules(config: ModelConfig) -> tuple[_Module, ...]:
     shapes, experts = config.linear_shapes(), config.experts
-    paths = {**HF_MODULES, **_LATENT, **(_DELTA if config.delta is not None else {})}
+    paths = {**HF_MODULES, **_LATENT, **_DELTA, **_MAMBA}
     if experts is not None:
-        paths |= zip(_SHARED, experts.shared_modules, strict=True)
-    there = dict.fromkeys(config.runs, frozenset((*config.plain_modules, *DELTA)))
+        paths |= zip(_SHARED[-len(experts.shared_modules) :], experts.shared_modules, strict=True)
+    recurrent = () if config.recurrence is None else config.recurrence.adapted_modules
+    there = dict.fromkeys(config.runs, frozenset((*config.plain_modules, *recurrent)))
     if config.dense_layers:
-        there[DENSE] = frozenset((*config.attention_modules, *MLP))
+        there[DENSE] = frozenset((*config.attention_modules, *config.mlp_modules))
     plain = [
         _Module(
             name=f"{run}{name}",
@@ -93,15 +96,15 @@ def _modules(config: ModelConfig) -> tuple[_Module, ...]:
     ]
     if experts is None:
         return tuple(plain)
-    hidden, inner, number = config.hidden_size, experts.intermediate_size, experts.num_experts
+    hidden, inner, number = config.expert_input, experts.intermediate_size, experts.num_experts
     gate, up, down = EXPERTS
     every = config.layers_with("router")
-    return (
-        *plain,
+    routed = (
         _Module(name="gate", path=gate, size_in=hidden, size_out=inner, layers=every, own="B", num_experts=number),
         _Module(name="up", path=up, size_in=hidden, size_out=inner, layers=every, own="B", num_experts=number),
         _Module(name="down", path=down, size_in=inner, size_out=hidden, layers=every, own="A", num_experts=number),
     )
+    return (*plain, *routed[-len(config.mlp_modules) :])
 
 
 def layer_modules(config: ModelConfig) -> tuple[str, ...]:
@@ -140,7 +143,7 @@ class JaxSnapshot(DeviceSnapshot):
 
 def trained_modules(lora: LoraConfig) -> frozenset[str]:
     """Return the names of the modules that the flags select, in whichever layers; the output head is "head"."""
-    every = (*HF_MODULES, *_LATENT, *_DELTA, *_SHARED)
+    every = (*HF_MODULES, *_LATENT, *_DELTA, *_MAMBA, *_SHARED)
     names = {name for name in every if (lora.train_attn if name in _ATTENTION else lora.train_mlp)}
     return frozenset(names | {"head"} if lora.train_unembed else names)
 
@@ -208,7 +211,7 @@ def locations(lora: LoraConfig, config: ModelConfig) -> dict[str, Location]:
     for module in _modules(config):
         if module.is_trained(trained):
             for index, layer in enumerate(module.layers):
-                found |= _pair_of(f"model.layers.{layer}.{module.path}", module.name, index)
+                found |= _pair_of(f"model.layers.{layer}.{config.in_files(module.path)}", module.name, index)
     return found | _pair_of(HEAD, "head", 0) if "head" in trained else found
 
 

@@ -102,6 +102,7 @@ class Costs:
         """The weights. Norms and routers are whole on every device, biases and sinks lie with what they belong to."""
         counts, linear = weight_counts(self.shape), self.shape.linear_shapes()
         plain = sum(number * linear[path][0] * linear[path][1] for path, number in self._modules.items())
+        plain += self.shape.frozen_matrices
         divided = counts.embedding + counts.head + plain + self.shape.expert_layers * counts.experts
         parts, by_heads = self.computing.fsdp * self.computing.tensor, self._divided_by_tensor
         whole = counts.total - divided - by_heads
@@ -256,8 +257,8 @@ class Costs:
             yield _Factor(outputs, layers, 1 if by_inputs else parts, same_axis=True)
         if shape.experts is not None:  # gate, up, down: of each, the factor that faces the hidden states is shared
             own = shape.expert_layers * shape.experts.num_experts
-            for _ in range(3):
-                yield _Factor(shape.hidden_size, shape.expert_layers, 1, same_axis=True)
+            for _ in shape.mlp_modules:
+                yield _Factor(shape.expert_input, shape.expert_layers, 1, same_axis=True)
                 yield _Factor(shape.experts.intermediate_size, own, parts, same_axis=False)
         yield _Factor(shape.hidden_size, 1, 1, same_axis=True)
         yield _Factor(linear[HEAD][1], 1, parts, same_axis=True)

@@ -20,6 +20,7 @@ times the query heads per J), D = head dim, R = adapters, X = decode steps or ta
 i, r, o = in, rank, out of a LoRA.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +41,7 @@ from tinsmith_jax.layers import (
     by_scale,
     capped,
     gated,
+    inner_modules,
     plus_bias,
     rms_norm,
     rope,
@@ -288,6 +290,9 @@ def copy_pages(cache: Cache, source_X: jax.Array, target_X: jax.Array) -> Cache:
     return copied
 
 
+_Mix = Callable[[jax.Array, Cache], tuple[jax.Array, jax.Array, Cache]]
+"""Mixes tokens in a layer: returns what that adds, its LoRA part, and the cache."""
+
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
@@ -322,24 +327,15 @@ def _layers(
         x_NTH, cache = carry
         (weights,) = scanned
         mixer = _of_mixer(weights)
-        has_experts = experts is not None and "router" in weights
-        run = DENSE if config.dense_layers and not has_experts else ""
+        run = _run_of(weights, config)
 
-        def dense(x_NTi: jax.Array, name: str) -> jax.Array:
-            if name not in stacked:
-                return _dense(x_NTi, axes.whole(weights[name], _MATRICES[name]))
-            product: jax.Array = row_products.dense(
-                x_NTi[:, 0], stacked[name], _index(weights, name), interpret=axes.kernels.interpret
-            )
-            return product[:, None]
+        dense = partial(_product, weights=weights, stacked=stacked, axes=axes)
 
         def deltas(x_NTi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
             pairs = [lora.resident["layers"][f"{run}{name}"] for name in names]
             return lora.deltas(x_NTi, pairs, _index(weights, names[0]))
 
-        def normed(x_NTH: jax.Array, name: str) -> jax.Array:
-            return norm(x_NTH, weights[name]) if name in weights else x_NTH
-
+        normed = partial(_normed, weights=weights, norm=norm)
         mlp = partial(_mlp, weights=weights, dense=dense, deltas=deltas, config=config)
 
         def attention(h_NTH: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
@@ -358,19 +354,21 @@ def _layers(
             weights=weights, encoding=encoding, config=config, tiles=tiles, count=count, axes=axes,
             lora=lora, pair=f"{run}kv_b", dense=dense, deltas=deltas, by_tile=by_tile,
         )  # fmt: skip
-        delta = partial(
+        by_state = partial(
             recurrent.mix,
             layer=mixer, weights=weights, config=config, tiles=tiles, count=count, axes=axes,
             dense=_dense, deltas=deltas, by_tile=by_tile,
         )  # fmt: skip
-        mix = next(
-            (mix for name, mix in (("delta_in", delta), ("latent_kv", by_latents)) if name in weights), attention
-        )
         add = partial(_add, weights=weights, norm=norm, config=config, axes=axes)
-        product_NTH, delta_NTH, cache = mix(normed(x_NTH, "input_norm"), cache)
-        x_NTH = add(x_NTH, product_NTH, delta_NTH, "attention_out_norm", "o_bias")
+        mix = _mixer_of(weights, config, by_state, by_latents, attention)
+        if mix is not None:
+            product_NTH, delta_NTH, cache = mix(normed(x_NTH, "input_norm"), cache)
+            x_NTH = add(x_NTH, product_NTH, delta_NTH, "attention_out_norm", "o_bias")
+        if "index" not in weights:
+            return (x_NTH, cache), None
         h_NTH = normed(x_NTH, "post_norm")
-        if experts is not None and has_experts:
+        if "router" in weights:
+            assert experts is not None, "layers with a router have them"
             mlp_NTH, chosen = _expert_mlp(h_NTH, weights["index"], weights, experts, config, lora, axes)
             mlp_NTH += _shared_expert(h_NTH, weights, mlp, by_tile, axes)
             returned = chosen.astype(expert_dtype(config)) if how.shape.returns_experts else None
@@ -380,6 +378,24 @@ def _layers(
     (x_NTH, cache), chosen = scan_layers(layer, (x_NTH, cache), (layers,), config)
     out_NTH = by_scale(norm(x_NTH, base["final_norm"]), config.logits_scale)
     return cache, out_NTH, None if chosen is None else jnp.swapaxes(chosen, 0, 1)
+
+
+def _product(
+    x_NTi: jax.Array, name: str, *, weights: Mapping[str, Jax], stacked: Mapping[str, Jax], axes: Axes
+) -> jax.Array:
+    """Multiply with a matrix of a layer. `stacked`: those that are taken out of their stack where they lie."""
+    if name not in stacked:
+        return _dense(x_NTi, axes.whole(weights[name], _MATRICES[name]))
+    product: jax.Array = row_products.dense(
+        x_NTi[:, 0], stacked[name], _index(weights, name), interpret=axes.kernels.interpret
+    )
+    return product[:, None]
+
+
+def _normed(
+    x_NTH: jax.Array, name: str, *, weights: Jax, norm: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    return norm(x_NTH, weights[name]) if name in weights else x_NTH
 
 
 def _by_latents(  # noqa: PLR0913 - bound to a layer
@@ -427,11 +443,10 @@ def _mlp(
     config: ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the product, and its LoRA part. `prefix`: of the names of the weights and modules."""
-    gate_NTo, up_NTo = jnp.split(
-        plus_bias(dense(h_NTH, f"{prefix}gate_up"), weights, f"{prefix}gate_up_bias"), 2, axis=-1
-    )
-    d_gate_NTo, d_up_NTo = deltas(h_NTH, f"{prefix}gate", f"{prefix}up")
-    inner_NTo = activated(gate_NTo + d_gate_NTo, up_NTo + d_up_NTo, config)
+    names = [f"{prefix}{name}" for name in inner_modules(config)]
+    product_NTo = plus_bias(dense(h_NTH, f"{prefix}gate_up"), weights, f"{prefix}gate_up_bias")
+    parts = map(operator.add, jnp.split(product_NTo, len(names), axis=-1), deltas(h_NTH, *names))
+    inner_NTo = activated(*parts, config=config)
     return dense(inner_NTo, f"{prefix}down"), deltas(inner_NTo, f"{prefix}down")[0]
 
 
@@ -459,14 +474,32 @@ def _indices(config: ModelConfig) -> dict[str, jax.Array]:
     found = {f"{prefix}index": jnp.arange(len(run)) for prefix, run in config.runs.items()}
     if config.dense_layers:
         found |= {f"{prefix}cache_index": jnp.array(run) for prefix, run in config.runs.items()}
-    if config.delta is not None:
-        own = {"attention_index": "qkv", "delta_index": "delta_in"}
-        found |= {name: jnp.arange(len(config.layers_with(weight))) for name, weight in own.items()}
+    if config.period > 1:
+        found["index"] = jnp.arange(len(config.layers_with("index")))
+        own = ("attention_index", "delta_index", "mamba_index")
+        found |= {name: jnp.arange(len(layers)) for name in own if (layers := config.layers_with(name))}
     return found
 
 
+def _mixer_of(
+    weights: Mapping[str, Jax], config: ModelConfig, by_state: _Mix, by_latents: _Mix, attention: _Mix
+) -> _Mix | None:
+    """Return by which of these a layer mixes tokens, or None if it does not."""
+    if {"delta_in", "mamba_in"} & weights.keys():
+        return by_state
+    if config.period > 1 and "attention_index" not in weights:
+        return None
+    return attention if config.attention.latent is None else by_latents
+
+
+def _run_of(weights: Mapping[str, Jax], config: ModelConfig) -> str:
+    """Return how the names of a layer's modules of adapters begin."""
+    return DENSE if config.dense_layers and "router" not in weights else ""
+
+
 def _of_mixer(weights: Mapping[str, Jax]) -> jax.Array:
-    index: jax.Array = weights.get("attention_index", weights.get("delta_index", weights["index"]))
+    names = ("attention_index", "delta_index", "mamba_index", "index")
+    index: jax.Array = next(weights[name] for name in names if name in weights)
     return index
 
 
@@ -495,13 +528,17 @@ def _expert_mlp(
     flat_TH, number = h_NTH.reshape(-1, h_NTH.shape[-1]), config.experts.num_experts // axes.tensor
     chosen = route(flat_TH, weights, config)
     routing, own = chosen.of_shard(number, flat_TH.dtype, axes), of_layer(weights, experts, axes)
+    given_TH = flat_TH @ weights["routed_in"] if "routed_in" in weights else flat_TH
     num_rows = lora.resident["head"][0].shape[0]
     adapted_R = jnp.arange(num_rows) < num_rows - 1
     resident = expert_sampling.resident_lora(lora.resident["layers"], layer, weights["first_expert"], adapted_R)
     if h_NTH.shape[1] == 1:
-        out = expert_sampling.step_mlp(flat_TH, routing, own, resident, lora, config, axes)
+        out = expert_sampling.step_mlp(given_TH, routing, own, resident, lora, config, axes)
     else:
-        out = expert_sampling.prompt_mlp(h_NTH, routing, own, resident, lora.row_N, config, axes)
+        given_NTH = given_TH.reshape(*h_NTH.shape[:2], -1)
+        out = expert_sampling.prompt_mlp(given_NTH, routing, own, resident, lora.row_N, config, axes)
+    if "routed_out" in weights:
+        out = out.reshape(len(flat_TH), -1) @ weights["routed_out"]
     return out.reshape(h_NTH.shape), chosen.chosen_TC
 
 

@@ -22,10 +22,16 @@ from tinsmith_jax.tiles import Tiles
 
 def resident_lora(layers: Mapping[str, Jax], layer: Jax, first_expert: Jax, adapted_k: Jax) -> ResidentLora:
     """Select one layer's adapters. The experts' own factors stay where they are: a step reads some."""
-    (A_gate, B_gate), (A_up, B_up), (A_down, B_down) = (layers[name] for name in ("gate", "up", "down"))
-    A_gate, A_up, B_down = (lax.dynamic_index_in_dim(each, layer, keepdims=False) for each in (A_gate, A_up, B_down))
-    B_gate, B_up, A_down = (each.reshape(-1, *each.shape[2:]) for each in (B_gate, B_up, A_down))
-    return ResidentLora((A_gate, B_gate), (A_up, B_up), (A_down, B_down), first_expert, adapted_k)
+
+    def shared(factor: Jax) -> Jax:
+        return lax.dynamic_index_in_dim(factor, layer, keepdims=False)
+
+    def own(factor: Jax) -> Jax:
+        return factor.reshape(-1, *factor.shape[2:])
+
+    inner = {name: (shared(A), own(B)) for name, (A, B) in layers.items() if name in {"gate", "up"}}
+    A_down, B_down = layers["down"]
+    return ResidentLora(inner.get("gate"), inner["up"], (own(A_down), shared(B_down)), first_expert, adapted_k)
 
 
 def prompt_mlp(
@@ -63,15 +69,13 @@ def step_mlp(
     assert config.experts is not None
     used_E = jnp.zeros(config.experts.num_experts // axes.tensor, bool).at[routing.chosen_TC].set(True)
     order_E = jnp.argsort(~used_E, stable=True)
-    z_gate, z_up = (_delta(h_BH, A, rows) for A in (lora.gate[0], lora.up[0]))
+    z_inner = [_delta(h_BH, A, rows) for A, _ in lora.inner]
 
     def one(i: Jax, sums: tuple[Jax, Jax]) -> tuple[Jax, Jax]:
         expert = order_E[i]
-        B_gate, B_up, A_down = (each[lora.first + expert] for each in (lora.gate[1], lora.up[1], lora.down[0]))
-        gate, up = weights.to_inner(h_BH, expert)
-        gate += _delta(z_gate, B_gate, rows)
-        up += _delta(z_up, B_up, rows)
-        inner = activated(gate, up, config)
+        *B_inner, A_down = (each[lora.first + expert] for each in (*(B for _, B in lora.inner), lora.down[0]))
+        parts = zip(weights.to_inner(h_BH, expert), z_inner, B_inner, strict=True)
+        inner = activated(*(part + _delta(z, B, rows) for part, z, B in parts), config=config)
         here_BC = routing.chosen_TC == expert
         weight_B1 = jnp.sum(jnp.where(here_BC, routing.weight_TC, 0), axis=-1, keepdims=True)
         results = weights.to_hidden(inner, expert), _delta(inner, A_down, rows)

@@ -79,7 +79,7 @@ def _summing_backward(config: ModelConfig, axes: Axes, saved: Jax, d_TH: Jax) ->
     """Compute the experts' inner values again, block by block, instead of having kept them."""
     h_TH, routing, weights, lora, sums, tiles, (blocks, z_TS, low_ntr) = saved
     dtype, which_n, scale = h_TH.dtype, tiles.adapter_n, tiles.scale_n[:, None, None]
-    num_adapters = lora.gate[0].shape[0]
+    num_adapters = lora.up[0].shape[0]
     d_ntH = in_tiles(d_TH)
     d_low_Tr = (tile_products.up_backward(d_ntH, lora.down[1].astype(dtype), which_n) * scale).reshape(len(h_TH), -1)
     weight_R = jnp.zeros(blocks.token_R.shape, dtype).at[blocks.row_TC].set(routing.weight_TC)[:, None]
@@ -90,43 +90,41 @@ def _summing_backward(config: ModelConfig, axes: Axes, saved: Jax, d_TH: Jax) ->
         )
         weight = lax.dynamic_slice_in_dim(weight_R, block.first, TILE)
         gate_up, down = weights.of(block.expert)
-        B_gate, B_up, A_down = (factor.astype(dtype) for factor in lora.of_block(block))
+        *B_inner, A_down = (factor.astype(dtype) for factor in lora.of_block(block))
         d_active = product_T(rows(d_TH, block.tokens), down)
         d_active += product_T(rows(d_low_Tr, block.tokens).astype(dtype), A_down)
         d_weight = jnp.sum(active * d_active, axis=-1, keepdims=True)
         if weights.down_bias is not None:
             bias = weights.down_bias[weights.first + block.expert]
             d_weight += jnp.sum(rows(d_TH, block.tokens) * bias, axis=-1, keepdims=True)
-        d_gate, d_up = back((weight * d_active).astype(dtype))
-        d_x = product_T(jnp.concatenate((d_gate, d_up), axis=-1), gate_up)
-        d_z = jnp.concatenate((product_T(d_gate, B_gate), product_T(d_up, B_up)), axis=-1)
-        return d_x, d_z, d_weight, d_gate, d_up, weight * active
+        d_parts = back((weight * d_active).astype(dtype))
+        d_x = product_T(jnp.concatenate(d_parts, axis=-1), gate_up)
+        d_z = jnp.concatenate([product_T(d, B) for d, B in zip(d_parts, B_inner, strict=True)], axis=-1)
+        return d_x, d_z, d_weight, weight * active, *d_parts
 
     num_rows, inner_size = len(blocks.token_R), weights.down.shape[1]
     sums_of = (jnp.zeros((num_rows, size), jnp.float32) for size in (h_TH.shape[1], z_TS.shape[1], 1))
-    values = (jnp.zeros((num_rows, inner_size), dtype) for _ in range(3))
-    d_x_RH, d_z_RS, d_weight_R, d_gate_R, d_up_R, inner_R = experts.each_block(blocks, (*sums_of, *values), compute)
+    values = (jnp.zeros((num_rows, inner_size), dtype) for _ in range(1 + len(lora.inner)))
+    d_x_RH, d_z_RS, d_weight_R, inner_R, *d_parts = experts.each_block(blocks, (*sums_of, *values), compute)
     ones = jnp.ones_like(routing.weight_TC, jnp.float32)
     d_z_ntS = in_tiles(experts.weighted_sum(ones, d_z_RS, blocks)) * scale
-    A = jnp.concatenate((lora.gate[0], lora.up[0]), axis=-1).astype(dtype)
+    A = jnp.concatenate([A for A, _ in lora.inner], axis=-1).astype(dtype)
     through_A = tile_products.down_backward(d_z_ntS.astype(dtype), A, which_n)
     d_h = experts.weighted_sum(ones, d_x_RH, blocks) + through_A.reshape(h_TH.shape)
     every_n = axes.every_stream(which_n)
     every_h, every_d_z = axes.every_stream((in_tiles(h_TH), axes.total(d_z_ntS).astype(dtype)))
-    d_A = jnp.split(tile_products.outer_A(every_h, every_d_z, every_n, num_adapters), 2, axis=-1)
+    d_A = jnp.split(tile_products.outer_A(every_h, every_d_z, every_n, num_adapters), len(d_parts), axis=-1)
     every_low, every_d = axes.every_stream((low_ntr.astype(dtype), d_ntH))
     d_B_down = tile_products.outer_B(every_low, every_d, every_n, num_adapters)
-    z_gate, z_up = jnp.split(in_tiles(z_TS.astype(dtype)), 2, axis=-1)
+    z = jnp.split(in_tiles(z_TS.astype(dtype)), len(d_parts), axis=-1)
     of_tile = _RowsOfTiles(routing.chosen_TC, blocks, _num_experts(lora), every_n, axes)
+    *of_gate, of_up = (
+        (tile_products.add(A, d, every_n), of_tile.add("tr,tei->eri", B, low, d_R))
+        for (A, B), d, low, d_R in zip(sums.inner, d_A, z, d_parts, strict=True)
+    )
     new = ExpertLora(
-        gate=(
-            tile_products.add(sums.gate[0], d_A[0], every_n),
-            of_tile.add("tr,tei->eri", sums.gate[1], z_gate, d_gate_R),
-        ),
-        up=(
-            tile_products.add(sums.up[0], d_A[1], every_n),
-            of_tile.add("tr,tei->eri", sums.up[1], z_up, d_up_R),
-        ),
+        gate=of_gate[0] if of_gate else None,
+        up=of_up,
         down=(
             of_tile.add("tr,tei->eir", sums.down[0], in_tiles(d_low_Tr.astype(dtype)), inner_R),
             tile_products.add(sums.down[1], d_B_down, every_n),

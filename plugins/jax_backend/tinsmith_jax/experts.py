@@ -13,7 +13,8 @@ On a mesh, a shard of `tensor` has some of the experts, and all tokens. It sorts
 and the shards' sums are added.
 
 Legend: T = tokens, n = T / TILE tiles, C = experts of a token, P = T * C choices, E = experts, k = adapters,
-R = rows of all blocks, b = blocks, H = hidden, I = inner size of an expert, r = padded rank.
+R = rows of all blocks, b = blocks, H = hidden, I = inner size of an expert, r = padded rank. If experts read latents,
+these are in the place of hidden states.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ class ExpertWeights(NamedTuple):
     """The frozen weights of all layers' experts, and which of them is the first one of the layer at hand."""
 
     first: Jax
-    gate_up: Jax  # [L E, H, 2 I]
+    gate_up: Jax  # [L E, H, 2 I], or [L E, H, I] without gates
     down: Jax  # [L E, I, H]
     gate_up_bias: Jax | None = None  # [L E, 2 I]
     down_bias: Jax | None = None  # [L E, H]
@@ -55,13 +56,12 @@ class ExpertWeights(NamedTuple):
     def of(self, expert: Jax) -> tuple[Jax, Jax]:
         return self.gate_up[self.first + expert], self.down[self.first + expert]
 
-    def to_inner(self, h_xH: Jax, expert: Jax) -> tuple[Jax, Jax]:
-        """Compute gate and up."""
+    def to_inner(self, h_xH: Jax, expert: Jax) -> tuple[Jax, ...]:
+        """Compute gate and up, or up alone."""
         out = h_xH @ self.gate_up[self.first + expert]
         if self.gate_up_bias is not None:
             out += self.gate_up_bias[self.first + expert]
-        gate, up = jnp.split(out, 2, axis=-1)
-        return gate, up
+        return tuple(jnp.split(out, self.gate_up.shape[-1] // self.down.shape[-2], axis=-1))
 
     def to_hidden(self, inner_xI: Jax, expert: Jax) -> Jax:
         out = inner_xI @ self.down[self.first + expert]
@@ -90,15 +90,19 @@ class Blocks(NamedTuple):
 class ExpertLora(NamedTuple):
     """The LoRA of one layer's experts: an (A, B) pair per module. Gradients have the same form."""
 
-    gate: tuple[Jax, Jax]  # [k, H, r], [E, k, r, I]
+    gate: tuple[Jax, Jax] | None  # [k, H, r], [E, k, r, I]; None: there are no gates
     up: tuple[Jax, Jax]  # likewise
     down: tuple[Jax, Jax]  # [E, k, I, r], [k, r, H]
 
-    def of_block(self, block: Block) -> tuple[Jax, Jax, Jax]:
-        """Return B of gate, B of up, and A of down."""
-        own = (self.gate[1], self.up[1], self.down[0])
-        B_gate, B_up, A_down = (factor[block.expert, block.adapter] for factor in own)
-        return B_gate, B_up, A_down
+    @property
+    def inner(self) -> tuple[tuple[Jax, Jax], ...]:
+        """The modules that read the hidden states."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    def of_block(self, block: Block) -> tuple[Jax, ...]:
+        """Return B of gate and up, and A of down."""
+        own = (*(B for _, B in self.inner), self.down[0])
+        return tuple(factor[block.expert, block.adapter] for factor in own)
 
     def where_adapted(self, delta: Jax, adapter: Jax) -> Jax:
         del adapter
@@ -111,13 +115,17 @@ class ResidentLora(NamedTuple):
     Scales are in B already. The contents of a slot without an adapter are undefined, and may be NaN.
     """
 
-    gate: tuple[Jax, Jax]
+    gate: tuple[Jax, Jax] | None
     up: tuple[Jax, Jax]
     down: tuple[Jax, Jax]
     first: Jax  # expert of the layer at hand
     adapted_k: Jax  # bool: the slot uses its adapter; else the base model
 
-    def of_block(self, block: Block) -> tuple[Jax, Jax, Jax]:
+    @property
+    def inner(self) -> tuple[tuple[Jax, Jax], ...]:
+        return ExpertLora(self.gate, self.up, self.down).inner
+
+    def of_block(self, block: Block) -> tuple[Jax, ...]:
         return ExpertLora(self.gate, self.up, self.down).of_block(block._replace(expert=self.first + block.expert))
 
     def where_adapted(self, delta: Jax, adapter: Jax) -> Jax:
@@ -228,15 +236,15 @@ def forward(
     axes: Axes = ONE,
 ) -> tuple[Jax, Kept]:
     """Return the weighted outputs of all experts, [T, H]."""
-    dtype, num_adapters = h_TH.dtype, lora.gate[0].shape[0]
+    dtype, num_adapters = h_TH.dtype, lora.up[0].shape[0]
     assert config.experts is not None
     own = config.experts.num_experts // axes.tensor
     blocks = _sorted(routing.chosen_TC, jnp.repeat(tiles.adapter_n, TILE), own, num_adapters)
     z_TS = _shared_down(h_TH, lora, tiles)
 
     def compute(block: Block) -> tuple[Jax, Jax]:
-        inner = activated(*gate_and_up(block, h_TH, z_TS, weights, lora), config)
-        low = product(inner, lora.of_block(block)[2].astype(dtype))
+        inner = activated(*gate_and_up(block, h_TH, z_TS, weights, lora), config=config)
+        low = product(inner, lora.of_block(block)[-1].astype(dtype))
         return weights.to_hidden(inner, block.expert), lora.where_adapted(low, block.adapter)
 
     num_rows, rank = blocks.token_R.shape[0], lora.down[0].shape[-1]
@@ -252,21 +260,20 @@ def forward(
 
 def gate_and_up(
     block: Block, h_TH: Jax, z_TS: Jax, weights: ExpertWeights, lora: ExpertLora | ResidentLora
-) -> tuple[Jax, Jax]:
-    """Compute both, with their LoRA, for one block's rows."""
+) -> tuple[Jax, ...]:
+    """Compute both, or up alone, with their LoRA, for one block's rows."""
     dtype = h_TH.dtype
     parts = weights.to_inner(rows(h_TH, block.tokens), block.expert)
-    low = jnp.split(rows(z_TS, block.tokens).astype(dtype), 2, axis=-1)
-    gate, up = (
+    low = jnp.split(rows(z_TS, block.tokens).astype(dtype), len(parts), axis=-1)
+    return tuple(
         part + lora.where_adapted(product(z, B.astype(dtype)), block.adapter).astype(dtype)
-        for part, z, B in zip(parts, low, lora.of_block(block)[:2], strict=True)
+        for part, z, B in zip(parts, low, lora.of_block(block)[:-1], strict=True)
     )
-    return gate, up
 
 
 def _shared_down(h_TH: Jax, lora: ExpertLora | ResidentLora, tiles: Tiles) -> Jax:
-    """Compute scale * h @ A of gate and up, side by side: [T, 2 r] in float32."""
-    A = jnp.concatenate((lora.gate[0], lora.up[0]), axis=-1).astype(h_TH.dtype)
+    """Compute scale * h @ A of gate and up, side by side: [T, 2 r] in float32; of up alone, [T, r]."""
+    A = jnp.concatenate([A for A, _ in lora.inner], axis=-1).astype(h_TH.dtype)
     z = tile_products.down(in_tiles(h_TH), A, tiles.adapter_n) * tiles.scale_n[:, None, None]
     return z.reshape(h_TH.shape[0], -1)
 

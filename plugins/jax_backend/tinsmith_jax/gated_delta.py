@@ -15,15 +15,16 @@ Legend: T = tokens, n = tiles, c = tokens of a chunk, H = value heads, N = key h
 sizes of their heads, C = channels of the convolution, w = its width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith_checkpoints.huggingface import DeltaRule
 from tinsmith_jax.jax_types import Jax
+from tinsmith_jax.layers import rms_norm
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE
 
@@ -45,12 +46,21 @@ class DeltaInputs(NamedTuple):
         return DeltaInputs(*(jnp.where(is_token.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in self))
 
 
-def gated_delta(inputs: DeltaInputs, first_n: Jax, *, chunk: int = TILE) -> Jax:
+def scan(inputs: DeltaInputs, first_n: Jax, *, chunk: int = TILE) -> Jax:
     """Apply the rule to each sequence of a packed stream; `first_n` is the first tile of each tile's sequence.
 
-    Return [T, H, dv] in the dtype of the values. `chunk` divides TILE. For reverse differentiation, only the states
-    between the chunks are kept. All shapes in the loop are constant, so that the length of the stream changes no bit
-    (see attention.py); it has at least two rounds.
+    Return [T, H, dv] in the dtype of the values. `chunk` divides TILE.
+    """
+    return over_sequences(advance, inputs, first_n, chunk=chunk)
+
+
+def over_sequences(
+    advance: Callable[[Jax, DeltaInputs], tuple[Jax, Jax]], inputs: DeltaInputs, first_n: Jax, *, chunk: int
+) -> Jax:
+    """Advance a state chunk by chunk, from one of zeros where a sequence starts.
+
+    For reverse differentiation, only the states between the chunks are kept. All shapes in the loop are constant, so
+    that the length of the stream changes no bit (see attention.py); it has at least two rounds.
     """
     T, per_tile = inputs.v.shape[0], TILE // chunk
     in_chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), inputs)
@@ -68,24 +78,24 @@ def gated_delta(inputs: DeltaInputs, first_n: Jax, *, chunk: int = TILE) -> Jax:
 
 def empty_state(inputs: DeltaInputs) -> Jax:
     """Return the state [H, dk, dv] before a sequence."""
-    return jnp.zeros((inputs.v.shape[1], inputs.k.shape[-1], inputs.v.shape[-1]), _wide(inputs.v.dtype))
+    return jnp.zeros((inputs.v.shape[1], inputs.k.shape[-1], inputs.v.shape[-1]), wide_type(inputs.v.dtype))
 
 
 def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     """Take a chunk of one sequence's tokens. Return the state [H, dk, dv] after them, and the output [c, H, dv]."""
     q, k, v, g, beta = _by_head(inputs)
-    decays = _decays(g)
+    decays = decays_of(g)
     total = jnp.cumsum(g, axis=1)
-    system = _dot("hik,hjk->hij", k * beta[..., None], k) * decays
+    system = dot("hik,hjk->hij", k * beta[..., None], k) * decays
     shrunk = jnp.exp(total)[..., None]
     joined = jnp.concatenate([v, k * shrunk], axis=-1) * beta[..., None]
     solved = _solve(system, joined)
     values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
-    corrections = values - _dot("hik,hkv->hiv", keys, state)
-    scores = _dot("hik,hjk->hij", q, k) * decays
-    out = _dot("hik,hkv->hiv", q * shrunk, state) + _dot("hij,hjv->hiv", scores, corrections)
+    corrections = values - dot("hik,hkv->hiv", keys, state)
+    scores = dot("hik,hjk->hij", q, k) * decays
+    out = dot("hik,hkv->hiv", q * shrunk, state) + dot("hij,hjv->hiv", scores, corrections)
     left = decays[:, -1, :, None]
-    new = state * jnp.exp(total[:, -1])[:, None, None] + _dot("hik,hiv->hkv", k * left, corrections)
+    new = state * jnp.exp(total[:, -1])[:, None, None] + dot("hik,hiv->hkv", k * left, corrections)
     return new, out.transpose(1, 0, 2)
 
 
@@ -104,7 +114,7 @@ def _solve_jvp(primals: tuple[Jax, Jax], tangents: tuple[Jax, Jax]) -> tuple[Jax
     system, right = primals
     inverses = _inverses(system)
     found = _substituted(inverses, system, right)
-    change = tangents[1] - _dot("hij,hjv->hiv", jnp.tril(tangents[0], -1), found)
+    change = tangents[1] - dot("hij,hjv->hiv", jnp.tril(tangents[0], -1), found)
     return found, _substituted(inverses, system, change)
 
 
@@ -114,9 +124,9 @@ def _substituted(inverses: Jax, system: Jax, right: Jax) -> Jax:
     for i in range(inverses.shape[1]):
         before = i * _BLOCK
         rest = right[:, before : before + _BLOCK]
-        rest -= _dot("hij,hjv->hiv", system[:, before : before + _BLOCK, :before], found)
+        rest -= dot("hij,hjv->hiv", system[:, before : before + _BLOCK, :before], found)
         inverse = inverses[:, i, : rest.shape[1], : rest.shape[1]]
-        found = jnp.concatenate([found, _dot("hij,hjv->hiv", inverse, rest)], axis=1)
+        found = jnp.concatenate([found, dot("hij,hjv->hiv", inverse, rest)], axis=1)
     return found
 
 
@@ -132,14 +142,14 @@ def _inverses(system: Jax) -> Jax:
         pairs = own.reshape(-1, _BLOCK // (2 * size), 2 * size, _BLOCK // (2 * size), 2 * size)
         below = jnp.moveaxis(jnp.diagonal(pairs, axis1=1, axis2=3)[:, size:, :size], -1, 1)
         first, second = found[:, ::2], found[:, 1::2]
-        corner = -_dot("hnij,hnjk->hnik", _dot("hnij,hnjk->hnik", second, below), first)
+        corner = -dot("hnij,hnjk->hnik", dot("hnij,hnjk->hnik", second, below), first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         found = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         size *= 2
     return found.reshape(-1, number, _BLOCK, _BLOCK)
 
 
-def _decays(log_decay: Jax) -> Jax:
+def decays_of(log_decay: Jax) -> Jax:
     """Return how much of what token j has left in a state token i finds: [H, c, c], 0 if j comes later.
 
     Each is a sum by itself. Differences of running sums would lose the digits of tokens that decay little, after one
@@ -148,7 +158,7 @@ def _decays(log_decay: Jax) -> Jax:
     c = log_decay.shape[1]
     earlier = np.tril(np.ones((c, c), np.bool_))
     after = jnp.where(np.tril(earlier, -1), log_decay[:, :, None], 0)
-    return jnp.where(earlier, jnp.exp(_dot("im,hmj->hij", earlier.astype(after.dtype), after)), 0)
+    return jnp.where(earlier, jnp.exp(dot("im,hmj->hij", earlier.astype(after.dtype), after)), 0)
 
 
 def step(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
@@ -162,7 +172,7 @@ def step(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
 
 def _by_head(inputs: DeltaInputs) -> tuple[Jax, ...]:
     """Return wide inputs, heads first: queries and keys of length 1, queries scaled, for each value head."""
-    wide = _wide(inputs.v.dtype)
+    wide = wide_type(inputs.v.dtype)
     q, k, v, g, beta = (jnp.swapaxes(x.astype(wide), 0, 1) for x in inputs)
     group = v.shape[0] // k.shape[0]
     q, k = (jnp.repeat(_of_length_1(x), group, axis=0) for x in (q, k))
@@ -173,24 +183,26 @@ def _of_length_1(x: Jax) -> Jax:
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _SMALL)
 
 
-def _wide(dtype: Jax) -> Jax:
+def wide_type(dtype: Jax) -> Jax:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _dot(form: str, a: Jax, b: Jax) -> Jax:
+def dot(form: str, a: Jax, b: Jax) -> Jax:
     return jnp.einsum(form, a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 # In a layer -----------------------------------------------------------------------------------------------------------
 
 
-DELTA_INPUTS = ("delta_qkv", "delta_z", "delta_b", "delta_a")
+INPUTS = ("delta_qkv", "delta_z", "delta_b", "delta_a")
 """The modules of adapters that read the input of a layer."""
+IN, OUT, CONVOLUTION, CONVOLUTION_BIAS = "delta_in", "delta_o", "delta_conv", "delta_conv_bias"
 
 
-def projected(product: Jax, deltas: tuple[Jax, ...], delta: DeltaRule) -> tuple[Jax, ...]:
-    """Split the fused projection [..., size] and add the LoRA parts."""
-    parts = jnp.split(product, np.cumsum(delta.sizes[:-1]), axis=-1)
+def projected(product: Jax, deltas: tuple[Jax, ...], config: ModelConfig) -> tuple[Jax, ...]:
+    """Split the fused projection [..., size] and add the LoRA parts: what is convolved, the gate, b and a."""
+    assert config.delta is not None, "the model has such layers"
+    parts = jnp.split(product, np.cumsum(config.delta.sizes[:-1]), axis=-1)
     return tuple(part + own for part, own in zip(parts, deltas, strict=True))
 
 
@@ -202,36 +214,45 @@ def inputs_of(mixed: Jax, b: Jax, a: Jax, weights: Mapping[str, Jax], config: Mo
     q, k, v = jnp.split(jax.nn.silu(mixed), (keys, 2 * keys), axis=-1)
     q, k = (x.reshape(*x.shape[:-1], delta.key_heads, delta.key_dim) for x in (q, k))
     v = v.reshape(*v.shape[:-1], delta.value_heads, delta.value_dim)
-    wide = _wide(a.dtype)
+    wide = wide_type(a.dtype)
     time = jax.nn.softplus(a.astype(wide) + weights["delta_step"].astype(wide))
     return DeltaInputs(q, k, v, -jnp.exp(weights["delta_decay"].astype(wide)) * time, jax.nn.sigmoid(b))
 
 
-def with_gate(normed_Hv: Jax, gate: Jax) -> Jax:
-    """Gate the normed output [..., H, dv] of the rule by [..., H dv]: return [..., H dv]."""
-    wide = _wide(gate.dtype)
-    out: Jax = normed_Hv.reshape(gate.shape).astype(wide) * jax.nn.silu(gate.astype(wide))
+def with_skip(out_Hv: Jax, inputs: DeltaInputs, weights: Mapping[str, Jax]) -> Jax:
+    """Return the output of the rule: here, nothing passes the state by."""
+    del inputs, weights
+    return out_Hv
+
+
+def finished(
+    out_THv: Jax, gate: Jax, weights: Mapping[str, Jax], config: ModelConfig, by_tile: Callable[..., Jax]
+) -> Jax:
+    """Normalise the output [..., H, dv] of the rule, and gate it by [..., H dv]: return [..., H dv]."""
+    normed_THv = by_tile(partial(rms_norm, weight=weights["delta_norm"], eps=config.rms_norm_eps), out_THv)
+    wide = wide_type(gate.dtype)
+    out: Jax = normed_THv.reshape(gate.shape).astype(wide) * jax.nn.silu(gate.astype(wide))
     return out.astype(gate.dtype)
 
 
 # The convolution ------------------------------------------------------------------------------------------------------
 
 
-def convolved(x_TC: Jax, weight_Cw: Jax, first_n: Jax) -> Jax:
+def convolved(x_TC: Jax, weight_Cw: Jax, first_n: Jax, bias_C: Jax | None = None) -> Jax:
     """Convolve each channel over the last `w` tokens of its sequence, the latest last. Return [T, C]."""
     n, reach = first_n.shape[0], weight_Cw.shape[1] - 1
     x = x_TC.reshape(n, TILE, -1)
     before = jnp.concatenate([jnp.zeros_like(x[:1, -reach:]), x[:-1, -reach:]])
     continues = jnp.arange(n, dtype=jnp.int32) != first_n
     before = jnp.where(continues[:, None, None], before, 0)
-    return convolve(jnp.concatenate([before, x], axis=1), weight_Cw).reshape(x_TC.shape)
+    return convolve(jnp.concatenate([before, x], axis=1), weight_Cw, bias_C).reshape(x_TC.shape)
 
 
-def convolve(x_C: Jax, weight_Cw: Jax) -> Jax:
+def convolve(x_C: Jax, weight_Cw: Jax, bias_C: Jax | None = None) -> Jax:
     """Convolve [..., w - 1 + tokens, C], which begins with the tokens before: return [..., tokens, C]."""
     width = weight_Cw.shape[1]
     tokens = x_C.shape[-2] - width + 1
-    wide = _wide(x_C.dtype)
+    wide = wide_type(x_C.dtype)
     taps = (x_C[..., i : i + tokens, :].astype(wide) * weight_Cw[:, i].astype(wide) for i in range(width))
-    total: Jax = sum(taps, start=jnp.zeros((), wide))
+    total: Jax = sum(taps, start=jnp.zeros((), wide) if bias_C is None else bias_C.astype(wide))
     return total.astype(x_C.dtype)

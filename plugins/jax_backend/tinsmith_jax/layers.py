@@ -22,11 +22,17 @@ from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.mesh import ONE, Axes
-from tinsmith_jax.model_config import DENSE, Clamped, ModelConfig
+from tinsmith_jax.model_config import DENSE, Activation, Clamped, ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
 
 _KEPT: Final = "kept"
 _EVERYTHING: Final = 1 << 30  # a window that holds every sequence
+
+_ACTIVATIONS: Final[Mapping[Activation, Callable[[Jax], Jax]]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 Divided = Literal["outputs", "inputs"]
 """The dimension of a module that the mesh's axis `tensor` divides."""
@@ -143,11 +149,12 @@ def _scan_run(
         for place in range(period):
             carry, out = layer(carry, tuple(part(tree, place) for tree in given))
             found.append(out)
-        return carry, jax.tree.map(lambda *each: jnp.stack(each), *found)
+        there = [out for out in found if out is not None]
+        return carry, jax.tree.map(lambda *each: jnp.stack(each), *there) if there else None
 
     given = jax.tree.map(lambda x: x.reshape(number, x.shape[0] // number, *x.shape[1:]), trees)
     carry, out = jax.lax.scan(layers_of_period, carry, given)
-    return carry, jax.tree.map(lambda x: x.reshape(config.num_layers, *x.shape[2:]), out)
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
 
 def with_kinds(layers: Mapping[str, Jax], config: ModelConfig) -> Mapping[str, Jax]:
@@ -196,15 +203,20 @@ def gated(attended: Jax, gate: Jax | None) -> Jax:
     return attended if gate is None else attended * jax.nn.sigmoid(gate).reshape(attended.shape)
 
 
-def activated(gate: Jax, up: Jax, config: ModelConfig) -> Jax:
-    """Return what an MLP projects down."""
+def activated(*parts: Jax, config: ModelConfig) -> Jax:
+    """Return what an MLP projects down, of gate and up, or of up alone."""
     how = config.activation
     if isinstance(how, Clamped):
+        (gate, up) = parts
         gate, up = jnp.minimum(gate, how.limit), jnp.clip(up, -how.limit, how.limit)
         return (up + 1) * (gate * jax.nn.sigmoid(how.alpha * gate))
-    if how == "silu":
-        return jax.nn.silu(gate) * up
-    return jax.nn.gelu(gate, approximate=True) * up
+    active: Jax = _ACTIVATIONS[how](parts[0])
+    return active * parts[1] if len(parts) > 1 else active
+
+
+def inner_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Return the modules of an MLP that read its input."""
+    return ("gate", "up") if config.gated else ("up",)
 
 
 def plus_bias(x: Jax, weights: Mapping[str, Jax], name: str) -> Jax:

@@ -266,6 +266,8 @@ _BASE: Final[Mapping[str, Spec]] = {
     "sinks": Spec(None, TENSOR),
     "delta_in": Spec(None, FSDP),
     "delta_o": Spec(None, None, FSDP),
+    "mamba_in": Spec(None, FSDP),
+    "mamba_o": Spec(None, None, FSDP),
     "latent_in": Spec(None, FSDP),
     "latent_q": Spec(None, None, FSDP),
     "latent_kv": Spec(None, None, FSDP),
@@ -354,10 +356,8 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
     if axes.tensor > 1 and model.attention.qk_norm == "whole":
         msg = f"mesh {_text(axes)}: {model.class_name} normalises all heads together, so {TENSOR} must be 1; use {FSDP}"
         raise ConfigError(msg)
-    if axes.tensor > 1 and model.delta is not None:
-        msg = (
-            f"mesh {_text(axes)}: {TENSOR} does not divide the gated delta rule of {model.class_name}, so it must be 1"
-        )
+    if axes.tensor > 1 and model.recurrence is not None:
+        msg = f"mesh {_text(axes)}: {TENSOR} does not divide the recurrence of {model.class_name}, so it must be 1"
         raise ConfigError(f"{msg}; use {FSDP}")
     latent = model.attention.latent
     if axes.tensor > 1 and latent is not None:
@@ -475,7 +475,8 @@ def adapter_specs(modules: Iterable[str], *, experts: bool = False) -> Jax:
     row = (Spec(None, TENSOR, None), Spec())
     layers = {name: column if name.removeprefix(DENSE) in _COLUMNS else row for name in modules}
     if experts:
-        layers |= {"gate": (Spec(), _EXPERTS), "up": (Spec(), _EXPERTS), "down": (_EXPERTS, Spec())}
+        own = {"gate": (Spec(), _EXPERTS), "up": (Spec(), _EXPERTS), "down": (_EXPERTS, Spec())}
+        layers |= {name: specs for name, specs in own.items() if name in layers}
     return {"layers": layers, "head": (Spec(), Spec(None, TENSOR))}
 
 

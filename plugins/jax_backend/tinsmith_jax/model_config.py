@@ -11,13 +11,12 @@ from typing import Any, Final, Literal
 from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import (
     ATTENTION,
-    DELTA,
     LATENT,
-    MLP,
     DecoderShape,
     DeltaRule,
     JoinedMatrix,
     Json,
+    Mamba,
     Rope,
     decoder_shape,
     joined_matrices,
@@ -26,8 +25,8 @@ from tinsmith_checkpoints.huggingface import (
     without_int4,
 )
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""The activation of an MLP's gate, as transformers names it."""
+Activation = Literal["silu", "gelu_pytorch_tanh", "relu2"]
+"""The activation of an MLP's gate, or of what is projected down if there is none, as transformers names it."""
 
 DENSE: Final = "dense_"
 """How the weights and modules of the first layers begin, where these have a dense MLP and the others have experts."""
@@ -39,8 +38,11 @@ _OF_ATTENTION: Final = frozenset(
     }
 )
 """What only layers that attend have: weights, and modules of adapters."""
+_OF_ALL: Final = frozenset({"kind"})
+_OF_MIXERS: Final = frozenset({"input_norm", "attention_out_norm"})
+"""What layers have that mix tokens, in whichever way."""
 _OF_EXPERTS: Final = frozenset({"router_bias", "router_correction"})
-_ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_pytorch_tanh")
+_ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_pytorch_tanh", "relu2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,19 @@ class LayerKind:
     """Where layers of one model differ. The weights of those that attend have the same shapes."""
 
     delta: DeltaRule | None = None  # by which they mix tokens, in place of attention
+    mamba: Mamba | None = None  # likewise, by a state space
+    mixer: bool = True  # False: they mix no tokens, and have an MLP or experts alone
+    mlp: bool = True  # False: they mix tokens, and that is all
     rope: Rope | None = None  # of the first 2 * len(inv_freq) dimensions of each head; None: positions are not encoded
     window: int | None = None  # tokens that a token sees, itself included; None: all before it
+
+    @property
+    def attends(self) -> bool:
+        return self.mixer and self.recurrence is None
+
+    @property
+    def recurrence(self) -> DeltaRule | Mamba | None:
+        return self.delta or self.mamba
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +172,7 @@ class ModelConfig(DecoderShape):
     mlp_bias: bool = False
     dense_layers: int = 0  # the first ones, which have a dense MLP in place of experts
     joined: tuple[JoinedMatrix, ...] = ()  # how files hold several modules of a layer in one matrix
+    renamed: tuple[tuple[str, str], ...] = ()  # how modules' paths begin here, and in files and adapters
     embedding_scale: float = 1.0  # of embedded tokens
     residual_scale: float = 1.0  # of what attention and MLP add
     logits_scale: float = 1.0
@@ -167,19 +181,19 @@ class ModelConfig(DecoderShape):
 
     @property
     def vector_weights(self) -> int:
-        """Those of a layer that attends."""
-        own = sum(size for name, (_, size) in self._own_vectors().items() if not name.startswith("delta_"))
+        """Those of a layer that attends and has an MLP."""
+        own = sum(size for name, (_, size) in self._own_vectors().items() if not _recurs(name))
         if self.experts is None or not self.mixture.bias:
             return own
         return own + self.experts.num_experts * (2 * self.experts.intermediate_size + self.hidden_size)
 
     @property
     def attending_layers(self) -> int:
-        return sum(self.kinds[kind].delta is None for kind in self.pattern)
+        return sum(self.kinds[kind].attends for kind in self.pattern)
 
     @property
     def expert_layers(self) -> int:
-        return self.num_layers - self.dense_layers
+        return len(self.layers_with("router"))
 
     @property
     def cached_size(self) -> int:
@@ -194,52 +208,82 @@ class ModelConfig(DecoderShape):
         return (*LATENT, o) if latent.query_rank else (q, *LATENT[2:], o)
 
     def mixer_modules(self, layer: int) -> tuple[str, ...]:
-        return DELTA if self.kinds[self.pattern[layer]].delta is not None else self.attention_modules
+        kind = self.kinds[self.pattern[layer]]
+        if kind.recurrence is not None:
+            return kind.recurrence.adapted_modules
+        return self.attention_modules if kind.mixer else ()
 
     def modules_of(self, layer: int) -> tuple[str, ...]:
         """Return the paths of the linear modules of a layer that an adapter may train, but for the routed experts'."""
+        if not self.kinds[self.pattern[layer]].mlp:
+            return self.mixer_modules(layer)
         if self.experts is None or layer < self.dense_layers:
-            return (*self.mixer_modules(layer), *MLP)
-        return (*self.mixer_modules(layer), *(self.experts.shared_modules if self.experts.shared_size else ()))
+            return (*self.mixer_modules(layer), *self.mlp_modules)
+        return (*self.mixer_modules(layer), *self._shared_modules)
+
+    @property
+    def frozen_matrices(self) -> int:
+        """The numbers in linear modules of all layers that no adapter trains, and that lie where the others do."""
+        if (rule := self.recurrence) is None:
+            return 0
+        number = sum(self.kinds[kind].recurrence is not None for kind in self.pattern)
+        shapes = rule.linear_shapes(self.hidden_size).items()
+        return number * _products(sizes for path, sizes in shapes if path not in rule.adapted_modules)
 
     @property
     def other_weights(self) -> tuple[int, int]:
-        own, adapted = self._of_delta()
+        own, adapted = self._of_unlike_layers()
         if self.experts is not None and self.dense_layers:
-            linear, inner = self.linear_shapes(), self.experts.intermediate_size
-            dense = [linear[path] for path in MLP]
-            shared = [linear[path] for path in self.experts.shared_modules if path in linear]
-            extra = sum(size for name, (_, size) in self._own_vectors().items() if name in _OF_EXPERTS)
-            number = self.experts.num_experts
-            routed = self.hidden_size * (number * (3 * inner + 1) + self.experts.shared_gate) + extra
+            linear = self.linear_shapes()
+            dense, shared = ([linear[path] for path in paths] for paths in (self.mlp_modules, self._shared_modules))
+            routed, adapted_routed = self._of_experts()
+            routed += sum(size for name, (_, size) in self._own_vectors().items() if name in _OF_EXPERTS)
             own += self.dense_layers * (_products(dense) - _products(shared) - routed)
-            sums = sum(map(sum, dense)) - sum(map(sum, shared)) - 3 * (self.hidden_size + number * inner)
-            adapted += self.dense_layers * sums
+            adapted += self.dense_layers * (_sums(dense) - _sums(shared) - adapted_routed)
         return own, adapted
 
-    def _of_delta(self) -> tuple[int, int]:
-        if self.delta is None:
+    @property
+    def _shared_modules(self) -> tuple[str, ...]:
+        return self.experts.shared_modules if self.experts is not None and self.experts.shared_size else ()
+
+    def _of_experts(self) -> tuple[int, int]:
+        """Count what a layer has for its routed experts, and of them LoRA of rank 1 has: see `other_weights`."""
+        if self.experts is None:
             return 0, 0
-        linear, number = self.linear_shapes(), self.num_layers - self.attending_layers
-        found = []
-        for paths, by_delta in ((DELTA, True), (ATTENTION, False)):
-            sizes = [linear[path] for path in paths]
-            vectors = sum(
-                size
-                for name, (_, size) in self._own_vectors().items()
-                if mixes(name) and name.startswith("delta_") == by_delta
-            )
-            found.append((sum(i * o for i, o in sizes) + vectors, sum(i + o for i, o in sizes)))
-        (own, adapted), (attention, adapted_attention) = found
-        own += self.delta.mixed_size * self.delta.width
-        return number * (own - attention), number * (adapted - adapted_attention)
+        number, matrices = self.experts.num_experts, len(self.mlp_modules)
+        inner = number * self.experts.intermediate_size
+        beside = self.hidden_size * (number + self.experts.shared_gate + 2 * (self.experts.latent_size or 0))
+        return matrices * self.expert_input * inner + beside, matrices * (self.expert_input + inner)
+
+    def _of_unlike_layers(self) -> tuple[int, int]:
+        """Do as `other_weights` of layers that do not attend, or have no MLP."""
+        kinds, linear, rule = [self.kinds[kind] for kind in self.pattern], self.linear_shapes(), self.recurrence
+        vectors = {name: size for name, (_, size) in self._own_vectors().items()}
+        own = adapted = 0
+        if rule is not None:
+            number, sizes = sum(kind.recurrence is not None for kind in kinds), rule.linear_shapes(self.hidden_size)
+            of_rule = sum(size for name, size in vectors.items() if _recurs(name)) + rule.mixed_size * rule.width
+            own += number * (_products(sizes.values()) + of_rule)
+            adapted += number * _sums(sizes[path] for path in rule.adapted_modules)
+        attention = [linear[path] for path in self.attention_modules]
+        of_attention = sum(size for name, size in vectors.items() if name in _OF_ATTENTION)
+        of_mixers = sum(size for name, size in vectors.items() if name in _OF_MIXERS)
+        lacking = self.num_layers - self.attending_layers
+        own -= lacking * (_products(attention) + of_attention) + sum(not kind.mixer for kind in kinds) * of_mixers
+        adapted -= lacking * _sums(attention)
+        mlp = [linear[path] for path in (self.mlp_modules if self.experts is None else self._shared_modules)]
+        routed, adapted_routed = self._of_experts()
+        lacking = sum(not kind.mlp for kind in kinds)
+        own -= lacking * (_products(mlp) + routed + self.vector_weights - of_attention - of_mixers)
+        adapted -= lacking * (_sums(mlp) + adapted_routed)
+        return own, adapted
 
     @property
     def state_size(self) -> int:
-        if self.delta is None:
+        if (rule := self.recurrence) is None:
             return 0
-        own = self.delta.value_size * self.delta.key_dim + (self.delta.width - 1) * self.delta.mixed_size
-        return (self.num_layers - self.attending_layers) * own
+        own = rule.value_size * rule.key_dim + (rule.width - 1) * rule.mixed_size
+        return sum(self.kinds[kind].recurrence is not None for kind in self.pattern) * own
 
     @property
     def delta(self) -> DeltaRule | None:
@@ -247,10 +291,19 @@ class ModelConfig(DecoderShape):
         return next((kind.delta for kind in self.kinds if kind.delta is not None), None)
 
     @property
+    def mamba(self) -> Mamba | None:
+        return next((kind.mamba for kind in self.kinds if kind.mamba is not None), None)
+
+    @property
+    def recurrence(self) -> DeltaRule | Mamba | None:
+        """By which layers mix tokens that have a state: there is at most one in a model."""
+        return next((kind.recurrence for kind in self.kinds if kind.recurrence is not None), None)
+
+    @property
     def period(self) -> int:
-        """After how many layers the order of attention and delta rule repeats, up to the last one."""
-        mixers = [self.kinds[kind].delta is None for kind in self.pattern]
-        return next(n for n in range(1, len(mixers) + 1) if mixers == mixers[:n] * (len(mixers) // n))
+        """After how many layers the order of what they have repeats, up to the last one."""
+        parts = [(self.kinds[kind].attends, self.kinds[kind].mixer, self.kinds[kind].mlp) for kind in self.pattern]
+        return next(n for n in range(1, len(parts) + 1) if parts == parts[:n] * (len(parts) // n))
 
     @property
     def runs(self) -> dict[str, tuple[int, ...]]:
@@ -262,17 +315,21 @@ class ModelConfig(DecoderShape):
         """Return the layers that have a weight, or a module of adapters, named as in weights.py or adapters.py."""
         dense = name.startswith(DENSE)
         layers, name = self.runs[DENSE if dense else ""], name.removeprefix(DENSE)
-        if not mixes(name):
-            return layers
-        by_delta = name.startswith("delta_")
-        return tuple(i for i in layers if (self.kinds[self.pattern[i]].delta is not None) == by_delta)
+        return tuple(i for i in layers if _has(self.kinds[self.pattern[i]], name))
+
+    def in_files(self, path: str) -> str:
+        """Return a path within a layer as files and adapters have it."""
+        for ours, theirs in self.renamed:
+            if path.startswith(f"{ours}."):
+                return theirs + path.removeprefix(ours)
+        return path
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         shapes = DecoderShape.linear_shapes(self)
         if self.attention.gated:
             shapes[ATTENTION[0]] = (self.hidden_size, 2 * self.q_size)
-        if self.delta is not None:
-            shapes |= self.delta.linear_shapes(self.hidden_size)
+        if self.recurrence is not None:
+            shapes |= self.recurrence.linear_shapes(self.hidden_size)
         if (latent := self.attention.latent) is not None:
             q_a, q_b, kv_a, kv_b = LATENT
             heads = self.num_heads
@@ -298,8 +355,9 @@ class ModelConfig(DecoderShape):
             found[name] = (f"{module}.weight",), self.hidden_size
         found |= self._vectors_of_attention()
         if self.mlp_bias:
-            found["gate_up_bias"] = tuple(f"{path}.bias" for path in MLP[:2]), 2 * self.intermediate_size
-            found["down_bias"] = (f"{MLP[2]}.bias",), self.hidden_size
+            *inputs, down = self.mlp_modules
+            found["gate_up_bias"] = tuple(f"{path}.bias" for path in inputs), len(inputs) * self.intermediate_size
+            found["down_bias"] = (f"{down}.bias",), self.hidden_size
         if self.experts is not None and self.mixture.bias:
             found["router_bias"] = (f"{self.mixture.router}.bias",), self.experts.num_experts
         if self.experts is not None and self.mixture.groups is not None:
@@ -308,6 +366,12 @@ class ModelConfig(DecoderShape):
             found["delta_decay"] = ("linear_attn.A_log",), self.delta.value_heads
             found["delta_step"] = ("linear_attn.dt_bias",), self.delta.value_heads
             found["delta_norm"] = ("linear_attn.norm.weight",), self.delta.value_dim
+        if isinstance(rule := self.recurrence, Mamba):
+            heads = {"mamba_decay": "A_log", "mamba_step": "dt_bias", "mamba_skip": "D"}
+            found |= {name: ((f"mamba.{theirs}",), rule.value_heads) for name, theirs in heads.items()}
+            found["mamba_norm"] = ("mamba.norm.weight",), rule.value_size
+            if rule.conv_bias:
+                found["mamba_conv_bias"] = ("mamba.conv1d.bias",), rule.mixed_size
         return found
 
     def _vectors_of_attention(self) -> dict[str, tuple[tuple[str, ...], int]]:
@@ -342,9 +406,28 @@ def _products(shapes: Iterable[tuple[int, int]]) -> int:
     return sum(inputs * outputs for inputs, outputs in shapes)
 
 
+def _sums(shapes: Iterable[tuple[int, int]]) -> int:
+    return sum(inputs + outputs for inputs, outputs in shapes)
+
+
 def mixes(name: str) -> bool:
-    """Return whether such a weight, or module of adapters, belongs to what mixes tokens: attention or delta rule."""
-    return name in _OF_ATTENTION or name.startswith("delta_")
+    """Return whether such a weight, or module of adapters, belongs to what mixes tokens: attention or a recurrence."""
+    return name in _OF_ATTENTION or _recurs(name)
+
+
+def _recurs(name: str) -> bool:
+    return name.startswith(("delta_", "mamba_"))
+
+
+def _has(kind: LayerKind, name: str) -> bool:
+    """Return whether layers of this kind have a weight, or module of adapters, of this name."""
+    if name in _OF_ATTENTION:
+        return kind.attends
+    if name.startswith("delta_"):
+        return kind.delta is not None
+    if name.startswith("mamba_"):
+        return kind.mamba is not None
+    return kind.mixer if name in _OF_MIXERS else name in _OF_ALL or kind.mlp
 
 
 def decoder(
@@ -355,17 +438,21 @@ def decoder(
     layer_types: tuple[str, ...] = (),
     activation: str | Clamped | None = None,
     longest: int | None = None,
+    gated: bool = True,
     **differences: Any,  # any field of ModelConfig
 ) -> ModelConfig:
     """Describe a decoder that differs from Llama as told. `path` names config.json in errors.
 
     `layer_types` names the kind of each layer. By default, all see every token before them, and encode positions as
-    config.json says. Raise ConfigError for what is missing or not supported.
+    config.json says. `gated`: whether MLPs and experts have a gate. Raise ConfigError for what is missing or not
+    supported.
     """
     config = without_int4(without_fp8(config, path), path)
     shape = decoder_shape(config, path, supported=[next(iter(config["architectures"]))])
     if longest is not None:
         shape = replace(shape, max_position=min(shape.max_position, longest))
+    if not gated:
+        shape = replace(shape, gated=False, experts=shape.experts and shape.experts.without_gates())
     if kinds is None:
         kinds, layer_types = {"": LayerKind(rope=read_rope(config, shape.head_dim, str(path)))}, ("",)
         layer_types *= shape.num_layers
@@ -373,7 +460,7 @@ def decoder(
         msg = f"{path}: layer_types must name one of {', '.join(kinds)} for each of the {shape.num_layers} layers"
         raise ConfigError(msg)
     used = [name for name in kinds if name in layer_types]
-    if all(kinds[name].delta is not None for name in used):
+    if not any(kinds[name].attends for name in used):
         msg = f"{path}: layer_types names no layer that attends; at least one must"
         raise ConfigError(msg)
     return ModelConfig(

@@ -1,21 +1,20 @@
-"""The gated delta rule in sampling: tiles of sequences whose states lie in rows on the device.
+"""Layers with a recurrent state in sampling: tiles of sequences whose states lie in rows on the device.
 
 Suffixes as in decode.py; here H = value heads, C = channels of the convolution, w = its width.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from tinsmith_jax import gated_delta
-from tinsmith_jax.gated_delta import DELTA_INPUTS, DeltaInputs
+from tinsmith_jax.gated_delta import DeltaInputs
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.layers import rms_norm
 from tinsmith_jax.mesh import Axes
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.rules import rule_of
 from tinsmith_jax.sampling_values import NO_STATE, Cache, States, TokenTiles
 
 
@@ -36,21 +35,17 @@ def mix(  # noqa: PLR0913 - bound to a layer
     """Mix tokens in a layer: return what it adds, the LoRA part of that, and the cache.
 
     `dense` multiplies with a matrix, and `deltas` gives the LoRA parts of modules by name.
-    `layer` is the layer's index among those with the rule.
+    `layer` is the layer's index among those with a state.
     """
-    assert config.delta is not None, "the layer has weights of it"
     assert cache.states is not None, "the model has such layers"
-    given = gated_delta.projected(
-        dense(h_NTH, axes.whole(weights["delta_in"], 0)), deltas(h_NTH, *DELTA_INPUTS), config.delta
-    )
-    out_NTHv, states = _advance(cache.states, layer, given, weights, config, tiles, count, axes)
-    norm = partial(rms_norm, weight=weights["delta_norm"], eps=config.rms_norm_eps)
-    out_NTV = gated_delta.with_gate(by_tile(norm, out_NTHv), given[1])
-    return (
-        dense(out_NTV, axes.whole(weights["delta_o"], 1)),
-        deltas(out_NTV, "delta_o")[0],
-        cache._replace(states=states),
-    )
+    rule = rule_of(config)
+    product_NTo = dense(h_NTH, axes.whole(weights[rule.IN], 0))
+    mixed, gate, *of_heads = rule.projected(product_NTo, deltas(h_NTH, *rule.INPUTS), config)
+    out_NTHv, states = _advance(cache.states, layer, (mixed, *of_heads), weights, config, tiles, count, axes)
+    out_NTV = rule.finished(out_NTHv, gate, weights, config, by_tile)
+    product_NTH = dense(out_NTV, axes.whole(weights[rule.OUT], 1))
+    delta_NTH = deltas(out_NTV, rule.OUT)[0] if config.delta is not None else jnp.zeros_like(product_NTH)
+    return product_NTH, delta_NTH, cache._replace(states=states)
 
 
 def _advance(
@@ -69,26 +64,27 @@ def _advance(
     that do not depend on their number. A dispatch of decoding writes other rows than it reads first: one that is
     repeated finds the former state.
     """
-    mixed_NTC, _, b_NTH, a_NTH = given
+    rule, sizes, mixed_NTC = rule_of(config), config.recurrence, given[0]
+    assert sizes is not None, "the model has such layers"
     is_token_NT = tiles.tokens_NT >= 0
     T = is_token_NT.shape[1]
 
-    def one(states: States, mixed: Jax, b: Jax, a: Jax, is_token: Jax, rows: Jax) -> tuple[Jax, Jax, Jax]:
+    def one(states: States, is_token: Jax, rows: Jax, mixed: Jax, *of_heads: Jax) -> tuple[Jax, Jax, Jax]:
         """Return what a tile gives [T, H, dv], its state, and its tail."""
         begins = rows[0] == NO_STATE
         state, tail = (jnp.where(begins, 0, _at(part, layer, jnp.maximum(rows[0], 0))) for part in states)
         joined = jnp.concatenate([tail, jnp.where(is_token[:, None], mixed, 0)])
-        convolved = gated_delta.convolve(joined, weights["delta_conv"])
-        inputs = gated_delta.inputs_of(convolved, b, a, weights, config).masked(is_token)
+        convolved = gated_delta.convolve(joined, weights[rule.CONVOLUTION], weights.get(rule.CONVOLUTION_BIAS))
+        inputs = rule.inputs_of(convolved, *of_heads, weights, config).masked(is_token)
         new_tail = lax.dynamic_slice_in_dim(joined, jnp.sum(is_token), len(tail))
         if T == 1:
-            state, out = gated_delta.step(state, DeltaInputs(*(x[0] for x in inputs)))
+            state, out = rule.step(state, DeltaInputs(*(x[0] for x in inputs)))
             out = out[None]
         else:
-            state, out = gated_delta.advance(state, inputs)
-        return out.astype(mixed.dtype), state, new_tail
+            state, out = rule.advance(state, inputs)
+        return rule.with_skip(out, inputs, weights).astype(mixed.dtype), state, new_tail
 
-    tiled = (mixed_NTC, b_NTH, a_NTH, is_token_NT, tiles.state_N2)
+    tiled = (is_token_NT, tiles.state_N2, *given)
     if T == 1 and not axes.kernels.equal_blocks:
         out, *new = jax.vmap(lambda *each: one(states, *each))(*tiled)
         at = (layer, tiles.state_N2[:, 1])
@@ -101,9 +97,7 @@ def _advance(
         written = States(*(_put(part, layer, row, each) for part, each in zip(states, new, strict=True)))
         return lax.dynamic_update_index_in_dim(out, own, n, 0), written
 
-    delta = config.delta
-    assert delta is not None, "the model has such layers"
-    nothing = jnp.zeros((*is_token_NT.shape, delta.value_heads, delta.value_dim), mixed_NTC.dtype)
+    nothing = jnp.zeros((*is_token_NT.shape, sizes.value_heads, sizes.value_dim), mixed_NTC.dtype)
     with jax.named_scope("states"):
         found: tuple[jax.Array, States] = lax.fori_loop(0, count, put, (nothing, states))
     return found

@@ -190,7 +190,7 @@ def sampling_device(
         rounds=limits.native and limits.dtype == "bfloat16",
         kept_pages=_kept_pages(limits, model) if limits.native else None,
         returns_experts=routing_replay and model.experts is not None,
-        recurrent=model.delta is not None,
+        recurrent=model.recurrence is not None,
         gathers_once=budget.gathers_once,
     )
     sampling_programs = SamplingPrograms(config=model, shape=shape, base_shapes=base, layout=layout)
@@ -205,13 +205,13 @@ def sampling_shape(config: JaxConfig, limits: Limits, model: ModelConfig, *, num
     """Resolve the settings that are left open.
 
     On a CPU, a prompt's bits do not depend on how many tiles are read at a time: products of 64 rows and of more are
-    alike, and all else is done tile by tile. Not so with experts, whose rows are sorted, nor with the gated delta rule,
+    alike, and all else is done tile by tile. Not so with experts, whose rows are sorted, nor with recurrences,
     for which XLA compiles the programs of one tile and of two differently: there, one size serves all.
     """
     on_cpu = limits.platform == "cpu"
     plain = model.attention.latent is None and model.head_dim in paged.HEAD_SIZES
     triton = limits.kernels.attention == "flash" and plain
-    on_cpu_tiles = (1, 2) if model.experts is None and model.delta is None else (2,)
+    on_cpu_tiles = (1, 2) if model.experts is None and model.recurrence is None else (2,)
     return SamplingShape(
         num_shards=num_shards,
         slots_per_shard=config.decode_slots,

@@ -18,6 +18,7 @@ from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, MeshLayout, Spec, adapter_specs, base_specs, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
+from tinsmith_jax.rules import rule_of
 from tinsmith_jax.sampling_values import (
     BASE_MODEL,
     Cache,
@@ -198,12 +199,12 @@ class SamplingPrograms:
     @property
     def cache(self) -> Cache:
         """Return the shapes of keys and values, and of recurrent states."""
-        shape, delta = self.shape, self.config.delta
+        shape, sizes = self.shape, self.config.recurrence
         pages = cache_shapes(self.config, shape.num_shards * shape.pages_per_shard)
         states = None
-        if delta is not None:
-            number = len(self.config.layers_with("delta_in"))
-            rule, tail = state_shapes(delta, number, shape.num_shards * shape.states_per_shard)
+        if sizes is not None:
+            number = len(self.config.layers_with(rule_of(self.config).IN))
+            rule, tail = state_shapes(sizes, number, shape.num_shards * shape.states_per_shard)
             states = States(_shape(rule, "float32"), _shape(tail, shape.dtype))
         k_LPJDC, v_LPJCD = (_shape(each, shape.dtype) for each in pages)
         return Cache(k_LPJDC, v_LPJCD, states)

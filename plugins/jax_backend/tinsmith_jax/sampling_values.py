@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith import Array, FloatArray, IntArray, TokenArray
-from tinsmith_checkpoints.huggingface import DeltaRule
+from tinsmith_checkpoints.huggingface import DeltaRule, Mamba
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.model_config import ModelConfig
@@ -56,13 +56,13 @@ def page_bytes(config: ModelConfig) -> int:
     return sum(4 * math.prod(shape) for shape in cache_shapes(config, 1))
 
 
-def state_shapes(delta: DeltaRule, num_layers: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def state_shapes(rule: DeltaRule | Mamba, num_layers: int, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return [M, S, heads, dk, dv] of recurrent states, and [M, S, w - 1, channels] of a convolution's last inputs.
 
-    M = layers with the gated delta rule, S = rows.
+    M = layers with the rule, S = rows.
     """
     rows = (num_layers, num_rows)
-    return (*rows, delta.value_heads, delta.key_dim, delta.value_dim), (*rows, delta.width - 1, delta.mixed_size)
+    return (*rows, rule.value_heads, rule.key_dim, rule.value_dim), (*rows, rule.width - 1, rule.mixed_size)
 
 
 def experts_of_token(config: ModelConfig) -> tuple[int, int]:
@@ -250,7 +250,7 @@ class Cache(NamedTuple):
 
     k_LPJDC: Jax
     v_LPJCD: Jax
-    states: "States | None" = None  # of models with the gated delta rule
+    states: "States | None" = None  # of models with a recurrence
 
     @property
     def pages(self) -> tuple[Jax, Jax]:
@@ -258,7 +258,7 @@ class Cache(NamedTuple):
 
 
 class States(NamedTuple):
-    """Where sequences are in the layers with the gated delta rule; see `state_shapes`. Row 0 is never read."""
+    """Where sequences are in the layers with a recurrence; see `state_shapes`. Row 0 is never read."""
 
     rule: Jax  # float32
     tail: Jax  # the last inputs of the convolution

@@ -7,6 +7,7 @@ A stack of adapters is {"layers": {module: (A [L, k, in, r], B [L, k, r, out])},
 float32 (adapters.py makes it). An expert's own factors are [L, E, k, ...].
 """
 
+import operator
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +18,6 @@ from tinsmith_jax import gated_delta, latent
 from tinsmith_jax.attention import Scoring, packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
-from tinsmith_jax.gated_delta import DELTA_INPUTS
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import (
     Divided,
@@ -28,6 +28,7 @@ from tinsmith_jax.layers import (
     by_tile,
     encoded_positions,
     gated,
+    inner_modules,
     kept,
     lora_delta,
     normed,
@@ -41,6 +42,7 @@ from tinsmith_jax.layers import (
 )
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
+from tinsmith_jax.rules import rule_of
 from tinsmith_jax.tiles import Tiles
 from tinsmith_jax.weights import Base
 
@@ -80,13 +82,17 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
 
     def layer(x_TH: Jax, per_layer: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
         weights, adapter, layer_sums = per_layer
-        mix = _delta_block if "delta_in" in weights else (_latent_block if "latent_kv" in weights else _attention_block)
-        x_TH = kept(mix(x_TH, weights, config, adapter, layer_sums, tiles, axes, where))
+        mixers = {"qkv": _attention_block, "latent_kv": _latent_block}
+        mixers |= dict.fromkeys(("delta_in", "mamba_in"), _recurrent_block)
+        for mix in (mixer for name, mixer in mixers.items() if name in weights):
+            x_TH = kept(mix(x_TH, weights, config, adapter, layer_sums, tiles, axes, where))
         if experts is not None and "router" in weights:
             assert config.experts is not None
             x_TH, chosen_TC = _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes)
             return x_TH, load_by_tile(chosen_TC, count_n, config.experts.num_experts)
-        return _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes), None
+        if "down" in weights:
+            x_TH = _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes)
+        return x_TH, None
 
     body = layer
     if recompute and sums is not None:
@@ -214,7 +220,7 @@ def _latent_block(
     return _add(x_TH, parts, weights, "attention_out_norm", config)
 
 
-def _delta_block(  # as _attention_block
+def _recurrent_block(  # as _attention_block
     x_TH: Jax,
     weights: Jax,
     config: ModelConfig,
@@ -224,20 +230,18 @@ def _delta_block(  # as _attention_block
     axes: Axes,
     where: tuple[PositionEncoding, Jax],
 ) -> Jax:
-    _, first_n = where
-    assert config.delta is not None, "the layer has weights of it"
+    (_, first_n), rule = where, rule_of(config)
     h_TH = normed(x_TH, weights, "input_norm", config)
-    deltas = lora_delta(h_TH, lora_of(DELTA_INPUTS, adapter, sums), tiles, axes, "outputs")
-    mixed, gate, b, a = kept(gated_delta.projected(h_TH @ axes.whole(weights["delta_in"], 0), deltas, config.delta))
-    inputs = gated_delta.inputs_of(gated_delta.convolved(mixed, weights["delta_conv"], first_n), b, a, weights, config)
-    out_THv = by_tile(
-        partial(rms_norm, weight=weights["delta_norm"], eps=config.rms_norm_eps),
-        gated_delta.gated_delta(inputs, first_n),
-        axes.kernels,
-    )
-    out_TV = gated_delta.with_gate(out_THv, gate)
-    (delta,) = lora_delta(out_TV, lora_of(("delta_o",), adapter, sums), tiles, axes, "inputs")
-    return _add(x_TH, (out_TV @ axes.whole(weights["delta_o"], 1), delta), weights, "attention_out_norm", config)
+    deltas = lora_delta(h_TH, lora_of(rule.INPUTS, adapter, sums), tiles, axes, "outputs")
+    mixed, gate, *of_heads = kept(rule.projected(h_TH @ axes.whole(weights[rule.IN], 0), deltas, config))
+    mixed = gated_delta.convolved(mixed, weights[rule.CONVOLUTION], first_n, weights.get(rule.CONVOLUTION_BIAS))
+    inputs = rule.inputs_of(mixed, *of_heads, weights, config)
+    out_THv = rule.with_skip(rule.scan(inputs, first_n), inputs, weights)
+    out_TV = rule.finished(out_THv, gate, weights, config, partial(by_tile, kernels=axes.kernels))
+    parts = (out_TV @ axes.whole(weights[rule.OUT], 1),)
+    if rule.OUT in adapter:
+        parts += lora_delta(out_TV, lora_of((rule.OUT,), adapter, sums), tiles, axes, "inputs")
+    return _add(x_TH, parts, weights, "attention_out_norm", config)
 
 
 def _add(x_TH: Jax, parts: tuple[Jax, ...], weights: Jax, norm: str, config: ModelConfig) -> Jax:
@@ -257,11 +261,10 @@ def _mlp(
 ) -> tuple[Jax, Jax]:
     """Return the product and its LoRA part. `prefix`: of the names of the weights and modules."""
     product = plus_bias(h_TH @ axes.whole(weights[f"{prefix}gate_up"], 0), weights, f"{prefix}gate_up_bias")
-    gate, up = jnp.split(product, 2, axis=-1)
-    modules = lora_of((f"{prefix}gate", f"{prefix}up"), adapter, sums)
-    d_gate, d_up = lora_delta(h_TH, modules, tiles, axes, "outputs")
-    gate, up = kept((gate + d_gate, up + d_up))
-    inner = activated(gate, up, config)
+    names = tuple(f"{prefix}{name}" for name in inner_modules(config))
+    deltas = lora_delta(h_TH, lora_of(names, adapter, sums), tiles, axes, "outputs")
+    parts = kept(tuple(map(operator.add, jnp.split(product, len(names), axis=-1), deltas)))
+    inner = activated(*parts, config=config)
     (delta,) = lora_delta(inner, lora_of((f"{prefix}down",), adapter, sums), tiles, axes, "inputs")
     product = axes.leave_tensor(inner @ axes.whole(weights[f"{prefix}down"], 1))
     return plus_bias(product, weights, f"{prefix}down_bias"), delta
@@ -285,7 +288,10 @@ def _expert_block(
     own = routing.of_shard(config.experts.num_experts // axes.tensor, h_TH.dtype, axes)
     lora = _expert_lora(adapter)
     totals = None if sums is None else _expert_lora(sums)
-    out_TH = expert_mlp(h_TH, own, of_layer(weights, experts, axes), lora, tiles, config, totals, axes)
+    given_TH = h_TH @ weights["routed_in"] if "routed_in" in weights else h_TH
+    out_TH = expert_mlp(given_TH, own, of_layer(weights, experts, axes), lora, tiles, config, totals, axes)
+    if "routed_out" in weights:
+        out_TH = out_TH @ weights["routed_out"]
     if "shared_down" in weights:
         shared_TH = sum(_mlp(h_TH, weights, config, adapter, sums, tiles, axes, "shared_"))
         out_TH += shared_weight(whole_TH, weights) * shared_TH if "shared_weight" in weights else shared_TH
@@ -298,4 +304,4 @@ def shared_weight(h_TH: Jax, weights: Jax) -> Jax:
 
 
 def _expert_lora(modules: Jax) -> ExpertLora:
-    return ExpertLora(modules["gate"], modules["up"], modules["down"])
+    return ExpertLora(modules.get("gate"), modules["up"], modules["down"])

@@ -15,7 +15,8 @@ the kernels widen them where they multiply.
 
 A model with the gated delta rule in some layers has for these "delta_in" [L, H, qkv + z + b + a], "delta_o",
 "delta_conv" [L, C, w], "delta_decay" and "delta_step" [L, value heads], and "delta_norm"; L counts the layers that have
-the weight.
+the weight. Mamba-2 has "mamba_in" [L, H, gate + C + heads], "mamba_o", "mamba_conv" with its bias, "mamba_decay",
+"mamba_step" and "mamba_skip" [L, heads], and "mamba_norm".
 
 Attention by latents has, in place of qkv, "latent_in" [L, H, queries' rank + latent + rotated], "latent_q" [L, queries'
 rank, q], "latent_kv" [L, latent, heads * (plain + value)], and norms of the two latents. If queries are products of the
@@ -24,7 +25,8 @@ input, the first matrix has them, and there is no second one.
 A model with E experts has, in place of the last two, "router" [L, H, E], "expert_gate_up" [L, E, H, 2 I] and
 "expert_down" [L, E, I, H]. If an expert computes every token, it is "shared_gate_up" and "shared_down", and
 "shared_weight" [L, H, 1] gives its gate. If the first layers have a dense MLP, the names of all that these layers have
-begin with "dense_".
+begin with "dense_". MLPs and experts without gates have up alone for gate|up. Experts that read a latent have
+"routed_in" [L, H, latent] and "routed_out", and its size in place of H.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,7 +38,7 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 
 from tinsmith import Array, Progress
-from tinsmith_checkpoints.huggingface import DELTA, LATENT, DeltaRule, WeightFiles
+from tinsmith_checkpoints.huggingface import DELTA, LATENT, MAMBA, DeltaRule, Mamba, WeightFiles
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.memory import empty
 from tinsmith_jax.mesh import VOCABULARY, Index, MeshLayout, Spec, base_specs, put_parts
@@ -56,9 +58,9 @@ _ATTENTION: Mapping[str, Sequence[str]] = {
     "o": ("self_attn.o_proj",),
 }
 _LATENT: Mapping[str, Sequence[str]] = {"latent_kv": LATENT[3:], "o": _ATTENTION["o"]}
-_MLP: Mapping[str, Sequence[str]] = {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 _DELTA: Mapping[str, Sequence[str]] = {"delta_in": DELTA[:-1], "delta_o": DELTA[-1:]}
-_EXPERTS: Mapping[str, Sequence[str]] = {"expert_gate_up": ("gate_proj", "up_proj"), "expert_down": ("down_proj",)}
+_MAMBA: Mapping[str, Sequence[str]] = {"mamba_in": MAMBA[:1], "mamba_o": MAMBA[1:]}
+_TO_LATENT, _FROM_LATENT = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
 
 
 def load_base(
@@ -96,7 +98,8 @@ def load_base(
                 return jax.device_put(part(tuple(slice(0, size) for size in shape)))
             return put_parts(shape, layout, spec, part)
 
-        down = f"model.layers.{config.dense_layers}.{_joined_tensor('expert_down')}"
+        first = next(iter(config.layers_with("router")), 0)
+        down = f"model.layers.{first}.{config.in_files(_joined_tensor('expert_down'))}"
         in_one = files.shape(down) if down in files else None
         base = _Loader(read, put, config, dtype, experts_in_one=in_one).load(progress)
         for leaf in jax.tree.leaves(base):
@@ -136,24 +139,31 @@ class _Loader:
         self._shapes = config.linear_shapes()
         alternate = config.mixture.alternate
         self._experts_in_one = experts_in_one is not None or alternate
-        self._turned = alternate or (experts_in_one is not None and experts_in_one[1] != config.hidden_size)
+        self._turned = alternate or (experts_in_one is not None and experts_in_one[1] != config.expert_input)
         self._within = {module: each for each in config.joined for module in each.modules}
         mixer = _mixer(config)
-        self._matrices: Mapping[str, Sequence[str]] = {**mixer, **_MLP}
+        mlp = {"gate_up": config.mlp_modules[:-1], "down": config.mlp_modules[-1:]}
+        self._matrices: Mapping[str, Sequence[str]] = {**mixer, **mlp}
         self._experts: Mapping[str, Sequence[str]] = {}
         if (experts := config.experts) is not None:
             router, first = config.mixture.router, self._matrices if config.dense_layers else {}
-            self._matrices, self._experts = {**mixer, "router": (router,)}, _EXPERTS
+            self._matrices = {**mixer, "router": (router,)}
+            self._experts = {f"expert_{name}": [_leaf(path) for path in paths] for name, paths in mlp.items()}
             self._shapes[router] = (config.hidden_size, experts.num_experts)
             if experts.shared_size:
-                shared = {"shared_gate_up": experts.shared_modules[:2], "shared_down": experts.shared_modules[2:]}
+                shared = {"shared_gate_up": experts.shared_modules[:-1], "shared_down": experts.shared_modules[-1:]}
                 self._matrices = {**self._matrices, **shared}
             if experts.shared_gate:
                 self._matrices = {**self._matrices, "shared_weight": ("mlp.shared_expert_gate",)}
                 self._shapes["mlp.shared_expert_gate"] = (config.hidden_size, 1)
+            if (latent := experts.latent_size) is not None:
+                self._matrices = {**self._matrices, "routed_in": (_TO_LATENT,), "routed_out": (_FROM_LATENT,)}
+                self._shapes |= {_TO_LATENT: (config.hidden_size, latent), _FROM_LATENT: (latent, config.hidden_size)}
             self._matrices = {**self._matrices, **{f"{DENSE}{name}": each for name, each in first.items()}}
         if config.delta is not None:
             self._matrices = {**self._matrices, **_DELTA}
+        if config.mamba is not None:
+            self._matrices = {**self._matrices, **_MAMBA}
 
     def load(self, progress: Progress) -> Base:
         config = self._config
@@ -176,7 +186,9 @@ class _Loader:
         for name, (parts, size) in vectors.items():
             layers[name] = self._vectors(name, parts, size, specs[name])
         if config.delta is not None:
-            layers["delta_conv"] = self._convolutions(config.delta)
+            layers["delta_conv"] = self._convolutions("delta_conv", "linear_attn", config.delta)
+        if config.mamba is not None:
+            layers["mamba_conv"] = self._convolutions("mamba_conv", "mamba", config.mamba)
         progress("loading weights", done / total)
         embed = self._vocabulary("model.embed_tokens.weight")
         head = embed if config.tied else self._vocabulary("lm_head.weight")
@@ -202,7 +214,7 @@ class _Loader:
     def _vectors(self, name: str, parts: Sequence[str], size: int, spec: Spec) -> Jax:
         """Load norms, sinks, or biases, which are joined as the matrices are."""
         linear, own_layers = self._shapes, self._config.layers_with(name)
-        has_offset = name.endswith("norm") and name != "delta_norm"
+        has_offset = name.endswith("norm") and name not in {"delta_norm", "mamba_norm"}
         sizes = [size] if len(parts) == 1 else [linear[part.removesuffix(".bias")][1] for part in parts]
 
         def part(index: Index) -> Array:
@@ -211,7 +223,7 @@ class _Loader:
             found = [
                 np.concatenate(
                     [
-                        self._read(f"model.layers.{i}.{part}", (whole,), (cut,))
+                        self._read(self._name(i, part), (whole,), (cut,))
                         for part, whole, cut in zip(parts, sizes, own, strict=True)
                     ]
                 )
@@ -222,16 +234,19 @@ class _Loader:
         widened = name.removeprefix(DENSE) == "router_correction" or (has_offset and self._config.norms.offset != 0)
         return self._put((len(own_layers), size), spec, part, widened=widened)
 
-    def _convolutions(self, delta: DeltaRule) -> Jax:
+    def _convolutions(self, name: str, module: str, rule: DeltaRule | Mamba) -> Jax:
         """Load [layers, channels, width], which are whole on every device."""
-        shape, own_layers = (delta.mixed_size, 1, delta.width), self._config.layers_with("delta_conv")
+        shape, own_layers = (rule.mixed_size, 1, rule.width), self._config.layers_with(name)
         whole = tuple(slice(0, size) for size in shape)
 
         def part(index: Index) -> Array:
-            names = [f"model.layers.{i}.linear_attn.conv1d.weight" for i in own_layers[index[0]]]
+            names = [self._name(i, f"{module}.conv1d.weight") for i in own_layers[index[0]]]
             return np.stack([self._read(name, shape, whole)[:, 0] for name in names])
 
-        return self._put((len(own_layers), delta.mixed_size, delta.width), Spec(), part)
+        return self._put((len(own_layers), rule.mixed_size, rule.width), Spec(), part)
+
+    def _name(self, layer: int, path: str) -> str:
+        return f"model.layers.{layer}.{self._config.in_files(path)}"
 
     def _norm(self, weights: Array) -> Array:
         offset = self._config.norms.offset
@@ -264,7 +279,7 @@ class _Loader:
         """Read a part of a module's matrix [out, in], which may lie within a larger one."""
         within = self._within.get(module)
         if within is None:
-            return self._read(f"model.layers.{layer}.{module}.weight", shape, index)
+            return self._read(self._name(layer, f"{module}.weight"), shape, index)
         rows = within.rows_of(module)[index[0]]
         span = slice(int(rows[0]), int(rows.max()) + 1)
         found = self._read(f"model.layers.{layer}.{within.path}.weight", (within.num_rows, shape[1]), (span, index[1]))
@@ -276,7 +291,7 @@ class _Loader:
 
         def read(layer: int, expert: int, inputs: slice, outputs: slice) -> Array:
             own = (_share(outputs, stored[0], stored[0] * len(modules)), inputs)
-            path = f"model.layers.{layer}.mlp.experts.{expert}"
+            path = self._name(layer, f"mlp.experts.{expert}")
             return np.concatenate([self._read(f"{path}.{module}.weight", stored, own) for module in modules]).T
 
         return self._experts_of(name, spec, read)
@@ -289,7 +304,7 @@ class _Loader:
         shape = (experts.num_experts, *((hidden, number * out) if self._turned else (number * out, hidden)))
 
         def read(layer: int, expert: int, inputs: slice, outputs: slice) -> Array:
-            path, one = f"model.layers.{layer}.{tensor}", slice(expert, expert + 1)
+            path, one = self._name(layer, tensor), slice(expert, expert + 1)
             if self._turned and not alternate:
                 whole_inputs: Array = self._read(path, shape, (one, inputs, outputs))[0]
                 return whole_inputs
@@ -303,7 +318,7 @@ class _Loader:
 
     def _experts_of(self, name: str, spec: Spec, read: Callable[[int, int, slice, slice], Array]) -> Jax:
         """Stack what `read` returns, [in, out], given a layer, an expert, and which inputs and outputs."""
-        config = self._config
+        config, own_layers = self._config, self._config.layers_with("router")
         assert config.experts is not None, "the model has experts"
         out, inputs = self._expert_shape(name)
 
@@ -312,7 +327,7 @@ class _Loader:
             sizes = (layers.stop - layers.start, experts.stop - experts.start)
             found: Array | None = None
             for layer, expert in np.ndindex(sizes):
-                one = read(config.dense_layers + layers.start + layer, experts.start + expert, *columns)
+                one = read(own_layers[layers.start + layer], experts.start + expert, *columns)
                 if found is None:
                     found = empty((*sizes, *one.shape), one.dtype)
                 found[layer, expert] = one
@@ -342,7 +357,7 @@ class _Loader:
     def _expert_shape(self, name: str) -> tuple[int, int]:
         """Return (out, in) of each of an expert's matrices."""
         assert self._config.experts is not None, "the model has experts"
-        inner, hidden = self._config.experts.intermediate_size, self._config.hidden_size
+        inner, hidden = self._config.experts.intermediate_size, self._config.expert_input
         return (hidden, inner) if name == "expert_down" else (inner, hidden)
 
 
@@ -359,6 +374,10 @@ def _mixer(config: ModelConfig) -> Mapping[str, Sequence[str]]:
 def _joined_tensor(name: str) -> str:
     """Return the name within a layer of the tensor with these matrices of all experts."""
     return "mlp.experts.down_proj" if name == "expert_down" else "mlp.experts.gate_up_proj"
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _share(columns: slice, width: int, total: int) -> slice:

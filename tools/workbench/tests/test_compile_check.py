@@ -15,10 +15,13 @@ from jax_harness import QUICK
 from planned_programs import DIVIDED, KINDS
 
 from tinsmith import ConfigError
+from tinsmith_checkpoints.huggingface import TINY
 from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
 from tinsmith_jax.config import MeshConfig
+from tinsmith_jax.families import config_of
 from tinsmith_jax.mesh import Axes, arranged, check_shape
 from tinsmith_workbench.compile_check import compiling
+from tinsmith_workbench.compile_check.case import make_case
 from tinsmith_workbench.compile_check.chips import read_slice
 from tinsmith_workbench.compile_check.collectives import traffic
 from tinsmith_workbench.compile_check.figures import Facts, Figures, analysed
@@ -264,6 +267,12 @@ def _figures(**changed: object) -> Figures:
     )  # fmt: skip
     compiled = analysed(TPU_PROGRAM, 1 << 30, MESH, {}).model_copy(update={"flops": 4e12})
     return Figures(options=options, program="gradients", facts=facts, compiled=compiled)
+
+
+def test_a_model_whose_cost_is_not_known_is_refused() -> None:
+    settings = {**TINY, "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*-"}
+    with pytest.raises(ConfigError, match="does not know what Mamba-2 and MLPs without gates should cost"):
+        make_case(_figures().options, config_of(settings, Path("config.json")), [])
 
 
 def test_what_all_tenants_hold_counts_besides_the_program() -> None:

@@ -10,6 +10,7 @@ from tinsmith_checkpoints.huggingface.decoder import (
     EXPERTS,
     HEAD,
     LATENT,
+    MAMBA,
     MLP,
     SHARED_EXPERT,
     SHARED_EXPERTS,
@@ -19,7 +20,7 @@ from tinsmith_checkpoints.huggingface.decoder import (
     has_experts,
 )
 from tinsmith_checkpoints.huggingface.fp8 import without_fp8
-from tinsmith_checkpoints.huggingface.hybrid import DeltaRule, HybridShape, delta_rule, hybrid_shape, mixers
+from tinsmith_checkpoints.huggingface.hybrid import DeltaRule, HybridShape, Mamba, delta_rule, hybrid_shape, mixers
 from tinsmith_checkpoints.huggingface.int4 import without_int4
 from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
 from tinsmith_checkpoints.huggingface.known_shapes import known_config
@@ -49,6 +50,7 @@ __all__ = [
     "HEAD",
     "LANGUAGE_MODEL",
     "LATENT",
+    "MAMBA",
     "MLP",
     "SHARED_EXPERT",
     "SHARED_EXPERTS",
@@ -62,6 +64,7 @@ __all__ = [
     "JoinedMatrix",
     "Json",
     "Kind",
+    "Mamba",
     "Place",
     "Rope",
     "ShardWriter",

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from tinsmith_checkpoints.huggingface.decoder import EXPERT_MODULES, HEAD
+from tinsmith_checkpoints.huggingface.language_part import decoder_names
 from tinsmith_checkpoints.huggingface.peft_layout import Side
 
-_EXPERT: Final = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<module>\w+)")
+_EXPERT: Final = re.compile(r"(?P<experts>.+\.(?:mlp|mixer)\.experts)\.(?P<number>\d+)\.(?P<module>\w+)")
 _JOINED: Final = {module: name for name, module in EXPERT_MODULES.items()}
+_OF_MAMBA: Final = ".mixer.out_proj.weight"  # which PEFT refuses
 _SHARE_A: Final = frozenset({"gate_proj", "up_proj"})
 
 
@@ -29,8 +31,9 @@ class AdaptedModule:
 def adapted_modules(base_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, AdaptedModule]:
     """Return what can be adapted, by the module paths in adapters, given the shapes of a base model's tensors."""
     found: dict[str, AdaptedModule] = {}
-    for name, shape in base_shapes.items():
-        if name.endswith(".weight") and len(shape) == 2:
+    for name, stored in decoder_names(base_shapes).items():
+        shape = base_shapes[stored]
+        if name.endswith(".weight") and len(shape) == 2 and not name.endswith(_OF_MAMBA):
             module = name.removesuffix(".weight")
             expert = _EXPERT.fullmatch(module)
             if expert is None:

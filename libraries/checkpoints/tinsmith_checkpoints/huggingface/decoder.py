@@ -1,7 +1,7 @@
 """The shape of a decoder, dense or with experts, from its config.json, and the modules that an adapter may train."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,8 @@ DELTA: Final = (
     "linear_attn.out_proj",
 )
 """Those of a layer with the gated delta rule, in place of attention."""
+MAMBA: Final = ("mamba.in_proj", "mamba.out_proj")
+"""Those of a Mamba-2 layer, in place of attention."""
 HEAD: Final = "lm_head"
 
 EXPERTS: Final = ("mlp.experts.w1", "mlp.experts.w3", "mlp.experts.w2")
@@ -43,10 +45,15 @@ class ExpertShape:
     normalized: bool  # whether the weights of a token's experts add up to 1
     shared_size: int = 0  # of the expert that computes every token; 0: there is none
     shared_modules: tuple[str, ...] = SHARED_EXPERT  # its paths; a gate weights it if they are these
+    latent_size: int | None = None  # of the latent that routed experts read and give; None: hidden states
 
     @property
     def shared_gate(self) -> bool:
         return bool(self.shared_size) and self.shared_modules == SHARED_EXPERT
+
+    def without_gates(self) -> "ExpertShape":
+        """Return the shape of experts with two matrices each, of which the first one is `up_proj`."""
+        return replace(self, shared_modules=self.shared_modules[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,7 @@ class DecoderShape:
     head_dim: int
     max_position: int
     tied: bool  # the output head is the embedding
+    gated: bool = True  # MLPs and experts have a gate: three matrices, not two
     experts: ExpertShape | None = None  # None: a dense model
     int8: Int8 | None = None  # how the layers' matrices are quantised; None: they are not
 
@@ -109,6 +117,17 @@ class DecoderShape:
         return ATTENTION
 
     @property
+    def mlp_modules(self) -> tuple[str, ...]:
+        """The paths of the linear modules of an MLP."""
+        return MLP if self.gated else MLP[1:]
+
+    @property
+    def expert_input(self) -> int:
+        """Numbers of a token that a routed expert reads, and gives."""
+        latent = None if self.experts is None else self.experts.latent_size
+        return self.hidden_size if latent is None else latent
+
+    @property
     def period(self) -> int:
         """After how many layers the order of their kinds repeats, up to the last one."""
         return 1
@@ -122,7 +141,7 @@ class DecoderShape:
     def plain_modules(self) -> tuple[str, ...]:
         """The paths of a layer's linear modules that an adapter may train, other than the routed experts'."""
         if self.experts is None:
-            return (*self.attention_modules, *MLP)
+            return (*self.attention_modules, *self.mlp_modules)
         return (*self.attention_modules, *(self.experts.shared_modules if self.experts.shared_size else ()))
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
@@ -134,9 +153,11 @@ class DecoderShape:
         shared = 0 if self.experts is None else self.experts.shared_size
         shapes = [(hidden, self.q_size), (hidden, self.kv_size), (hidden, self.kv_size), (self.q_size, hidden)]
         shapes += [(hidden, inner), (hidden, inner), (inner, hidden)]
-        shapes += [(hidden, shared), (hidden, shared), (shared, hidden)] if shared else []
-        paths = (*ATTENTION, *MLP, *(self.experts.shared_modules if self.experts is not None and shared else ()))
-        return {**dict(zip(paths, shapes, strict=True)), HEAD: (hidden, self.vocab_size)}
+        found = {**dict(zip((*ATTENTION, *MLP), shapes, strict=True)), HEAD: (hidden, self.vocab_size)}
+        if self.experts is not None and shared:
+            *inputs, down = self.experts.shared_modules
+            found |= {**dict.fromkeys(inputs, (hidden, shared)), down: (shared, hidden)}
+        return found
 
 
 def decoder_shape(config: Mapping[str, Json], path: Path, *, supported: Collection[str]) -> DecoderShape:
@@ -192,6 +213,8 @@ def _expert_shape(config: Mapping[str, Json], path: Path) -> ExpertShape:
         top_k=int(config["num_experts_per_tok"]),
         intermediate_size=size,
         normalized=bool(config.get("norm_topk_prob", False)),
-        shared_size=without_gate * size or int(config.get("shared_expert_intermediate_size") or 0),
+        shared_size=int(config.get("moe_shared_expert_intermediate_size") or without_gate * size)
+        or int(config.get("shared_expert_intermediate_size") or 0),
         shared_modules=SHARED_EXPERTS if without_gate else SHARED_EXPERT,
+        latent_size=config.get("moe_latent_size"),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith_checkpoints.errors import ConfigError
-from tinsmith_checkpoints.huggingface.decoder import ATTENTION, DELTA, DecoderShape, decoder_shape
+from tinsmith_checkpoints.huggingface.decoder import ATTENTION, DELTA, MAMBA, DecoderShape, decoder_shape
 from tinsmith_checkpoints.values import Json
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -43,10 +43,53 @@ class DeltaRule:
         """Sizes of a layer's projections: the convolved values, the gate, beta, and the decay's input."""
         return self.mixed_size, self.value_size, self.value_heads, self.value_heads
 
+    @property
+    def adapted_modules(self) -> tuple[str, ...]:
+        """The paths of those linear modules that adapters train."""
+        return DELTA
+
     def linear_shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
         """Return (in, out) of each linear module of such a layer."""
         shapes = {path: (hidden_size, size) for path, size in zip(DELTA[:-1], self.sizes, strict=True)}
         return {**shapes, DELTA[-1]: (self.value_size, hidden_size)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """The sizes of Mamba-2 layers. Heads have values, and share keys and queries (B and C) by groups."""
+
+    key_heads: int  # groups
+    value_heads: int
+    key_dim: int  # of a head: the rows of its state
+    value_dim: int
+    width: int  # tokens that the convolution sees
+    conv_bias: bool = True
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """The channels of the convolution: values, keys and queries."""
+        return 2 * self.key_heads * self.key_dim + self.value_size
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Sizes of what the first matrix gives: the gate, the convolved values, and the time steps."""
+        return self.value_size, self.mixed_size, self.value_heads
+
+    @property
+    def adapted_modules(self) -> tuple[str, ...]:
+        """The paths of those linear modules that adapters train.
+
+        PEFT refuses the last one: kernels read its matrix and pass its adapter by.
+        """
+        return MAMBA[:1]
+
+    def linear_shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
+        """Return (in, out) of each linear module of such a layer."""
+        return dict(zip(MAMBA, ((hidden_size, sum(self.sizes)), (self.value_size, hidden_size)), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 transformers joins the experts of a layer in two parameters, gate_up_proj [E, 2 I, H] and down_proj [E, H, I], and PEFT
 gives each expert an A and a B of its own. So what our experts share is repeated, and gate and up, which have an A each,
-become one adapter of twice the rank. In gpt-oss, the outputs of gate and up alternate. Likewise, where a base model
-joins the rows of several modules in one matrix, their adapters become one. The layers of a model that also sees are
-those of its language part.
+become one adapter of twice the rank. Experts without gates have up_proj in place of the first. In gpt-oss, the outputs
+of gate and up alternate. Likewise, where a base model joins the rows of several modules in one matrix, their adapters
+become one. The layers of a model that also sees are those of its language part.
 
 Legend: E = experts, I = inner size of an expert, H = hidden, r = rank.
 """
@@ -24,9 +24,9 @@ from tinsmith_checkpoints.huggingface.model_files import read_model_config
 from tinsmith_checkpoints.values import Array, LoraConfig
 
 _GATE, _UP, _DOWN = (path.rpartition(".")[2] for path in EXPERTS)
-_SUFFIX: Final = ".mlp.experts"
+_SUFFIXES: Final = (".mlp.experts", ".mixer.experts")
 _LEAVES: Final = tuple(f".{path.rpartition('.')[2]}" for path in MLP)
-_JOINED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_GATED: Final = "gate_up_proj"
 
 
 def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -46,9 +46,12 @@ def to_peft(base_model: str, lora: LoraConfig, weights: Mapping[str, Array]) -> 
     for module in experts:
         renamed |= _joined(module, lora.rank, weights, alternate=alternate)
     if experts:
-        config["target_parameters"] = list(_JOINED)
-        config["rank_pattern"][_JOINED[0]] = 2 * lora.rank
-        config["alpha_pattern"][_JOINED[0]] = 2 * config["lora_alpha"]
+        path = experts[0].partition(".layers.")[2].partition(".")[2]
+        gated = peft_layout.weight_name(f"{experts[0]}.{_GATE}", "A") in weights
+        config["target_parameters"] = [f"{path}.{_GATED if gated else 'up_proj'}", f"{path}.down_proj"]
+        if gated:
+            config["rank_pattern"][f"{path}.{_GATED}"] = 2 * lora.rank
+            config["alpha_pattern"][f"{path}.{_GATED}"] = 2 * config["lora_alpha"]
     if "text_config" in base:
         renamed = {_in_language_part(name): array for name, array in renamed.items()}
         config["target_modules"] = sorted({peft_layout.parse(name)[0] for name in renamed if not _experts_of(name)})
@@ -104,7 +107,7 @@ def _alternate(base_model: str) -> bool:
     if Path(base_model, "config.json").is_file():
         return "GptOssForCausalLM" in (read_model_config(Path(base_model)).get("architectures") or ())
     name = base_model.lower()
-    if not any(known in name for known in ("gpt-oss", "qwen", "deepseek", "kimi")):
+    if not any(known in name for known in ("gpt-oss", "qwen", "deepseek", "kimi", "nemotron")):
         msg = (
             f"the name of the base model {base_model!r} does not say how its experts are laid out; pass --base-model "
             "with the directory that has its config.json"
@@ -116,16 +119,23 @@ def _alternate(base_model: str) -> bool:
 def _experts_of(name: str) -> str | None:
     """Return the module of a layer's experts to whose adapters this weight belongs."""
     module = peft_layout.parse(name)[0].rpartition(".")[0]
-    return module if module.endswith(_SUFFIX) else None
+    return module if module.endswith(_SUFFIXES) else None
 
 
 def _joined(module: str, rank: int, weights: Mapping[str, Array], *, alternate: bool) -> dict[str, Array]:
-    A_gate, B_gate, A_up, B_up, A_down, B_down = (
+    A_up, B_up, A_down, B_down = (
         weights[peft_layout.weight_name(f"{module}.{name}", side)]
-        for name in (_GATE, _UP, _DOWN)
-        for side in ("A", "B")
+        for name in (_UP, _DOWN)
+        for side in peft_layout.SIDES
     )
-    num_experts, inner = B_gate.shape[:2]
+    num_experts, inner = B_up.shape[:2]
+    names = [peft_layout.weight_name(f"{module}.{_GATE}", side) for side in peft_layout.SIDES]
+    if names[0] not in weights:
+        return {
+            **_of_parameter(f"{module}.base_layer", A_up, B_up, num_experts),
+            **_of_parameter(module, A_down, B_down, num_experts),
+        }
+    A_gate, B_gate = (weights[name] for name in names)
     A_both = np.concatenate((A_gate, A_up), axis=1)
     B_both = np.zeros((num_experts, 2 * inner, 2 * rank), np.float32)
     gate, up = (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(inner), slice(inner, None))

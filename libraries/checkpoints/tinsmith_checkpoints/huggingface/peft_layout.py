@@ -17,6 +17,7 @@ from tinsmith_checkpoints.huggingface.decoder import (
     EXPERTS,
     HEAD,
     LATENT,
+    MAMBA,
     MLP,
     SHARED_EXPERT,
     SHARED_EXPERTS,
@@ -30,7 +31,7 @@ model, which has no `lm_head.weight`."""
 Side = Literal["A", "B"]
 SIDES: Final[tuple[Side, Side]] = ("A", "B")
 
-_KINDS: Final = (*ATTENTION, *MLP, HEAD, *EXPERTS, *SHARED_EXPERT, *DELTA, *LATENT, *SHARED_EXPERTS)
+_KINDS: Final = (*ATTENTION, *MLP, HEAD, *EXPERTS, *SHARED_EXPERT, *DELTA, *LATENT, *SHARED_EXPERTS, *MAMBA)
 """Their order determines each module's random stream."""
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<side>[AB])\.weight")

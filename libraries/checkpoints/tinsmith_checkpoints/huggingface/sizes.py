@@ -60,14 +60,16 @@ def weight_counts(shape: DecoderShape) -> WeightCounts:
 def _expert_weights(shape: DecoderShape) -> int:
     if shape.experts is None:
         return 0
-    return shape.experts.num_experts * 3 * shape.hidden_size * shape.experts.intermediate_size
+    matrices = len(shape.mlp_modules) * shape.expert_input * shape.experts.intermediate_size
+    return shape.experts.num_experts * matrices
 
 
 def _router_weights(shape: DecoderShape) -> int:
-    """Count those that choose experts, and that gate the shared one."""
+    """Count those that choose experts, that gate the shared one, and that make latents and hidden states of them."""
     if shape.experts is None:
         return 0
-    return shape.hidden_size * (shape.experts.num_experts + shape.experts.shared_gate)
+    latents = 2 * (shape.experts.latent_size or 0)
+    return shape.hidden_size * (shape.experts.num_experts + shape.experts.shared_gate + latents)
 
 
 def _scales(shape: DecoderShape, plain: Sequence[tuple[int, int]]) -> int:
@@ -93,4 +95,5 @@ def _adapted_experts(shape: DecoderShape) -> int:
     """Count for rank 1: of each matrix, the factor that faces the hidden states is shared by all experts."""
     if shape.experts is None:
         return 0
-    return 3 * (shape.hidden_size + shape.experts.num_experts * shape.experts.intermediate_size)
+    matrix = shape.expert_input + shape.experts.num_experts * shape.experts.intermediate_size
+    return len(shape.mlp_modules) * matrix

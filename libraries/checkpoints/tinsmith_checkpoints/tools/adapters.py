@@ -18,6 +18,7 @@ _ATTENTION: Final = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of attention by latents
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # of layers with the gated delta rule
+    "in_proj",  # of Mamba-2
 )
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS: Final = tuple(EXPERT_MODULES)

@@ -53,7 +53,10 @@ class _LoraJoined(torch.nn.Module):
 
 
 class _LoraExperts(torch.nn.Module):
-    """The experts of a layer, one after the other. `factors` holds A and B of w1 (gate), w3 (up) and w2 (down)."""
+    """The experts of a layer, one after the other. `factors` holds A and B of w1 (gate), w3 (up) and w2 (down).
+
+    Without gates, the square of a ReLU is in their place.
+    """
 
     def __init__(self, experts: Any, factors: Mapping[str, torch.nn.Parameter], scale: float) -> None:
         super().__init__()
@@ -62,10 +65,14 @@ class _LoraExperts(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
-        for expert in range(self.experts.gate_up_proj.shape[0]):
+        for expert in range(self.experts.down_proj.shape[0]):
             token, place = torch.where(chosen == expert)
             if hasattr(self.experts, "gate_up_proj_bias"):
                 y = self._like_gpt_oss(x[token], expert)
+            elif not hasattr(self.experts, "gate_up_proj"):
+                up = x[token] @ self.experts.up_proj[expert].T + self._delta("w3", expert, x[token])
+                inner = up.relu().square()
+                y = inner @ self.experts.down_proj[expert].T + self._delta("w2", expert, inner)
             else:
                 gate, up = (x[token] @ self.experts.gate_up_proj[expert].T).chunk(2, dim=-1)
                 gate, up = gate + self._delta("w1", expert, x[token]), up + self._delta("w3", expert, x[token])
@@ -121,9 +128,9 @@ class TorchModel:
             name: torch.nn.Parameter(torch.tensor(value, dtype=dtype)) for name, value in weights.items()
         }
         for name in weights:
-            if name.endswith(".mlp.experts.w1.lora_A.weight"):
-                self._adapt_experts(name.removesuffix("w1.lora_A.weight"), lora.scale)
-            elif name.endswith(".lora_A.weight") and ".mlp.experts." not in name:
+            if name.endswith(".experts.w2.lora_A.weight"):
+                self._adapt_experts(name.removesuffix("w2.lora_A.weight"), lora.scale)
+            elif name.endswith(".lora_A.weight") and ".experts." not in name:
                 path = self._path(name, ".lora_A.weight")
                 parent, _, leaf = path.rpartition(".")
                 module = self.model.get_submodule(parent) if parent else self.model

@@ -140,7 +140,7 @@ class Layers:
         return sum(size * (2 * longest - size + 1) / (2 * longest) for size in sizes)
 
     def _attends(self, kind: int) -> bool:
-        return self.config.kinds[kind].delta is None
+        return self.config.kinds[kind].attends
 
     # The gated delta rule
 
