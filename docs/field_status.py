@@ -28,7 +28,6 @@ def _no_meaning(note: str) -> Status:
 
 _TAG = _no_meaning("a constant that repeats the endpoint")
 # What is refused, whatever it holds: a test counts these
-_CUSTOM = _refused("custom losses in the server: `forward_backward_custom` runs the loss in the client")
 _OPTIMIZER = _refused("optimizers other than AdamW, such as `dimuon`: no backend has one")
 _TOKEN = _refused("access tokens for weights: publish the checkpoint instead")
 _NO_SESSION = _refused("samples without a sampling session: create a sampling client, as the SDK does")
@@ -121,13 +120,14 @@ FIELDS: dict[str, dict[str, Status]] = {
         "seq_id": _honoured(),
         "data": _honoured(),
         "loss_fn": _honoured(
-            "a loss of the backend; `stable_reinforce` if another loss stands in for it; `custom` is refused"
+            "a loss of the backend; `stable_reinforce` if another loss stands in for it; `custom` with the id of one "
+            "that was created"
         ),
         "loss_fn_config": _honoured("unknown keys are refused"),
         "forward_only": _honoured(),
-        "loss_fn_config_v2": _honoured("preferred; text values are refused"),
+        "loss_fn_config_v2": _honoured("preferred; the only text is `loss_id` of `custom`"),
     },
-    "proto LossConfigValue": {"number": _honoured(), "text": _CUSTOM},
+    "proto LossConfigValue": {"number": _honoured(), "text": _honoured("the id of a custom loss")},
     "proto Datum": {
         "model_input": _honoured("text chunks are concatenated"),
         "loss_fn_inputs": _honoured("the inputs of the loss; `weights` of `cross_entropy` default to 1.0"),
@@ -202,12 +202,23 @@ FIELDS: dict[str, dict[str, Status]] = {
         "ttl_seconds": _honoured("3600 to ten years, else refused; not inherited"),
         "weights_access_token": _TOKEN,
     },
-    "CreateCustomLossRequest": dict.fromkeys(
-        ("session_id", "custom_loss_seq_id", "name", "inputs", "graph", "type"), _CUSTOM
-    ),
-    "CustomLossInput": {"name": _CUSTOM, "rank": _CUSTOM},
-    "CustomLossGraph": {"format": _CUSTOM, "nodes": _CUSTOM},
-    "CustomLossNode": dict.fromkeys(("op", "name", "target", "args", "kwargs"), _CUSTOM),
+    "CreateCustomLossRequest": {
+        "session_id": _honoured(),
+        "custom_loss_seq_id": _honoured("0 to 255"),
+        "name": _honoured("shown in errors"),
+        "inputs": _honoured("1 to 16, `logprobs` first"),
+        "graph": _honoured(),
+        "type": _TAG,
+    },
+    "CustomLossInput": {"name": _honoured(), "rank": _honoured("that of every datum's value")},
+    "CustomLossGraph": {"format": _honoured("1"), "nodes": _honoured("1 to 512, of 64 KiB")},
+    "CustomLossNode": {
+        "op": _honoured("`get_attr` and `call_module` are refused"),
+        "name": _honoured(),
+        "target": _honoured("one of [these operations](#custom-losses)"),
+        "args": _honoured(),
+        "kwargs": _honoured(),
+    },
     # Sampling
     "CreateSamplingSessionRequest": {
         "session_id": _honoured(),
@@ -310,7 +321,6 @@ FIELDS: dict[str, dict[str, Status]] = {
 }
 
 NOT_OFFERED: dict[str, Status] = {
-    "POST /api/v1/create_custom_loss": _CUSTOM,
     "POST /api/v1/forward": _JSON_FORWARD,
 }
 """Endpoints of the SDK that answer with their reason alone."""

@@ -13,6 +13,7 @@ import numpy as np
 from tinsmith import corrections
 from tinsmith import operations as ops
 from tinsmith.backend import Capabilities, ReplayedExperts, SamplerCapabilities, TrainerCapabilities
+from tinsmith.custom_losses.evaluation import check_inputs
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import LossSpec
 from tinsmith.ranges import TTL_SECONDS, Range, sampling_ranges, training_ranges
@@ -117,6 +118,9 @@ def why_not_sampled(lora: ops.LoraConfig, sampler: SamplerCapabilities) -> str |
 def _check_forward_backward(
     op: ops.ForwardBackward, trainer: TrainerCapabilities, losses: Mapping[str, LossSpec]
 ) -> None:
+    if op.custom_loss is not None:
+        _check_custom_loss(op, op.custom_loss, trainer)
+        return
     spec = losses.get(op.loss_fn)
     if spec is None or op.loss_fn not in trainer.losses:
         offered = ", ".join(sorted(trainer.losses & losses.keys()))
@@ -131,6 +135,29 @@ def _check_forward_backward(
     for index, datum in enumerate(op.data):
         try:
             _check_datum(datum, spec, trainer, ranges["loss_fn_inputs"], corrected=corrections.are_sent(op))
+        except (UserError, ServerError) as error:
+            msg = f"data[{index}]: {error}"
+            raise type(error)(msg) from error
+
+
+def _check_custom_loss(op: ops.ForwardBackward, loss: ops.CustomLoss, trainer: TrainerCapabilities) -> None:
+    """The graph was checked when it was created. A backend is asked for cross_entropy."""
+    if "cross_entropy" not in trainer.losses:
+        msg = "custom losses are not offered by this base model's backend, which lacks 'cross_entropy'"
+        raise UnsupportedError(msg)
+    if not op.data:
+        msg = "data is empty; send at least one datum"
+        raise UserError(msg)
+    allowed = training_ranges(trainer)["loss_fn_inputs"]
+    for index, datum in enumerate(op.data):
+        try:
+            _check_sequence(datum, trainer)
+            check_inputs(loss, datum)
+            if datum.routed_experts is not None:
+                _check_experts(datum.routed_experts, len(datum.tokens_T), trainer.replayed_experts)
+            _check_targets(datum, trainer)
+            for name in sorted(datum.loss_inputs.keys() - {"target_tokens"}):
+                _check_values(name, datum.loss_inputs[name], allowed)
         except (UserError, ServerError) as error:
             msg = f"data[{index}]: {error}"
             raise type(error)(msg) from error
@@ -158,14 +185,8 @@ def _check_loss_config(op: ops.ForwardBackward, spec: LossSpec, allowed_numbers:
 def _check_datum(
     datum: ops.Datum, spec: LossSpec, trainer: TrainerCapabilities, allowed_inputs: Range, *, corrected: bool
 ) -> None:
+    _check_sequence(datum, trainer)
     num_tokens = len(datum.tokens_T)
-    if num_tokens == 0:
-        msg = "model_input is empty; send at least one token"
-        raise UserError(msg)
-    if num_tokens > trainer.max_context_tokens:
-        msg = f"model_input has {num_tokens} tokens; the context holds {trainer.max_context_tokens}"
-        raise UserError(msg)
-    _check_tokens("model_input", datum.tokens_T, trainer)
     inputs = {*spec.inputs, *((corrections.ROLLOUT, corrections.MARKED) if corrected else ())}
     required, what = {"target_tokens", *inputs}, repr(spec.name) + corrected * f" with {corrections.ROLLOUT!r}"
     missing, unknown = sorted(required - datum.loss_inputs.keys()), sorted(datum.loss_inputs.keys() - required)
@@ -184,6 +205,17 @@ def _check_datum(
         raise UserError(msg)
     for name in sorted(inputs):
         _check_input(name, datum, allowed_inputs)
+
+
+def _check_sequence(datum: ops.Datum, trainer: TrainerCapabilities) -> None:
+    num_tokens = len(datum.tokens_T)
+    if num_tokens == 0:
+        msg = "model_input is empty; send at least one token"
+        raise UserError(msg)
+    if num_tokens > trainer.max_context_tokens:
+        msg = f"model_input has {num_tokens} tokens; the context holds {trainer.max_context_tokens}"
+        raise UserError(msg)
+    _check_tokens("model_input", datum.tokens_T, trainer)
 
 
 def _check_experts(experts: ops.ExpertArray, num_tokens: int, allowed: ReplayedExperts | None) -> None:
@@ -244,6 +276,10 @@ def _check_input(name: str, datum: ops.Datum, allowed: Range) -> None:
     if values.shape != expected:
         msg = f"loss_fn_inputs: {name} has shape {list(values.shape)}, target_tokens {list(expected)}; they must agree"
         raise UserError(msg)
+    _check_values(name, values, allowed)
+
+
+def _check_values(name: str, values: ops.Array, allowed: Range) -> None:
     if values.dtype != np.float32:
         msg = f"loss_fn_inputs: {name} is {values.dtype}; send float32"
         raise UserError(msg)

@@ -508,16 +508,10 @@ def test_unknown_endpoints_have_a_detail(http: httpx.Client) -> None:
     assert http.get("optim_step").status_code == 405
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "create_custom_loss"), ("POST", "forward"), ("GET", "audit"),
-    ],
-)  # fmt: skip
-def test_endpoints_that_are_not_offered_say_so_by_name(http: httpx.Client, method: str, path: str) -> None:
-    answer = http.request(method, path)
+def test_an_endpoint_that_is_not_offered_says_so_by_name(http: httpx.Client) -> None:
+    answer = http.post("forward")
     assert answer.status_code == 400
-    assert f"/{path} is not offered" in answer.json()["detail"]
+    assert "/forward is not offered" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ class Memory:
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, Run] = {}
         self.samplers: dict[str, SamplingSessionRecord] = {}
+        self.custom_losses: dict[tuple[str, int], bytes] = {}  # by session and number
         self.checkpoints: dict[str, CheckpointRecord] = {}
         self.deleted_checkpoints: dict[str, tuple[CheckpointRecord, datetime]] = {}
         self.operations: dict[str, Operation] = {}

@@ -267,6 +267,8 @@ class MemoryStore(RequestStore):
         used |= {each.session_id for each in memory.samplers.values()}
         for key in old - used:
             del memory.sessions[key]
+        for session_id, number in [key for key in memory.custom_losses if key[0] in old - used]:
+            del memory.custom_losses[session_id, number]
         for subject_id, clone in [key for key in memory.samples if key[0] in samplers]:
             del memory.samples[subject_id, clone]
         return len(samplers) + len(runs) + len(old - used)
@@ -425,6 +427,19 @@ class MemoryStore(RequestStore):
     def _samplers_of(self, session_id: str) -> list[SamplingSessionRecord]:
         found = [each for each in self._memory.samplers.values() if each.session_id == session_id]
         return sorted(found, key=lambda each: (each.created_at, each.sampling_session_id))
+
+    # custom losses
+
+    @_transaction
+    def create_custom_loss(self, session_id: str, number: int, content: bytes) -> None:
+        if self._memory.custom_losses.setdefault((session_id, number), content) != content:
+            raise refusals.used_for_another_loss(session_id, number)
+
+    @_transaction
+    def get_custom_loss(self, session_id: str, number: int) -> bytes:
+        if (session_id, number) not in self._memory.custom_losses:
+            raise refusals.missing("custom loss", refusals.custom_loss_id(session_id, number))
+        return self._memory.custom_losses[session_id, number]
 
     # checkpoints
 

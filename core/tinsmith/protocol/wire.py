@@ -229,6 +229,35 @@ class OptimStepRequest(ExactBody):
     type: Literal["optim_step"] = "optim_step"
 
 
+class CustomLossInput(ExactBody):
+    name: Name
+    rank: Int
+
+
+class CustomLossNode(ExactBody):
+    """Its arguments are encoded: `custom_losses/graph.py` reads them."""
+
+    op: Name
+    name: Name
+    target: Name
+    args: list[Any] = []  # Any: JSON
+    kwargs: dict[str, Any] = {}
+
+
+class CustomLossGraph(ExactBody):
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CreateCustomLossRequest(ExactBody):
+    session_id: Name
+    custom_loss_seq_id: Annotated[int, Field(ge=0, lt=bounds.MAX_CUSTOM_LOSSES)]
+    name: Name
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+    type: Literal["create_custom_loss"] = "create_custom_loss"
+
+
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
@@ -438,7 +467,7 @@ class ClientConfig(BaseModel):
     sample_max_concurrent_requests: int = 2000
     sample_use_retrieve_futures: bool = False
     sample_join_sampling_session: bool = False
-    custom_loss_server_side: bool = False
+    custom_loss_server_side: bool = True  # every backend that has cross_entropy runs custom losses
 
 
 class ArchiveUrl(BaseModel):
@@ -539,6 +568,11 @@ class Submitted(BaseModel):
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
+
+
+class CustomLossCreated(BaseModel):
+    loss_id: str
+    type: Literal["create_custom_loss"] = "create_custom_loss"
 
 
 class ModelData(BaseModel):

@@ -21,7 +21,13 @@ from tinsmith.operations import ReadRight
 from tinsmith.server.api_keys import credential_of
 from tinsmith.server.context import Context, ServerContext
 from tinsmith.server.kept import KnownOwner, KnownRun
-from tinsmith.store import CheckpointRecord, OperationRecord, RunRecord, SamplingSessionRecord, SessionRecord
+from tinsmith.store import (
+    CheckpointRecord,
+    OperationRecord,
+    RunRecord,
+    SamplingSessionRecord,
+    SessionRecord,
+)
 from tinsmith.store.refusals import no_such
 from tinsmith.store.revocation import revoked, usable_checkpoint
 

@@ -145,7 +145,6 @@ def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> di
 # Endpoints that the SDK has and this server refuses, each with its reason and what to do instead ----------------------
 
 _REASONS = {
-    ("POST", "/create_custom_loss"): "use forward_backward_custom, which runs the loss in the client",
     ("POST", "/forward"): "use tinker 0.25 or newer, which sends forward passes to forward_backward",
 }
 

@@ -17,7 +17,7 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import CHUNK, Change, Query, insert_into, query, total
-from tinsmith.sql_store.subjects import api_keys, audit, log, metrics, rollouts, sampling, share_links
+from tinsmith.sql_store.subjects import api_keys, audit, custom_losses, log, metrics, rollouts, sampling, share_links
 from tinsmith.sql_store.transaction import Transaction
 
 
@@ -197,6 +197,8 @@ def delete_unneeded(tx: Transaction, rows: Rows, keys: Sequence[str]) -> int:
         metrics.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         rollouts.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         share_links.DELETE_OF_DELETED.run(tx.connection, keys=keys)
+    if rows is _SESSIONS:
+        custom_losses.DELETE_OF_DELETED.run(tx.connection, keys=keys)
     return deleted
 
 
