@@ -343,8 +343,8 @@ FAULTS = {
     ),
     "idempotency keys are ignored": Fault(
         f"{_ROUTES}.sessions",
-        "idempotency_key=x_idempotency_key)",
-        "idempotency_key=None)",
+        "idempotency_key=x_idempotency_key, by",
+        "idempotency_key=None, by",
         "A session is made once for an idempotency key",
     ),
     "other content under a number is not seen": Fault(
@@ -362,7 +362,7 @@ FAULTS = {
     ),
     "results are anybody's": Fault(
         "tinsmith.server.auth",
-        '_readable(await context.requests.get(request_id), caller, "request", request_id)',
+        '_readable(await context.requests.get(request_id, _unreadable(caller)), caller, "request", request_id)',
         "await context.requests.get(request_id)",
         "Nobody can read another's result",
     ),
@@ -437,5 +437,29 @@ FAULTS = {
         "lora_rank=lora.rank,",
         "lora_rank=32,",
         "weights_info tells base model and rank of a checkpoint",
+    ),
+    "the audit log is everybody's": Fault(
+        f"{_ROUTES}.audit",
+        "None if caller.admin else caller.tenant,",
+        "None,",
+        "The audit log tells who saved, published and deleted a checkpoint, and nobody else",
+    ),
+    "publishing is not in the audit log": Fault(
+        "tinsmith.store.audit",
+        "    if after.public != before.public:",
+        "    if False:",
+        "The audit log tells who saved, published and deleted a checkpoint, and nobody else",
+    ),
+    "an uploaded adapter is twice as strong": Fault(
+        "tinsmith.checkpoints.importing",
+        "lora = replace(announced, alpha=lora.alpha)",
+        "lora = replace(announced, alpha=2 * lora.alpha)",
+        "An adapter that was exported can be uploaded by links, and computes the same",
+    ),
+    "recipients are ignored": Fault(
+        _TRANSLATE,
+        "        recipients=recipients,",
+        "        recipients=(),",
+        "An export for recipients is encrypted",
     ),
 }

@@ -9,10 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import syntax_trees
 from conformance_faults import FAULTS
-from openai_served import toy_model
+from openai_served import VOCAB_SIZE, toy_model
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import tinsmith_conformance
@@ -36,6 +38,7 @@ FAST_FAULTS = (
     "recorded sequences are anybody's",
 )
 FAULT_LIMIT_S = 60.0
+HIDDEN_SIZE = 16  # of the toy model
 BY_TITLE = {check.title: check for check in CHECKS}
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the SDK
@@ -43,9 +46,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """With a tokenizer, so that the endpoints of OpenAI's API are served, and a loss for `stable_reinforce`."""
+    """It has all that a check may need.
+
+    A tokenizer, for the endpoints of OpenAI's API; the shapes of its layers, for uploads; and a loss for
+    `stable_reinforce`.
+    """
     directory, losses = tmp_path_factory.mktemp("toy"), {"stable_reinforce": "ppo"}
-    with running_server(directory, models=[toy_model(directory / "model")], losses=losses) as server:
+    model = toy_model(directory / "model")
+    shapes = {
+        "model.embed_tokens": (VOCAB_SIZE, HIDDEN_SIZE),
+        "model.layers.0.self_attn.q_proj": (HIDDEN_SIZE, HIDDEN_SIZE),
+        "model.layers.0.mlp.up_proj": (HIDDEN_SIZE, HIDDEN_SIZE),
+        "lm_head": (VOCAB_SIZE, HIDDEN_SIZE),
+    }
+    weights = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    save_file(weights, directory / "model/model.safetensors")
+    with running_server(directory, models=[model], losses=losses) as server:
         yield server
 
 

@@ -7,16 +7,18 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import httpx
+import numpy as np
 
 from tinsmith_conformance.adapters import exported, links
 from tinsmith_conformance.data import learned
 from tinsmith_conformance.registry import Group
 from tinsmith_conformance.tester import Model, Tester
-from tinsmith_conformance.verdicts import expect, skip
+from tinsmith_conformance.verdicts import RequestFailedError, expect, skip
 
 GROUP: Final = Group("rest", "Lists of runs, checkpoints and sessions, and the operations on them.")
 
 _HOUR: Final = 3600
+_SAME: Final = 1e-3  # nats: an adapter may be stored in bfloat16
 
 
 def _aware(value: Any, what: str) -> datetime:
@@ -417,3 +419,82 @@ def searching_checkpoints(t: Tester) -> None:
     expect(found[0].get("base_model") == t.target.model, f"base_model is {found[0].get('base_model')}")
     others = _answered(t, "checkpoints/search", {**body, "checkpoint_type": "sampler"})["checkpoints"]
     expect(not others, f"of another kind: {others}")
+
+
+_RECIPIENT: Final = "age198nahwnt85nknlheww3pk8l9uuqheemdqgss5fwgzx5q5h3hfqdqxhjd6d"
+"""A public key of age. Nobody has kept the other half."""
+
+
+@GROUP.check
+def audit_log(t: Tester) -> None:
+    """The audit log tells who saved, published and deleted a checkpoint, and nobody else.
+
+    Nobody can say who did what, or everybody reads what others do.
+    """
+    answer = t.http.get("audit")
+    if answer.status_code in (403, 404, 405, 501) or "not offered" in answer.text:
+        skip("the server keeps no audit log, or the key may not read it")
+    day = datetime.now(UTC).date().isoformat()
+    model = t.model()
+    path, place = model.save("one"), f"training_runs/{model.id}/checkpoints/weights/one"
+    t.ok_without_body(t.http.post(f"{place}/publish"))
+    t.ok_without_body(t.http.delete(place))
+    days = {day, datetime.now(UTC).date().isoformat()}  # midnight may have passed
+    found = [each for day in sorted(days) for each in t.get("audit", day=day)["entries"] if path in str(each)]
+    actions = [str(each.get("event")).partition("_")[2] for each in found]
+    expect(actions == ["create", "publish", "delete"], f"its events are {[each.get('event') for each in found]}")
+    for each in found:
+        _aware(each.get("timestamp"), "timestamp")
+    other = t.other()
+    theirs = [each for day in sorted(days) for each in other.get("audit", day=day)["entries"]]
+    expect(path not in str(theirs), "another key reads of it")
+
+
+@GROUP.check
+def uploads(t: Tester) -> None:
+    """An adapter that was exported can be uploaded by links, and computes the same.
+
+    Nobody can bring an adapter of their own.
+    """
+    model = t.model(rank=4)
+    model.step([learned()], learning_rate=0.05)
+    files = {
+        name: httpx.get(url, timeout=60).raise_for_status().content
+        for name, url in links(t, model, "export")["urls"].items()
+        if name in ("adapter_config.json", "adapter_model.safetensors")
+    }
+    started = _answered(t, "external_weights_upload_start", {"base_model": t.target.model, "lora_config": {"rank": 4}})
+    urls = {name: each if isinstance(each, str) else each["url"] for name, each in started["urls"].items()}
+    expect(urls.keys() == files.keys(), f"it has links for {sorted(urls)}")
+    early = t.http.post("external_weights_upload_finish", json={"upload_id": started["upload_id"]})
+    expect(400 <= early.status_code < 500, f"without files it can be finished: status {early.status_code}")
+    for name, url in urls.items():
+        status = httpx.put(url.replace(name, f"x{name}"), content=files[name], timeout=60).status_code
+        expect(400 <= status < 500, f"a link that was changed takes a file: status {status}")
+        t.ok_without_body(httpx.put(url, content=files[name], timeout=60))
+    path = t.ok("external_weights_upload_finish", {"upload_id": started["upload_id"]})["tinker_path"]
+    uploaded = t.model_from(path, optimizer=False)
+    difference = float(np.abs(uploaded.logprobs() - model.logprobs()).max())
+    expect(difference < _SAME, f"logprobs differ by {difference}")
+
+
+@GROUP.check
+def encrypted_exports(t: Tester) -> None:
+    """An export for recipients is encrypted.
+
+    Whoever reads the file on its way has the weights; `weights.download` of the cookbook fails.
+    """
+    model = t.model()
+    body = {"model_id": model.id, "seq_id": model.number(), "path": "secret", "age_encryption_recipients": [_RECIPIENT]}
+    answer = t.http.post("save_weights_external", json=body)
+    if answer.status_code in (400, 422, 501):
+        skip(f"the server does not encrypt exports: {answer.text[:300]}")
+    try:
+        path = t.future(answer).result()["path"]
+    except RequestFailedError as error:
+        skip(f"the server does not encrypt exports: {error.message}")
+    place = f"training_runs/{model.id}/checkpoints/{path.split('/', 3)[3]}/external_weights_urls"
+    for name, url in t.get(place)["urls"].items():
+        content = httpx.get(url, timeout=60).raise_for_status().content
+        expect(name.endswith(".age"), f"a file is called {name}")
+        expect(content.startswith(b"age-encryption.org/v1"), f"{name} is not encrypted")
