@@ -109,19 +109,29 @@ class PositionEncoding(NamedTuple):
         return (cos, sin), jnp.array(self.windows, jnp.int32)[kind] if self.windows else None
 
 
+Layer = Callable[[Jax, Jax], tuple[Jax, Jax]]
+"""Takes the carry and a layer's part of each tree. Returns the carry, and what is stacked over the layers."""
+
+
 def scan_layers(
-    layer: Callable[[Jax, Jax], tuple[Jax, Jax]], carry: Jax, trees: tuple[Jax, ...], config: ModelConfig
+    layer: Layer,
+    carry: Jax,
+    trees: tuple[Jax, ...],
+    config: ModelConfig,
+    remade: Callable[[Layer], Layer] | None = None,
 ) -> tuple[Jax, Jax]:
     """Scan over the layers. Each tree holds arrays stacked over the layers that have them, or is None.
 
     If the first layers have a dense MLP and the others have experts, there is a scan for either. What `layer` returns
-    besides the carry is None for the former.
+    besides the carry is None for the former. `remade` has a layer computed again in the backward pass, with what takes
+    its part of the trees: else reverse differentiation would keep the parts, a copy of all weights.
     """
+    remade = remade or (lambda layer: layer)
     if not config.dense_layers:
-        return _scan_run(layer, carry, trees, config)
+        return _scan_run(layer, carry, trees, config, remade)
     out = None
     for prefix in config.runs:
-        carry, out = _scan_run(layer, carry, tuple(_of_run(tree, prefix) for tree in trees), config)
+        carry, out = _scan_run(layer, carry, tuple(_of_run(tree, prefix) for tree in trees), config, remade)
     return carry, out
 
 
@@ -131,12 +141,12 @@ def _of_run(tree: Jax, prefix: str) -> Jax:
 
 
 def _scan_run(
-    layer: Callable[[Jax, Jax], tuple[Jax, Jax]], carry: Jax, trees: tuple[Jax, ...], config: ModelConfig
+    layer: Layer, carry: Jax, trees: tuple[Jax, ...], config: ModelConfig, remade: Callable[[Layer], Layer]
 ) -> tuple[Jax, Jax]:
     """Scan over layers of which all have the same, or over the periods of a pattern, whose layers follow each other."""
     period = config.period
     if period == 1:
-        return jax.lax.scan(layer, carry, trees)
+        return jax.lax.scan(remade(layer), carry, trees)
     number = config.num_layers // period
 
     def part(tree: Jax, place: int) -> Jax:
@@ -144,10 +154,15 @@ def _scan_run(
         index = {name: layers.index(place) for name, layers in own.items() if place in layers}
         return tree and {name: jax.tree.map(lambda x, at=at: x[at], tree[name]) for name, at in index.items()}
 
+    def at(place: int) -> Layer:
+        return remade(lambda carry, given: layer(carry, tuple(part(tree, place) for tree in given)))
+
+    places = [at(place) for place in range(period)]
+
     def layers_of_period(carry: Jax, given: tuple[Jax, ...]) -> tuple[Jax, Jax]:
         found = []
-        for place in range(period):
-            carry, out = layer(carry, tuple(part(tree, place) for tree in given))
+        for layer_there in places:
+            carry, out = layer_there(carry, given)
             found.append(out)
         there = [out for out in found if out is not None]
         return carry, jax.tree.map(lambda *each: jnp.stack(each), *there) if there else None

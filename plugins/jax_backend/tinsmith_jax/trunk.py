@@ -94,15 +94,15 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
             x_TH = _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes)
         return x_TH, None
 
-    body = layer
+    remade = None
     if recompute and sums is not None:
-        body = jax.checkpoint(layer, prevent_cse=False)
+        remade = partial(jax.checkpoint, prevent_cse=False)
     elif experts is None and axes.kernels.attention == "tile_by_tile":
-        body = jax.checkpoint(layer, prevent_cse=False, policy=only_kept)
+        remade = partial(jax.checkpoint, prevent_cse=False, policy=only_kept)
     elif axes.fsdp > 1:
-        body = jax.checkpoint(layer, prevent_cse=False, policy=is_kept)
+        remade = partial(jax.checkpoint, prevent_cse=False, policy=is_kept)
     start_TH = by_scale(embed(base["embed"], tokens_T, axes), config.embedding_scale)
-    x_TH, load_LnE = scan_layers(body, start_TH, (layers, adapters["layers"], sums), config)
+    x_TH, load_LnE = scan_layers(layer, start_TH, (layers, adapters["layers"], sums), config, remade)
     out_TH = rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
     return by_scale(out_TH, config.logits_scale), load_LnE
 
