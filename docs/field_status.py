@@ -7,6 +7,9 @@ Nothing deviates silently. A test walks the SDK's own types and calls and fails 
 from dataclasses import dataclass
 from typing import Literal
 
+from tinsmith.server.context import API_PREFIX
+from tinsmith.server.routes import service
+
 
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -31,7 +34,6 @@ _TAG = _no_meaning("a constant that repeats the endpoint")
 _OPTIMIZER = _refused("optimizers other than AdamW, such as `dimuon`: no backend has one")
 _TOKEN = _refused("access tokens for weights: publish the checkpoint instead")
 _NO_SESSION = _refused("samples without a sampling session: create a sampling client, as the SDK does")
-_JSON_FORWARD = _refused("`/forward` of SDKs up to 0.24: newer ones send forward passes to `forward_backward`")
 _DROPPED = _no_meaning("telemetry is accepted and dropped")
 _SPAN = _honoured("of `stable_reinforce`, if another loss stands in for it; without a meaning for other losses")
 _LIMIT = _honoured("1 to 1000, else refused")
@@ -321,7 +323,7 @@ FIELDS: dict[str, dict[str, Status]] = {
 }
 
 NOT_OFFERED: dict[str, Status] = {
-    "POST /api/v1/forward": _JSON_FORWARD,
+    call.replace(" ", f" {API_PREFIX}"): _refused(reason) for call, reason in service.NOT_OFFERED.items()
 }
 """Endpoints of the SDK that answer with their reason alone."""
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
@@ -142,11 +142,10 @@ def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> di
     return {**found, "progress": record.progress}
 
 
-# Endpoints that the SDK has and this server refuses, each with its reason and what to do instead ----------------------
-
-_REASONS = {
-    ("POST", "/forward"): "use tinker 0.25 or newer, which sends forward passes to forward_backward",
+NOT_OFFERED: Final = {
+    "POST /forward": "only SDKs up to 0.24 send it: use 0.25 or newer, which sends forward passes to `forward_backward`"
 }
+"""Endpoints that the SDK has and this server refuses, with the reason and what to do instead."""
 
 
 def _refusal(path: str, reason: str) -> Callable[[Caller], None]:
@@ -158,7 +157,8 @@ def _refusal(path: str, reason: str) -> Callable[[Caller], None]:
     return refuse
 
 
-for (_method, _path), _reason in _REASONS.items():
+for _call, _reason in NOT_OFFERED.items():
+    _method, _, _path = _call.partition(" ")
     router.add_api_route(
         _path,
         _refusal(_path, _reason),
