@@ -172,6 +172,7 @@ def test_axe_finds_no_serious_fault(server: RunningServer, browser: Browser) -> 
         f"#run={one}": "document.querySelector('figure')",
         f"#run={one}&run={other}": "document.querySelector('figure')",
         f"#run={one}&view=rollouts": "document.querySelector('#rollout .sampled')",
+        f"#run={one}&view=lineage": "document.querySelector('.tree a')",
         f"#run={one}&view=time": "document.querySelector('#bars .bar-of')",
         "#view=engines": "document.querySelector('#cards article')",
         "#view=health": "document.querySelector('#checks article')",

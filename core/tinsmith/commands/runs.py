@@ -100,7 +100,7 @@ def show_run(
     else:
 
         async def read(store: RequestStore) -> wire.RunReport:
-            return await report(store, await find_run(store, run), from_seq_id=from_, limit=limit)
+            return await report(store, await find_run(store, run), None, from_seq_id=from_, limit=limit)
 
         settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
         found = use_store(settings, plugins, read)

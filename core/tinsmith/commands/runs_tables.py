@@ -112,10 +112,22 @@ def _facts(found: wire.RunReport) -> list[tuple[str, str]]:
         listed = ", ".join(f"{each.seq_id} ({_bytes(each.size_bytes)})" for each in found.recovery_points)
         facts.append(("recovery points", f"after seq_id {listed}"))
     facts += [("checkpoint", f"{escape(each.path)} ({_bytes(each.size_bytes)})") for each in found.checkpoints]
+    facts += _lineage(found.lineage, run.run_id)
     if found.oldest_replayable is None:
         facts.append(("replay", "not possible: its log is past its retention"))
     elif found.applied_seq_id >= 0:
         facts.append(("replay", f"possible for --until {found.oldest_replayable} to {found.applied_seq_id}"))
+    return facts
+
+
+def _lineage(runs: Sequence[wire.LineageRun], run_id: str) -> list[tuple[str, str]]:
+    """Say from which checkpoints the run took its weights, and which runs took its own."""
+    (run,) = (each for each in runs if each.run_id == run_id)
+    facts = [("came from", f"{escape(each.path)}, by seq_id {each.seq_id}") for each in run.origins]
+    for other in runs:
+        taken = dict.fromkeys(each.path for each in other.origins if each.source == run_id)
+        if other.run_id != run_id and taken:
+            facts.append(("led to", f"{escape(other.run_id)}, by {escape(', '.join(taken))}"))
     return facts
 
 

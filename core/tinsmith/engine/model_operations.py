@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import assert_never
 
 from tinsmith import operations as ops
+from tinsmith.backend import ModelState
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.engine.checkpoint_files import Checkpoints, Save
 from tinsmith.engine.claimed import Outcome, failed
@@ -26,6 +27,7 @@ from tinsmith.store import (
     Effect,
     LoraResolved,
     OperationRecord,
+    Origin,
     RunState,
     RunStateChanged,
     SamplingSessionCreated,
@@ -95,9 +97,11 @@ class ModelOperations:
                 right=operation.right,
                 tenant=record.tenant,
             )
+            origin = _origin(operation.checkpoint, state, record)
             operation = replace(operation, lora=state.lora)
             kept = await self.recovery_points.keep(operation.model_id, state, record)
-            effects = (LoraResolved(model_id=operation.model_id, lora=state.lora), kept)
+            resolved = LoraResolved(model_id=operation.model_id, lora=state.lora)
+            effects = (resolved, kept, origin)
         await self.models.create(operation, state)
         ready = RunStateChanged(model_id=operation.model_id, state=RunState.READY)
         created = ops.ModelCreated(model_id=operation.model_id, version=version)
@@ -191,13 +195,25 @@ class ModelOperations:
         kept = await self.recovery_points.keep(operation.model_id, state, record)
         await self.models.restore(operation.model_id, state)
         result = ops.WeightsLoaded(model_id=operation.model_id, path=operation.path, version=version)
-        return Outcome(result=result, effects=(kept,), loaded_steps=state.step)
+        effects = kept, _origin(operation.path, state, record)
+        return Outcome(result=result, effects=effects, loaded_steps=state.step)
 
     async def _unload(self, model_id: str) -> Outcome:
         await self.models.unload(model_id)
         await self.gate.drop_model(model_id)
         unloaded = RunStateChanged(model_id=model_id, state=RunState.UNLOADED)
         return Outcome(result=ops.ModelUnloaded(model_id=model_id), effects=(unloaded,))
+
+
+def _origin(path: str, state: ModelState, record: OperationRecord) -> Origin:
+    return Origin(
+        model_id=record.subject_id,
+        seq_id=record.seq_id,
+        path=path,
+        source_id=TinkerPath.parse(path).model_id,
+        step=state.step,
+        created_at=datetime.now(UTC),
+    )
 
 
 def _session(

@@ -27,6 +27,7 @@ from tinsmith.store import (
     NewOperation,
     OperationRecord,
     OperationState,
+    Origin,
     RecoveryPointRecord,
     ReportedFigures,
     RolloutsRow,
@@ -86,6 +87,7 @@ class Run:
     unload: int | None = None  # the seq_id of the UnloadModel, once the session has ended
     rebuilds: int = 0  # begun and not finished
     metrics: dict[tuple[int, int], MetricsRow] = field(default_factory=dict)  # by step and seq_id
+    origins: dict[int, Origin] = field(default_factory=dict)  # by seq_id
     share_links: dict[str, ShareLink] = field(default_factory=dict)  # by id
     rollouts: dict[tuple[int, int], RolloutsRow] = field(default_factory=dict)  # by step and seq_id
 

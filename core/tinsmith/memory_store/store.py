@@ -43,6 +43,7 @@ from tinsmith.store import (
     NewOperation,
     OperationRecord,
     OperationState,
+    Origin,
     PendingCounts,
     PendingWork,
     PlaceCounts,
@@ -285,9 +286,11 @@ class MemoryStore(RequestStore):
         return self._memory.submit(operation)
 
     @_transaction
-    def add_unloaded_run(self, run: RunRecord) -> RunRecord:
+    def add_unloaded_run(self, run: RunRecord, origin: Origin | None = None) -> RunRecord:
         """Its UnloadModel counts as queued, so all operations are refused."""
         unloaded = Run(run, arrived=run.next_seq_id - 1, unload=run.next_seq_id)
+        if origin is not None:
+            unloaded.origins[origin.seq_id] = origin
         return self._memory.runs.setdefault(run.model_id, unloaded).record
 
     @_transaction
@@ -701,10 +704,7 @@ class MemoryStore(RequestStore):
         memory = self._memory
         match effect:
             case RunStateChanged():
-                if (run := memory.runs.get(effect.model_id)) is not None:
-                    run.change(state=effect.state, state_reason=effect.reason)
-                    if not run.is_live:
-                        memory.ended(run)
+                self._change_state(effect)
             case LoraResolved():
                 memory.run(effect.model_id).change(lora=effect.lora)
             case CheckpointWritten():
@@ -721,6 +721,14 @@ class MemoryStore(RequestStore):
             case RolloutsTrained():
                 row = RolloutsRow(step=effect.step, seq_id=effect.seq_id, number=effect.number, content=effect.content)
                 memory.keep_rollouts(memory.run(effect.model_id), row, effect.max_bytes)
+            case Origin():
+                memory.run(effect.model_id).origins.setdefault(effect.seq_id, effect)
+
+    def _change_state(self, effect: RunStateChanged) -> None:
+        if (run := self._memory.runs.get(effect.model_id)) is not None:
+            run.change(state=effect.state, state_reason=effect.reason)
+            if not run.is_live:
+                self._memory.ended(run)
 
     def _keep_experts(self, sampled: ExpertsSampled) -> None:
         kept, now = self._memory.experts, datetime.now(UTC)
@@ -1138,6 +1146,20 @@ class MemoryStore(RequestStore):
         audit = self._memory.audit
         self._memory.audit = [each for each in audit if each.at >= before]
         return len(audit) - len(self._memory.audit)
+
+    # lineage
+
+    @_transaction
+    def origins_of(self, model_ids: Collection[str]) -> list[Origin]:
+        return [each for each in self._origins() if each.model_id in model_ids]
+
+    @_transaction
+    def derived_from(self, model_ids: Collection[str]) -> list[Origin]:
+        return [each for each in self._origins() if each.source_id in model_ids]
+
+    def _origins(self) -> list[Origin]:
+        found = [each for run in self._memory.runs.values() for each in run.origins.values()]
+        return sorted(found, key=lambda each: (each.created_at, each.model_id, each.seq_id))
 
     # rollouts
 

@@ -810,6 +810,47 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
+class LineageOrigin(BaseModel):
+    """A run took its weights from a checkpoint."""
+
+    path: str
+    source: str | None = None  # the run in the path, if it is in the lineage
+    seq_id: int  # of the creation or the load
+    step: int  # optimizer steps behind the weights, as the run counts on
+    created_at: datetime
+
+
+class LineageRun(BaseModel):
+    run_id: str
+    name: str | None = None
+    base_model: str
+    state: str
+    state_reason: str | None = None
+    steps: int
+    created_at: datetime
+    origins: list[LineageOrigin]  # oldest first
+
+
+class SavedCheckpoint(BaseModel):
+    path: str
+    kind: str
+    size_bytes: int
+    created_at: datetime
+    step: int
+    public: bool
+    expires_at: datetime | None = None
+
+
+class Lineage(BaseModel):
+    """Which of the caller's runs came from which. `checkpoints` are the run's own, newest first."""
+
+    run_id: str
+    runs: list[LineageRun]  # the run, and all that are connected with it, oldest first
+    complete: bool  # or there are more than `runs`
+    checkpoints: list[SavedCheckpoint]
+    num_checkpoints: int
+
+
 class TraceExport(BaseModel):
     status: Literal["pending", "ready", "failed"]
     url: str | None = None  # works without a key for an hour
@@ -948,14 +989,6 @@ class RecoveryPoint(BaseModel):
     created_at: datetime
 
 
-class SavedCheckpoint(BaseModel):
-    path: str
-    kind: str
-    size_bytes: int
-    created_at: datetime
-    step: int
-
-
 class LogTotals(BaseModel):
     """Of the operations of one kind and state."""
 
@@ -978,6 +1011,7 @@ class RunReport(BaseModel):
     oldest_replayable: int | None = None  # the lowest seq_id that `tinsmith replay` can rebuild
     recovery_points: list[RecoveryPoint]
     checkpoints: list[SavedCheckpoint]
+    lineage: list[LineageRun]  # the run, and those connected with it, oldest first
     num_logged: int
     first_seq_id: int | None = None
     last_seq_id: int | None = None

@@ -10,7 +10,7 @@ from tinsmith.hook_values import Principal
 from tinsmith.operations import LoraConfig
 from tinsmith.protocol import translate
 from tinsmith.server.context import ServerContext
-from tinsmith.store import CheckpointRecord, RunRecord, RunState, SessionRecord
+from tinsmith.store import CheckpointRecord, Origin, RunRecord, RunState, SessionRecord
 
 
 async def ended_session(
@@ -32,7 +32,14 @@ async def ended_session(
 
 
 async def holder(
-    context: ServerContext, session: SessionRecord, number: int, *, base_model: str, lora: LoraConfig, holds: str
+    context: ServerContext,
+    session: SessionRecord,
+    number: int,
+    *,
+    base_model: str,
+    lora: LoraConfig,
+    holds: str,
+    copied: CheckpointRecord | None = None,
 ) -> RunRecord:
     """Return the model of that number. Raises ConflictError if it exists and holds something else."""
     wanted = RunRecord(
@@ -46,11 +53,22 @@ async def holder(
         state=RunState.UNLOADED,
         state_reason=f"it holds {holds}, and cannot be trained on",
     )
-    found = await context.store.add_unloaded_run(wanted)
+    found = await context.store.add_unloaded_run(wanted, None if copied is None else _origin(wanted, copied))
     if found.state_reason != wanted.state_reason:
         msg = f"model {found.model_id!r} exists already, for something else; each needs its own model_seq_id"
         raise ConflictError(msg)
     return found
+
+
+def _origin(run: RunRecord, copied: CheckpointRecord) -> Origin:
+    return Origin(
+        model_id=run.model_id,
+        seq_id=0,
+        path=copied.path,
+        source_id=copied.model_id,
+        step=copied.step,
+        created_at=run.created_at,
+    )
 
 
 async def hold(

@@ -7,13 +7,19 @@ from datetime import datetime
 from tinsmith import operations as ops
 from tinsmith.errors import ServerError
 from tinsmith.protocol import wire
+from tinsmith.server.lineage import lineage_of, saved_checkpoint
 from tinsmith.server.run_views import finite, summary_of
 from tinsmith.store import LoggedOperation, RequestStore
 from tinsmith.store.codec import decode_result
 
 
-async def report(store: RequestStore, model_id: str, *, from_seq_id: int | None, limit: int) -> wire.RunReport:
-    """Read a run and a page of its log, by default the last page. Raise NotFoundError if there is no such run."""
+async def report(
+    store: RequestStore, model_id: str, tenant: str | None, *, from_seq_id: int | None, limit: int
+) -> wire.RunReport:
+    """Read a run and a page of its log, by default the last page. Raise NotFoundError if there is no such run.
+
+    `tenant`: whose runs its lineage names; None: all.
+    """
     log = await store.run_log(model_id)
     checkpoints, _ = await store.list_checkpoints(None, model_id=model_id)
     totals = await store.log_totals(model_id)
@@ -30,12 +36,8 @@ async def report(store: RequestStore, model_id: str, *, from_seq_id: int | None,
             wire.RecoveryPoint(seq_id=each.seq_id, size_bytes=each.size_bytes, created_at=each.created_at)
             for each in log.recovery_points
         ],
-        checkpoints=[
-            wire.SavedCheckpoint(
-                path=each.path, kind=each.kind, size_bytes=each.size_bytes, created_at=each.created_at, step=each.step
-            )
-            for each in checkpoints
-        ],
+        checkpoints=[saved_checkpoint(each) for each in checkpoints],
+        lineage=(await lineage_of(store, log.run, tenant)).runs,
         num_logged=sum(each.number for each in totals),
         first_seq_id=first[0].seq_id if first else None,
         last_seq_id=last[0].seq_id if last else None,

@@ -28,6 +28,7 @@ from tinsmith.sql_store.subjects import (
     log,
     metrics,
     models,
+    origins,
     places,
     recovery,
     requests,
@@ -264,6 +265,10 @@ class SqlStore(RequestStore):
     add_audit_entry = _relaxed(audit.add)
     read_audit = _read(audit.read)
     prune_audit = _over(upkeep.prune_audit)
+
+    # lineage
+    origins_of = _read(origins.of_runs)
+    derived_from = _read(origins.derived_from)
 
     # rollouts
     log_rewards = _durable(rollouts.log_rewards)

@@ -333,6 +333,17 @@ class Metrics(Table, table=True):
     numbers: bytes = Field(sa_type=LargeBinary)  # by name, in msgpack
 
 
+class Origins(Table, table=True):
+    """Which checkpoint a run took its weights from."""
+
+    model_id: str = Field(primary_key=True)
+    seq_id: int = _key_part()
+    path: str
+    source_id: str = Field(index=True)
+    step: int = _int64()
+    created_at: int = _int64()
+
+
 class ShareLinks(Table, table=True):
     share_id: str = Field(primary_key=True)
     digest: str = Field(unique=True)

@@ -456,6 +456,21 @@ class RolloutsTrained:
     max_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A run took its weights from a checkpoint: at its creation, by a load, or to hold a copy of it.
+
+    As an effect of an operation, it is kept as long as the run, also when the checkpoint is gone.
+    """
+
+    model_id: str
+    seq_id: int  # of the creation or the load; 0 for a copy
+    path: str  # of the checkpoint
+    source_id: str  # the model_id in the path
+    step: int  # optimizer steps behind the weights; as the run counts on, so 0 without the optimizer's state
+    created_at: datetime
+
+
 Effect = (
     RunStateChanged
     | LoraResolved
@@ -464,6 +479,7 @@ Effect = (
     | RecoveryPointTaken
     | ExpertsSampled
     | RolloutsTrained
+    | Origin
 )
 
 

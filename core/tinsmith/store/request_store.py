@@ -39,12 +39,12 @@ from tinsmith.store.records import (
     MetricsRow,
     NewOperation,
     OperationRecord,
+    Origin,
     PendingCounts,
     PendingWork,
     PlaceCounts,
     PlaceLimits,
     PlaceMoves,
-    Position,
     RecoveryPointRecord,
     ReportedFigures,
     RolloutsRow,
@@ -127,7 +127,7 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def walk_sessions(
-        self, tenant: str | None, *, before: Position | None = None, limit: int
+        self, tenant: str | None, *, before: tuple[datetime, str] | None = None, limit: int
     ) -> list[SessionRecord]:
         """Return the sessions behind a position, newest first: what a page costs does not depend on where it is."""
 
@@ -184,8 +184,11 @@ class RequestStore(ABC):
         """
 
     @abstractmethod
-    async def add_unloaded_run(self, run: RunRecord) -> RunRecord:
-        """Insert a model that only holds checkpoints: nothing can be submitted for it. A repeat returns the first."""
+    async def add_unloaded_run(self, run: RunRecord, origin: Origin | None = None) -> RunRecord:
+        """Insert a model that only holds checkpoints: nothing can be submitted for it. A repeat returns the first.
+
+        `origin`: of which checkpoint it holds a copy.
+        """
 
     @abstractmethod
     async def count_live_models(self, tenant: str) -> int:
@@ -242,7 +245,7 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def walk_checkpoints(
-        self, tenant: str | None, *, before: Position | None = None, limit: int
+        self, tenant: str | None, *, before: tuple[datetime, str] | None = None, limit: int
     ) -> list[CheckpointRecord]:
         """Return the checkpoints behind a position, newest first, as `walk_sessions` does."""
 
@@ -701,6 +704,16 @@ class RequestStore(ABC):
     @abstractmethod
     async def prune_audit(self, before: datetime) -> int:
         """Delete older entries. Return how many."""
+
+    # lineage: which runs took their weights from which checkpoints, kept as long as the run that took them
+
+    @abstractmethod
+    async def origins_of(self, model_ids: Collection[str]) -> list[Origin]:
+        """Return from where these runs took their weights, oldest first: up to 500 runs in one read."""
+
+    @abstractmethod
+    async def derived_from(self, model_ids: Collection[str]) -> list[Origin]:
+        """Return what has been taken from checkpoints of these runs, oldest first: up to 500 runs in one read."""
 
     # rollouts: recorded with the pass that trained on them (RolloutsTrained), and kept as long as its run
 

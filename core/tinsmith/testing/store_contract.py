@@ -38,6 +38,7 @@ from tinsmith.testing.store_experts import RoutedExpertsContract
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
 from tinsmith.testing.store_metrics import MetricsContract
+from tinsmith.testing.store_origins import OriginsContract
 from tinsmith.testing.store_places import PlacesContract
 from tinsmith.testing.store_records import (
     BASE,
@@ -79,6 +80,7 @@ class RequestStoreContract(
     ShareLinksContract,
     ApiKeysContract,
     AuditContract,
+    OriginsContract,
     RolloutsContract,
     StreamsContract,
     TalliesContract,

@@ -4,6 +4,7 @@ import { readKey, unfollow } from "./api.js";
 import { connect as connectCurves, hideCurves, showCurves } from "./curves.js";
 import { drawEngines, showEngines } from "./engines.js";
 import { drawHealth, showHealth } from "./health.js";
+import { showLineage } from "./lineage.js";
 import { $, MOST_RUNS, element, linkTo } from "./parts.js";
 import { showRollouts } from "./rollouts.js";
 import { connect as connectRuns, showRuns } from "./runs.js";
@@ -11,7 +12,7 @@ import { drawTime, showTime } from "./time.js";
 
 const REFRESH_MS = 2000; // of views that are read again and again
 const SLOWLY_MS = 10_000; // of what costs the server more
-const OF_RUN = ["curves", "time", "rollouts"]; // views of one run
+const OF_RUN = ["curves", "time", "rollouts", "lineage"]; // views of one run
 
 function tell(error) {
   if (error.status === 401) {
@@ -82,6 +83,10 @@ async function route() {
     linkViews(ids[0], "time");
     await showTime(ids[0]);
     await refresh(() => drawTime(ids[0]), SLOWLY_MS);
+  } else if (ids.length && asked.get("view") === "lineage") {
+    show("lineage");
+    linkViews(ids[0], "lineage");
+    await showLineage(ids[0]);
   } else if (ids.length) {
     show("curves");
     if (ids.length === 1) linkViews(ids[0], "curves");

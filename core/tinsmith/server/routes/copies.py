@@ -88,4 +88,5 @@ async def _holder(
         base_model=source.base_model,
         lora=source.lora,
         holds=f"a copy of {source.path!r}",
+        copied=source,
     )

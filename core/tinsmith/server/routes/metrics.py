@@ -16,6 +16,7 @@ from tinsmith.protocol import wire
 from tinsmith.server.auth import AccessScope, Actor, Caller, Viewer, own_run, readable_run, visible_tenant
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.lineage import lineage_of
 from tinsmith.server.routes.sessions import Limit, Offset
 from tinsmith.server.run_report import report
 from tinsmith.server.run_views import Step, finite, joined, list_summaries, read_measured, series_of
@@ -109,8 +110,17 @@ async def get_log(
 ) -> Response:
     """Return a run and the operations in its log, from a seq_id on, by default the last ones."""
     run = await readable_run(context, caller, model_id)
-    read = partial(report, context.store, model_id, from_seq_id=from_seq_id, limit=limit)
+    read = partial(
+        report, context.store, model_id, visible_tenant(caller, "accessible"), from_seq_id=from_seq_id, limit=limit
+    )
     return await context.large_answers.build(run.tenant, read, lambda found: found)
+
+
+@router.get("/runs/{model_id}/lineage", response_model_exclude_none=True)
+async def get_lineage(model_id: str, caller: Viewer, context: Context) -> wire.Lineage:
+    """Return the checkpoints of a run, the runs whose weights it took, and those that took its own."""
+    run = await readable_run(context, caller, model_id)
+    return await lineage_of(context.store, run, visible_tenant(caller, "accessible"))
 
 
 @router.post("/runs/{model_id}/share_links", response_model_exclude_none=True)

@@ -21,7 +21,7 @@ from tinsmith.sql_store.statements import (
 )
 from tinsmith.sql_store.subjects import audit
 from tinsmith.sql_store.transaction import Transaction
-from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints, Position
+from tinsmith.store import CheckpointKind, CheckpointRecord, KeptCheckpoints
 from tinsmith.store.audit import changes_of
 from tinsmith.store.refusals import checkpoint_exists, no_checkpoint, refuse_large_metadata, version_gone
 
@@ -113,7 +113,7 @@ def list_all(
 
 
 def walk(
-    connection: Connection, tenant: str | None, *, before: Position | None = None, limit: int
+    connection: Connection, tenant: str | None, *, before: tuple[datetime, str] | None = None, limit: int
 ) -> list[CheckpointRecord]:
     end, values = walked("path", before, tenant=tenant)
     page = f"SELECT FIELDS FROM checkpoints WHERE {_THERE}{end}"

@@ -15,6 +15,7 @@ from tinsmith.sql_store.subjects import (
     log,
     metrics,
     models,
+    origins,
     rollouts,
     sampling,
     usage,
@@ -28,6 +29,7 @@ from tinsmith.store import (
     Lease,
     LoraResolved,
     OperationState,
+    Origin,
     RecoveryPointTaken,
     RolloutsTrained,
     RunStateChanged,
@@ -142,6 +144,8 @@ def _apply(tx: Transaction, effect: Effect) -> None:
             sampling.keep_experts(tx, effect)
         case RolloutsTrained():
             rollouts.keep(tx, effect)
+        case Origin():
+            origins.keep(connection, effect)
 
 
 def _change_state(tx: Transaction, effect: RunStateChanged) -> None:

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from tinsmith.operations import Failed
 from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, total, values_of, wanted
-from tinsmith.sql_store.subjects import engines, log, models, submitting
+from tinsmith.sql_store.subjects import engines, log, models, origins, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import (
@@ -16,6 +16,7 @@ from tinsmith.store import (
     LoggedOperation,
     LogTotals,
     NewOperation,
+    Origin,
     RunLog,
     RunRecord,
     RunState,
@@ -43,13 +44,15 @@ def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
     return submitting.submit(tx, operation)
 
 
-def add_unloaded(tx: Transaction, run: RunRecord) -> RunRecord:
+def add_unloaded(tx: Transaction, run: RunRecord, origin: Origin | None = None) -> RunRecord:
     """Its UnloadModel counts as queued, so all operations are refused."""
     first = _GET.first(tx.connection, model=run.model_id)
     if first is not None:
         return first
     more = {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0, "unload_seq_id": run.next_seq_id}
     _INSERT_UNLOADED.run(tx.connection, **values_of(run), **more)
+    if origin is not None:
+        origins.keep(tx.connection, origin)
     return run
 
 

@@ -16,7 +16,7 @@ from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into,
 from tinsmith.sql_store.subjects import audit, gaps, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction, the_model
-from tinsmith.store import NewOperation, Position, SessionEnd, SessionRecord
+from tinsmith.store import NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.codec import encode_operation, kind_of
 from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata, unloaded
@@ -78,7 +78,7 @@ def list_all(connection: Connection, tenant: str | None, *, limit: int, offset: 
 
 
 def walk(
-    connection: Connection, tenant: str | None, *, before: Position | None = None, limit: int
+    connection: Connection, tenant: str | None, *, before: tuple[datetime, str] | None = None, limit: int
 ) -> list[SessionRecord]:
     end, values = walked("session_id", before, tenant=tenant)
     page = f"SELECT FIELDS FROM sessions WHERE TRUE{end}"

@@ -17,7 +17,17 @@ from tinsmith.failpoints import durable_boundary
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import CHUNK, Change, Query, insert_into, query, total
-from tinsmith.sql_store.subjects import api_keys, audit, custom_losses, log, metrics, rollouts, sampling, share_links
+from tinsmith.sql_store.subjects import (
+    api_keys,
+    audit,
+    custom_losses,
+    log,
+    metrics,
+    origins,
+    rollouts,
+    sampling,
+    share_links,
+)
 from tinsmith.sql_store.transaction import Transaction
 
 
@@ -195,6 +205,7 @@ def delete_unneeded(tx: Transaction, rows: Rows, keys: Sequence[str]) -> int:
         _DELETE_COUNTS.run(tx.connection, keys=keys)
     if rows is _MODELS:
         metrics.DELETE_OF_DELETED.run(tx.connection, keys=keys)
+        origins.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         rollouts.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         share_links.DELETE_OF_DELETED.run(tx.connection, keys=keys)
     if rows is _SESSIONS:

@@ -1,0 +1,55 @@
+// Which runs a run came from, which came from it, and its checkpoints.
+
+import { read } from "./api.js";
+import { $, bytes, element, linkTo, moment, table } from "./parts.js";
+
+const MOST_LOADS = 3; // of one run that are named
+
+export async function showLineage(id) {
+  document.title = `lineage of ${id} - tinsmith`;
+  $("lineage-title").textContent = `Lineage of ${id}`;
+  const found = await read(`/runs/${encodeURIComponent(id)}/lineage`);
+  $("tree").replaceChildren(treeOf(found));
+  $("whole").textContent = found.complete ? "" : `Only the nearest ${found.runs.length} runs are shown.`;
+  $("checkpoints").replaceChildren(...checkpointsOf(found));
+  $("lineage-title").focus();
+}
+
+// A run stands below the first one whose weights it took; others are named beside it.
+function treeOf(found) {
+  const parentOf = (run) => run.origins.find((each) => each.source && each.source !== run.run_id)?.source;
+  const below = Map.groupBy(found.runs, parentOf);
+  const drawn = new Set();
+  const branch = (run) => {
+    drawn.add(run.run_id);
+    const children = (below.get(run.run_id) ?? []).filter((each) => !drawn.has(each.run_id));
+    const item = element("li", {}, nodeOf(run, run.run_id === found.run_id));
+    if (children.length) item.append(element("ul", {}, ...children.map(branch)));
+    return item;
+  };
+  const roots = (below.get(undefined) ?? []).map(branch);
+  for (const run of found.runs) if (!drawn.has(run.run_id)) roots.push(branch(run)); // runs that have loaded from each other
+  return element("ul", { className: "tree" }, ...roots);
+}
+
+function nodeOf(run, isShown) {
+  const link = element("a", { href: linkTo(run.run_id, { view: "lineage" }), textContent: run.name ?? run.run_id, ariaCurrent: isShown ? "true" : null });
+  const about = [run.name ? run.run_id : "", run.base_model, run.state_reason ?? run.state, `${run.steps.toLocaleString("en")} steps`].filter(Boolean).join(", ");
+  const node = element("div", {}, element("span", { className: "name" }, link), " ", element("span", { className: "quiet", textContent: about }));
+  for (const each of run.origins.slice(-MOST_LOADS)) {
+    const step = each.step ? `, at step ${each.step.toLocaleString("en")}` : ", without the optimizer's state";
+    node.append(element("div", { className: "quiet", textContent: `from ${each.path}${step}, ${moment(each.created_at)}` }));
+  }
+  if (run.origins.length > MOST_LOADS) node.append(element("div", { className: "quiet", textContent: `and ${run.origins.length - MOST_LOADS} loads before` }));
+  return node;
+}
+
+function checkpointsOf({ checkpoints, num_checkpoints: number }) {
+  if (!number) return [element("p", { className: "quiet", textContent: "It has no checkpoint." })];
+  const rows = checkpoints.map((each) => [
+    element("code", { textContent: each.path }), each.kind, each.step.toLocaleString("en"), moment(each.created_at), bytes(each.size_bytes),
+    each.public ? "everybody" : "", each.expires_at ? moment(each.expires_at) : "",
+  ]);
+  const more = number > rows.length ? [element("p", { className: "quiet", textContent: `The newest ${rows.length} of ${number}.` })] : [];
+  return [table("checkpoints", ["Checkpoint", "Kind", "Step", "Saved", "Size", "Read by", "Expires"], rows), ...more];
+}
