@@ -45,6 +45,7 @@ def add_run_commands(group: typer.Typer) -> None:
     commands.command("list", context_settings=ANY_SETTING)(list_runs)
     commands.command("show", context_settings=ANY_SETTING)(show_run)
     commands.command("plot", context_settings=ANY_SETTING)(plot_run)
+    commands.command("rollouts", context_settings=ANY_SETTING)(show_rollouts)
     commands.command("share", context_settings=ANY_SETTING)(share_run)
     group.add_typer(commands, name="runs")
 
@@ -136,6 +137,38 @@ def plot_run(
         typer.echo(curves.model_dump_json(indent=2))
     else:
         print_plot(curves, metric or ())
+
+
+def show_rollouts(
+    context: typer.Context,
+    run: Run,
+    step: Annotated[int | None, typer.Option(min=0, help="step to list; default: the newest one with rollouts")] = None,
+    rollout: Annotated[str | None, typer.Option(help="print the rollout of this name in full")] = None,
+    json: AsJson = False,
+    url: Url = None,
+    key: ApiKey = DEFAULT_KEY,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """List the rollouts on which a step was trained, the highest reward first.
+
+    Texts need --url, or the --config that names the base model.
+    """
+    from tinsmith.commands.runs_of_server import RunsOfServer
+    from tinsmith.commands.runs_rollouts import RunsOfStore
+    from tinsmith.commands.runs_tables import print_rollout, print_rollouts
+
+    runs: RunsOfServer | RunsOfStore
+    if url is not None:
+        runs = RunsOfServer(url, key)
+    else:
+        runs = RunsOfStore(settings_without_models(context, config, data_dir), plugins_of(context))
+    if rollout is not None:
+        one = runs.rollout(run, rollout)
+        typer.echo(one.model_dump_json(indent=2)) if json else print_rollout(one)
+        return
+    found = runs.rollouts(run, step)
+    typer.echo(found.model_dump_json(indent=2)) if json else print_rollouts(found)
 
 
 def share_run(

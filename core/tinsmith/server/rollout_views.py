@@ -1,6 +1,7 @@
 """Rollouts as people and programs read them: a step's, by reward, and one in full, with its text."""
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,8 +11,10 @@ from typing import Final
 import numpy as np
 
 from tinsmith.errors import NotFoundError
+from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import wire
 from tinsmith.server.run_views import finite
+from tinsmith.settings import Settings
 from tinsmith.store import RolloutsRow
 from tinsmith.store.records import OF_CLIENT
 from tinsmith.store.refusals import no_such
@@ -49,6 +52,23 @@ def decoder_of(directory: Path) -> Decode | None:
         return text
 
     return decode
+
+
+def directory_of(base_model: str, settings: Settings, plugins: Plugins) -> Path | None:
+    """Return where the files of a base model are; None for one that the settings do not name."""
+    model = next((each for each in settings.models if each.name == base_model), None)
+    if model is None:
+        return None
+    found = model.path or plugins.resolve_base_model(model.source)
+    return None if found is None else found.expanduser().absolute()
+
+
+def step_of(name: str) -> int:
+    """Return the step of a rollout. Raises NotFoundError for what names none."""
+    found = re.fullmatch(r"(\d{1,15})-\d+-\d+", name)
+    if found is None:
+        raise NotFoundError(no_such("rollout", name))
+    return int(found[1])
 
 
 def list_of(

@@ -1,20 +1,17 @@
 """The rollouts on which runs were trained, and the rewards that clients add to them."""
 
-import re
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import UserError
 from tinsmith.protocol import wire
 from tinsmith.server.auth import Caller, Viewer, own_run, readable_run
-from tinsmith.server.context import API_PREFIX, Context, ServerContext
+from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
-from tinsmith.server.rollout_views import list_of, view_of
+from tinsmith.server.rollout_views import directory_of, list_of, step_of, view_of
 from tinsmith.store import RolloutsRow
-from tinsmith.store.refusals import no_such
 
 router = APIRouter(prefix=API_PREFIX, tags=["rollouts"], route_class=JsonRoute)
 
@@ -41,7 +38,7 @@ async def list_rollouts(model_id: str, caller: Viewer, context: Context, step: S
     run = await readable_run(context, caller, model_id)
     steps = await context.store.rollout_steps(model_id)
     chosen = steps[-1] if step is None and steps else step
-    directory = _model_directory(context, run.base_model)
+    directory = directory_of(run.base_model, context.settings, context.plugins)
 
     async def read() -> list[RolloutsRow]:
         return [] if chosen is None else await context.store.read_rollouts(model_id, chosen)
@@ -55,10 +52,7 @@ async def list_rollouts(model_id: str, caller: Viewer, context: Context, step: S
 async def get_rollout(model_id: str, name: str, caller: Viewer, context: Context) -> Response:
     """Return one rollout: what was given and what was sampled, as tokens, and as text if its tokenizer is here."""
     run = await readable_run(context, caller, model_id)
-    found = re.fullmatch(r"(\d{1,15})-\d+-\d+", name)
-    if found is None:
-        raise NotFoundError(no_such("rollout", name))
-    step, directory = int(found[1]), _model_directory(context, run.base_model)
+    step, directory = step_of(name), directory_of(run.base_model, context.settings, context.plugins)
 
     async def read() -> list[RolloutsRow]:
         return await context.store.read_rollouts(model_id, step)
@@ -66,12 +60,3 @@ async def get_rollout(model_id: str, name: str, caller: Viewer, context: Context
     return await context.large_answers.build(
         caller.tenant, read, lambda rows: view_of(model_id, step, name, rows, directory)
     )
-
-
-def _model_directory(context: ServerContext, base_model: str) -> Path | None:
-    """Return None also for the model of a run that this server no longer serves."""
-    model = next((each for each in context.settings.models if each.name == base_model), None)
-    if model is None:
-        return None
-    found = model.path or context.plugins.resolve_base_model(model.source)
-    return None if found is None else found.expanduser().absolute()
