@@ -1,4 +1,4 @@
-"""What layers with the gated delta rule cost: the memory of a pass."""
+"""What layers with the gated delta rule cost: the memory of a pass, and each token."""
 
 import math
 from pathlib import Path
@@ -7,12 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from linear_layers import LONG, SHORT, hybrid, layer_and_arguments
 
 from tinsmith_jax import adapters
 from tinsmith_jax.families import config_of
 from tinsmith_jax.tiles import TILE, Tiles
 from tinsmith_jax.trunk import packed_forward
 from tinsmith_jax.weights import base_shapes
+from tinsmith_workbench.compile_check.hlo import read_module
+from tinsmith_workbench.compile_check.work import product_flops
 
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8,
@@ -43,6 +46,19 @@ def test_a_pass_keeps_no_copy_of_the_weights(recompute: bool) -> None:
     sizes = {leaf.size for leaf in given}
     kept = jax.tree.leaves(jax.eval_shape(pullback, base, stack, stack["layers"]))
     assert num_bytes([leaf for leaf in kept if leaf.size not in sizes]) < 0.4 * num_bytes(given)
+
+
+def test_a_token_costs_as_much_in_a_long_sequence_as_in_a_short_one() -> None:
+    """The products of a layer, forward and backward, and its memory. benchmarks/linear_layers.py measures the time."""
+    config = hybrid(hidden=32, heads=2, head_dim=16)
+    flops, memory = {}, {}
+    for tokens in (LONG, SHORT):
+        layer, arguments = layer_and_arguments(config, tokens)
+        made = jax.jit(layer).lower(*arguments).compile()
+        flops[tokens] = product_flops(read_module(made.as_text())) / tokens
+        memory[tokens] = made.memory_analysis().temp_size_in_bytes / tokens
+    assert flops[LONG] == flops[SHORT] > 0
+    assert memory[LONG] < 1.2 * memory[SHORT]
 
 
 def num_bytes(tree: Any) -> int:
