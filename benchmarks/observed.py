@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ KEY: Final = "tml-benchmark-0"  # of the scenario's first tenant
 RANK: Final = 8
 TOY_TOKENS: Final = 64
 LEAST_S: Final = 2.0  # of a round: the clock of processes counts hundredths of a second
+
+SETTLED_S: Final = 12.0  # engines report every five
 
 COLLECTOR: Final = """
 import sys
@@ -96,6 +99,20 @@ class Bench:
     looking: list["subprocess.Popen[str]"] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     iterations: int = 0
+
+    def compiled(self) -> float:
+        """Return how many programs the engine has compiled, as it last reported."""
+        with urllib.request.urlopen(f"{self.served.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("tinsmith_compilations_total"))
+
+    def settle(self) -> None:
+        """Run until nothing new is compiled, which an engine does beside its calls."""
+        before = -1.0
+        while (compiled := self.compiled()) != before:
+            before, until = compiled, time.monotonic() + SETTLED_S
+            while time.monotonic() < until:
+                self.job()
 
     def round(self) -> None:
         for each in self.looking:
@@ -187,6 +204,8 @@ def main() -> None:
             ]
             assert watched.looking[0].stdout is not None
             watched.looking[0].stdout.readline()
+        for each in (plain, watched):
+            each.settle()
         before = plain.stored(), watched.stored()
         for number in range(asked.rounds):
             for each in (plain, watched) if number % 2 else (watched, plain):
