@@ -304,6 +304,16 @@ class LogContract(StoreSuite):
         assert await state_of(store, request_id) == OperationState.SUCCEEDED
         assert (await store.list_checkpoints(None))[1] == 0
 
+    async def test_the_trace_of_its_request_is_kept_with_an_operation(self, store: RequestStore) -> None:
+        await a_model(store)
+        traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+        traced = await store.submit(an_operation(seq_id=1, traceparent=traceparent))
+        other = await store.submit(a_sample())
+        claimed = {each.request_id: each.traceparent for each in await claim_records(store, await lease_of(store))}
+        assert (claimed[traced], claimed[other]) == (traceparent, None)
+        await complete(store, [done(traced)])
+        assert (await store.get_operation(traced)).traceparent == traceparent
+
     async def test_results_can_be_read_again(self, store: RequestStore) -> None:
         request_id = await store.submit(a_sample())
         await claim(store)
