@@ -244,7 +244,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "target_prompt_logprobs": _honoured(
             "if the sampler offers it; answered in the layout of the request, dense or sparse"
         ),
-        "prompt_alt_tokens_k": _honoured("as many as the sampler draws; `toy` draws up to 64, the others none"),
+        "prompt_alt_tokens_k": _honoured("as many as the sampler draws; `jax` and `toy` draw up to 64, `vllm` none"),
         "prompt_logprobs_last_n": _honoured(),
         "record_stability_info": _honoured("refused unless another loss stands in for `stable_reinforce`"),
         "type": _TAG,

@@ -10,6 +10,7 @@ from jax_harness import QUICK
 
 from tinsmith_jax import sampling_head
 from tinsmith_jax.sampling_head import RowParams
+from tinsmith_jax.sampling_values import NOT_DRAWN
 
 # As the backend runs them: each operation outside a compiled function would be compiled on its own. If optimizations
 # are off anyway, the older emitters compile faster.
@@ -166,7 +167,8 @@ def test_rows_of_nan_stay_valid_tokens_and_leave_others_alone() -> None:
 def test_prompt_scores_skip_negative_targets_and_sort_the_best() -> None:
     logits = logits_of(3)
     targets = np.array([[1, -1], [2, 699], [-1, 0]], np.int32)
-    scored, ids, values = prompt_scores(jnp.asarray(logits), targets, want_top=jnp.bool_(True))
+    none = np.zeros((3, 2), np.float32), np.float32(NOT_DRAWN)
+    scored, ids, values, _, _ = prompt_scores(jnp.asarray(logits), targets, *none, want_top=jnp.bool_(True))
     logp = numpy_log_softmax(logits)
     np.testing.assert_allclose(scored[1], logp[1, [2, 699]], atol=1e-5)
     assert scored[0, 1] == 0
@@ -174,8 +176,26 @@ def test_prompt_scores_skip_negative_targets_and_sort_the_best() -> None:
     order = np.argsort(-logits, axis=1)[:, :4]
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_allclose(values, np.take_along_axis(logp, order, 1), atol=1e-5)
-    off, _, _ = prompt_scores(jnp.asarray(logits), targets, want_top=jnp.bool_(False))
+    off, _, _, *drawn = prompt_scores(jnp.asarray(logits), targets, *none, want_top=jnp.bool_(False))
     np.testing.assert_array_equal(off, scored)
+    assert not np.any(drawn), "nothing is drawn unless it is asked for"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+def test_prompt_draws_follow_the_numbers_and_the_temperature(temperature: float) -> None:
+    """The token whose share of the running sum holds the number; its logprob is at temperature 1."""
+    logits, numbers = logits_of(3), np.random.default_rng(1).random((3, 8), np.float32)
+    targets = np.zeros((3, 1), np.int32)
+    *_, drawn, logprobs = prompt_scores(
+        jnp.asarray(logits), targets, numbers, np.float32(temperature), want_top=jnp.bool_(False)
+    )
+    if temperature:
+        ends = np.cumsum(np.exp(numpy_log_softmax(logits.astype(np.float64) / temperature)), axis=1)
+        wanted = np.array([np.searchsorted(each, row, side="right") for each, row in zip(ends, numbers, strict=True)])
+    else:
+        wanted = np.broadcast_to(logits.argmax(axis=1)[:, None], (3, 8))
+    np.testing.assert_array_equal(drawn, wanted)
+    np.testing.assert_allclose(logprobs, np.take_along_axis(numpy_log_softmax(logits), wanted, 1), atol=1e-5)
 
 
 def test_log_softmax_of_large_logits() -> None:

@@ -22,7 +22,7 @@ from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.remote import RemoteDevices
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampler import Sampler
-from tinsmith_jax.sampling_values import SamplingShape
+from tinsmith_jax.sampling_values import MAX_PROMPT_DRAWS, SamplingShape
 from tinsmith_jax.trainer import Trainer
 from tinsmith_workers import MakeLauncher
 
@@ -109,6 +109,7 @@ class JaxBackend(Trainer, SamplingBackend):
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, self.model_config.vocab_size),
+            max_prompt_alt_tokens=MAX_PROMPT_DRAWS,
             stop_strings=rules.tokenizer is not None,
             returns_routed_experts=shape.returns_experts,
             max_sequences=shape.num_slots,

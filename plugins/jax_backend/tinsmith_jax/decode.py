@@ -208,8 +208,10 @@ def score_prompt(
     hidden_TH: jax.Array,
     owner: jax.Array,
     targets_TK: jax.Array,
+    uniform_TD: jax.Array,
+    temperature: jax.Array,
     want_top: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Score one tile of a prompt; see `prompt_scores`. Logits are computed for this tile only.
 
     `owner` is the tile's shard, and its adapter's row there or BASE_MODEL. That shard knows the hidden states, and its
@@ -217,8 +219,9 @@ def score_prompt(
     """
     shard, row = owner
     logits_TV = how.prompt_logits(weights, hidden_TH, row)
-    scores = prompt_scores(logits_TV, targets_TK, num_top=how.shape.max_top, want_top=want_top)
-    found: tuple[jax.Array, jax.Array, jax.Array] = how.axes.of_owner(scores, own=how.axes.own_row(shard, 1) == 0)
+    num_top = how.shape.max_top
+    scores = prompt_scores(logits_TV, targets_TK, uniform_TD, temperature, num_top=num_top, want_top=want_top)
+    found: tuple[jax.Array, ...] = how.axes.of_owner(scores, own=how.axes.own_row(shard, 1) == 0)
     return found
 
 

@@ -151,8 +151,8 @@ class PromptReader:
             if request.scores_tile(tile.start, end):
                 self._suspects.involved = (request,)
                 scores = request.scores
-                found = self._device.score(tile, scores.targets[tile.start : end], want_top=scores.wants_top)
-                scores.fill(tile.start, *found)
+                targets, draws = scores.targets[tile.start : end], scores.draws(tile.start, end)
+                scores.fill(tile.start, self._device.score(tile, targets, want_top=scores.wants_top, draws=draws))
             request.scored_tokens = max(request.scored_tokens, end)
 
     def _begin_sequences(self) -> None:

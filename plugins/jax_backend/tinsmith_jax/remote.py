@@ -16,7 +16,6 @@ from tinsmith import (
     Array,
     ConfigError,
     Figures,
-    FloatArray,
     IntArray,
     LoraConfig,
     ModelState,
@@ -34,7 +33,16 @@ from tinsmith_jax.mesh_worker import SIMULATED, HeldAdapters, MeshWorker, Refuse
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.packing import Scored, TrainingPass
 from tinsmith_jax.sampling_device import SamplingDevice
-from tinsmith_jax.sampling_values import Drawn, ExpertsOfPages, PageCopy, PromptTile, SamplingShape, SlotInput
+from tinsmith_jax.sampling_values import (
+    Drawn,
+    ExpertsOfPages,
+    PageCopy,
+    PromptDraws,
+    PromptFound,
+    PromptTile,
+    SamplingShape,
+    SlotInput,
+)
 from tinsmith_jax.training_device import TrainingDevice
 from tinsmith_workers import MakeLauncher, StateFiles, WorkerGroup
 
@@ -249,9 +257,9 @@ class RemoteSampling:
         return self._run(SamplingDevice.prefill, tiles)
 
     def score(
-        self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
-    ) -> tuple[FloatArray, IntArray, FloatArray]:
-        return self._run(SamplingDevice.score, tile, targets_TK, want_top=want_top)
+        self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool, draws: PromptDraws | None
+    ) -> PromptFound:
+        return self._run(SamplingDevice.score, tile, targets_TK, want_top=want_top, draws=draws)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         self._run(SamplingDevice.copy_pages, copies)

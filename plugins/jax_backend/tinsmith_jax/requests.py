@@ -23,10 +23,11 @@ from tinsmith import (
 )
 from tinsmith_checkpoints.huggingface import StopRules, StopWatch
 from tinsmith_jax.adapters import Adapter
-from tinsmith_jax.sampling_values import Drawn
+from tinsmith_jax.sampling_values import Drawn, PromptDraws, PromptFound
 
 UNUSED_LOGPROB = -99999.0
 """The API's logprob for empty cells of top-k matrices; their token is 0."""
+_OF_PROMPT = 1 << 32  # in place of a sequence's number: the generator of the prompt's alternatives
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,26 +120,41 @@ class PromptScores:
         self._wants_targets = extra is not None
         self._top_ids = np.zeros((P, self._num_top), np.int32)
         self._top_logprobs = np.full((P, self._num_top), UNUSED_LOGPROB, np.float32)
+        self._num_drawn, self._temperature = op.prompt_alt_tokens_k, op.params.temperature
+        rng = np.random.default_rng([op.params.seed, _OF_PROMPT])
+        self._uniform = rng.random((P - 1, self._num_drawn), np.float32)
+        self._drawn = np.zeros((P - 1, self._num_drawn), np.int32)
+        self._drawn_logprobs = np.zeros((P - 1, self._num_drawn), np.float32)
 
     def wants(self, first: int, last: int) -> bool:
         """Return whether any of the rows from `first` up to but excluding `last` needs logits."""
         rows = slice(first, min(last, self._num_rows))
         windowed = (self._wants_logprobs or self._num_top > 0) and rows.stop > max(rows.start, self._first_row)
-        return windowed or bool((self.targets[rows, 1:] >= 0).any())
+        drawn = self._num_drawn > 0 and rows.stop > rows.start
+        return windowed or drawn or bool((self.targets[rows, 1:] >= 0).any())
+
+    def draws(self, first: int, last: int) -> PromptDraws | None:
+        """Return the draws for the rows from `first` up to but excluding `last`."""
+        if not self._num_drawn:
+            return None
+        return PromptDraws(uniform_TD=self._uniform[first:last], temperature=self._temperature)
 
     @property
     def wants_top(self) -> bool:
         return self._num_top > 0
 
-    def fill(self, first: int, scored: FloatArray, top_ids: IntArray, top_logprobs: FloatArray) -> None:
+    def fill(self, first: int, found: PromptFound) -> None:
         """Store the scores of the rows from `first` on, ignoring rows past the prompt or outside the window."""
-        rows = slice(first, min(first + len(scored), self._num_rows))
-        self._scored[rows] = scored[: rows.stop - rows.start]
+        rows = slice(first, min(first + len(found.logprobs), self._num_rows))
+        number = rows.stop - rows.start
+        self._scored[rows] = found.logprobs[:number]
+        self._drawn[rows] = found.drawn[:number, : self._num_drawn]
+        self._drawn_logprobs[rows] = found.drawn_logprobs[:number, : self._num_drawn]
         window = slice(max(first, self._first_row), rows.stop)
         if self._num_top and window.stop > window.start:
             source = slice(window.start - first, window.stop - first)
-            self._top_ids[window.start + 1 : window.stop + 1] = top_ids[source, : self._num_top]
-            self._top_logprobs[window.start + 1 : window.stop + 1] = top_logprobs[source, : self._num_top]
+            self._top_ids[window.start + 1 : window.stop + 1] = found.top_ids[source, : self._num_top]
+            self._top_logprobs[window.start + 1 : window.stop + 1] = found.top_logprobs[source, : self._num_top]
 
     def logprobs(self) -> FloatArray | None:
         if not self._wants_logprobs:
@@ -149,6 +165,9 @@ class PromptScores:
 
     def top(self) -> TopLogprobs | None:
         return TopLogprobs(token_ids=self._top_ids, logprobs=self._top_logprobs) if self._num_top else None
+
+    def drawn(self) -> TopLogprobs | None:
+        return TopLogprobs(token_ids=self._drawn, logprobs=self._drawn_logprobs) if self._num_drawn else None
 
     def target_logprobs(self) -> FloatArray | None:
         return self._scored[:, 1:].copy() if self._wants_targets else None
@@ -201,6 +220,7 @@ class Request:
             prompt_logprobs=self.scores.logprobs(),
             top_prompt_logprobs=self.scores.top(),
             target_prompt_logprobs=self.scores.target_logprobs(),
+            prompt_alt_tokens=self.scores.drawn(),
             prompt_cache_hit_tokens=self.cached_tokens,
             first_token_s=self.first_token_s,
         )

@@ -10,7 +10,7 @@ from typing import Final
 import jax
 import numpy as np
 
-from tinsmith import FloatArray, IntArray
+from tinsmith import IntArray
 from tinsmith.machine import FairLock
 from tinsmith_jax import adapters
 from tinsmith_jax.admission import Budget
@@ -24,9 +24,13 @@ from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.runtime import Limits
 from tinsmith_jax.sampling_programs import TARGET_COLUMNS, Kind, SamplingPrograms, dispatch_of, no_tiles
 from tinsmith_jax.sampling_values import (
+    MAX_PROMPT_DRAWS,
+    NOT_DRAWN,
     Drawn,
     ExpertsOfPages,
     PageCopy,
+    PromptDraws,
+    PromptFound,
     PromptTile,
     SamplingShape,
     SlotInput,
@@ -103,23 +107,28 @@ class SamplingDevice:
         }
 
     def score(
-        self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
-    ) -> tuple[FloatArray, IntArray, FloatArray]:
-        """Score one of the tiles read last against targets (-1 = skip): logprobs [T, K], best tokens and logprobs."""
+        self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool, draws: PromptDraws | None
+    ) -> PromptFound:
+        """Score one of the tiles read last against targets (-1 = skip), and draw tokens for its rows."""
         hidden_TH = self._hidden[tile.shard, tile.pages[-1]]
         owner = np.array([tile.shard, tile.adapter], np.int32)
         program = self._program("score")
-        parts, top = [], None
+        uniform, temperature = np.zeros((TILE, MAX_PROMPT_DRAWS), np.float32), NOT_DRAWN
+        if draws is not None:
+            rows, columns = draws.uniform_TD.shape
+            uniform[:rows, :columns], temperature = draws.uniform_TD, draws.temperature
+        parts, others = [], None
         for first in range(0, targets_TK.shape[1], TARGET_COLUMNS):
             part = targets_TK[:, first : first + TARGET_COLUMNS]
             padded = np.full((TILE, TARGET_COLUMNS), -1, np.int32)
             padded[: len(part), : part.shape[1]] = part
             with self._device_lock:
-                scored = jax.block_until_ready(program(self._weights, hidden_TH, owner, padded, np.bool_(want_top)))
+                asked = (padded, uniform, np.float32(temperature), np.bool_(want_top))
+                scored = jax.block_until_ready(program(self._weights, hidden_TH, owner, *asked))
             parts.append(np.asarray(scored[0])[: len(part), : part.shape[1]])
-            top = scored[1:] if top is None else top
-        assert top is not None, "there is at least one column: the next token"
-        return np.concatenate(parts, axis=1), np.asarray(top[0]), np.asarray(top[1])
+            others = scored[1:] if others is None else others
+        assert others is not None, "there is at least one column: the next token"
+        return PromptFound(np.concatenate(parts, axis=1), *map(np.asarray, others))
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages, at most as many as slots of each shard."""

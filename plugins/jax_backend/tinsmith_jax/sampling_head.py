@@ -2,14 +2,15 @@
 
 Pure functions of float32 logits. A row never depends on other rows, so a sequence never depends on other sequences.
 
-Suffixes: B = slots (rows), V = vocabulary, N = prompt rows of one call, K = targets or alternatives per row.
+Suffixes: B = slots (rows), V = vocabulary, N = prompt rows of one call, K = targets or alternatives per row,
+D = tokens drawn for a prompt row.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tinsmith_jax.sampling_values import RowParams
+from tinsmith_jax.sampling_values import NOT_DRAWN, RowParams
 
 CDF_BLOCK = 512
 """Tokens per block of the two-level search; the rounding error of a running sum grows with its length."""
@@ -92,16 +93,47 @@ def search_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
 
 
 def prompt_scores(
-    logits_NV: jax.Array, targets_NK: jax.Array, *, num_top: int, want_top: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    logits_NV: jax.Array,
+    targets_NK: jax.Array,
+    uniform_ND: jax.Array,
+    temperature: jax.Array,
+    *,
+    num_top: int,
+    want_top: jax.Array,
+) -> tuple[jax.Array, ...]:
     """Score prompt rows at temperature 1: logprobs of targets [N, K], best tokens and their logprobs [N, num_top].
 
     Targets below 0 yield 0. The best tokens are computed only if `want_top` is set at run time; else they are zeros.
+    Last come tokens that are drawn at `temperature` and their logprobs [N, D], zeros if it is NOT_DRAWN.
     """
     logp_NV = log_softmax(logits_NV)
     found_NK = jnp.take_along_axis(logp_NV, jnp.maximum(targets_NK, 0), axis=-1)
     top_ids, top_logp = top_logprobs(logp_NV, num_top=num_top, wanted=want_top)
-    return jnp.where(targets_NK >= 0, found_NK, 0.0), top_ids, top_logp
+    drawn, drawn_logp = prompt_draws(logits_NV, logp_NV, uniform_ND, temperature)
+    return jnp.where(targets_NK >= 0, found_NK, 0.0), top_ids, top_logp, drawn, drawn_logp
+
+
+def prompt_draws(
+    logits_NV: jax.Array, logp_NV: jax.Array, uniform_ND: jax.Array, temperature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draw a token for each random number. Row after row, so that it takes memory for one."""
+
+    def one(of_row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits_V, uniform_D = of_row
+        weights_1V = _exp_of_shifted(logits_V[None] / jnp.where(temperature > 0, temperature, 1.0))
+        drawn_D = jax.vmap(lambda number: search_cdf(weights_1V, number[None])[0])(uniform_D)
+        return jnp.where(temperature > 0, drawn_D, jnp.argmax(logits_V)).astype(jnp.int32)
+
+    def search() -> tuple[jax.Array, jax.Array]:
+        drawn_ND = lax.map(one, (logits_NV, uniform_ND))
+        return drawn_ND, jnp.take_along_axis(logp_NV, drawn_ND, axis=-1)
+
+    shape = uniform_ND.shape
+    with jax.named_scope("draw_alternatives"):
+        found: tuple[jax.Array, jax.Array] = lax.cond(
+            temperature != NOT_DRAWN, search, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+        )
+    return found
 
 
 def top_logprobs(logp_BV: jax.Array, *, num_top: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:

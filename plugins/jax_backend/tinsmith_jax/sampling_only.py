@@ -11,6 +11,7 @@ from tinsmith_jax.memory import usable_bytes
 from tinsmith_jax.mesh import device_name, make_layout
 from tinsmith_jax.sampler import Sampler
 from tinsmith_jax.sampling_device import sampling_device
+from tinsmith_jax.sampling_values import MAX_PROMPT_DRAWS
 from tinsmith_jax.weights import load_base
 
 
@@ -51,6 +52,7 @@ class JaxSampler(Sampler):
             prompt_logprobs=True,
             target_prompt_logprobs=True,
             max_topk_logprobs=min(config.max_topk_logprobs, model.vocab_size),
+            max_prompt_alt_tokens=MAX_PROMPT_DRAWS,
             stop_strings=rules.tokenizer is not None,
             returns_routed_experts=device.shape.returns_experts,
             max_sequences=device.shape.num_slots,

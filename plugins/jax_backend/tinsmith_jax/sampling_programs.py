@@ -21,6 +21,8 @@ from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.rules import rule_of
 from tinsmith_jax.sampling_values import (
     BASE_MODEL,
+    MAX_PROMPT_DRAWS,
+    NOT_DRAWN,
     Cache,
     Dispatch,
     RowParams,
@@ -149,11 +151,12 @@ class SamplingPrograms:
 
     def _score(self) -> Plan:
         hidden_TH = _shape((self.shape.num_shards * TILE, self.config.hidden_size), self.shape.dtype)
-        owner, want_top = np.zeros(2, np.int32), np.False_
+        owner, targets = np.zeros(2, np.int32), np.zeros((TILE, TARGET_COLUMNS), np.int32)
+        uniform, temperature = np.zeros((TILE, MAX_PROMPT_DRAWS), np.float32), np.float32(NOT_DRAWN)
         return Plan(
             function=partial(decode.score_prompt, self.how),
-            arguments=(self._weights, hidden_TH, owner, np.zeros((TILE, TARGET_COLUMNS), np.int32), want_top),
-            into=(self._weights_specs, ROWS, _HERE, _HERE, _HERE),
+            arguments=(self._weights, hidden_TH, owner, targets, uniform, temperature, np.False_),
+            into=(self._weights_specs, ROWS, *(_HERE,) * 5),
             out=_HERE,
         )
 

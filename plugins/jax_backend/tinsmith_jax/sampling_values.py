@@ -77,6 +77,30 @@ def expert_dtype(config: ModelConfig) -> Jax:
     return np.min_scalar_type(config.experts.num_experts - 1)
 
 
+MAX_PROMPT_DRAWS: Final = 64
+"""Tokens that may be drawn in place of one of the prompt."""
+NOT_DRAWN: Final = -1.0
+"""In place of a temperature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDraws:
+    """Tokens to draw for the rows of a tile: a random number in [0, 1) for each."""
+
+    uniform_TD: FloatArray  # float32, at most MAX_PROMPT_DRAWS wide
+    temperature: float  # 0 = greedy
+
+
+class PromptFound(NamedTuple):
+    """What a tile of a prompt yields, for each of its rows. What was not asked for is zeros."""
+
+    logprobs: FloatArray  # of the targets [T, K]
+    top_ids: IntArray
+    top_logprobs: FloatArray
+    drawn: IntArray  # [T, MAX_PROMPT_DRAWS]
+    drawn_logprobs: FloatArray
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingShape:
     """The sizes for which the programs are compiled."""
@@ -342,8 +366,8 @@ class SamplerDevice(Protocol):
     def prefill(self, tiles: Sequence[PromptTile]) -> ExpertsOfPages | None: ...
 
     def score(
-        self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool
-    ) -> tuple[FloatArray, IntArray, FloatArray]: ...
+        self, tile: PromptTile, targets_TK: IntArray, *, want_top: bool, draws: PromptDraws | None
+    ) -> PromptFound: ...
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None: ...
 
