@@ -25,6 +25,7 @@ from tinsmith.processes.engine_child import EngineChild, engine_environment
 from tinsmith.processes.serve import forget_settings_of_environment
 from tinsmith.settings import ApiKey, PluginSection, Settings, secrets
 from tinsmith.settings.environment import WORKER_KEY as WORKER_KEY_VARIABLE
+from tinsmith.settings.environment import remember_credentials
 from tinsmith.settings.secrets import CleanFormatter, cleaned, is_secret_name
 from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.choose import dialect_of
@@ -282,7 +283,13 @@ SETTINGS = {
     "TINSMITH_MODELS": f'[{{"name": "a", "backend": {{"plugin": "gauge", "engine_args": {{"hf_token": "{TOKEN}"}}}}}}]',
     "TINKER_API_KEY": KEY,
 }
-CREDENTIALS = {"TINSMITH_WORKER_KEY": WORKER_KEY, "HF_TOKEN": TOKEN, "HUGGING_FACE_HUB_TOKEN": TOKEN}
+HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
+CREDENTIALS = {
+    "TINSMITH_WORKER_KEY": WORKER_KEY,
+    "HF_TOKEN": TOKEN,
+    "HUGGING_FACE_HUB_TOKEN": TOKEN,
+    HEADERS: f"authorization={TOKEN}",
+}
 
 
 @pytest.fixture
@@ -297,6 +304,12 @@ def test_an_engine_gets_what_it_downloads_models_and_greets_workers_with() -> No
     assert {name: found[name] for name in CREDENTIALS} == CREDENTIALS
     assert found["TINSMITH_OF_A_PLUGIN"] == "stays"
     assert not SETTINGS.keys() & found.keys()
+
+
+def test_the_key_of_a_collector_of_traces_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEADERS, "x-team=lab-of-ann,authorization=Basic%20b25seS1oZXJl")
+    remember_credentials()
+    assert cleaned("sent x-team lab-of-ann, Basic%20b25seS1oZXJl") == f"sent x-team {secrets.MASK}, {secrets.MASK}"
 
 
 @pytest.mark.usefixtures("planted")

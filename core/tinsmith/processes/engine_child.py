@@ -19,7 +19,7 @@ from tinsmith.lifeline import end_group
 from tinsmith.log_fields import about
 from tinsmith.processes.deaths import Cause, Death, Witness, is_stopped
 from tinsmith.settings import ModelSettings, Settings, child_environment
-from tinsmith.settings.environment import HUB_TOKENS, WORKER_KEY
+from tinsmith.settings.environment import HUB_TOKENS, TRACE_HEADERS, WORKER_KEY
 from tinsmith.settings.schema import REVEAL
 from tinsmith.settings.secrets import cleaned
 
@@ -199,7 +199,7 @@ def _settings_file(settings: Settings, model: ModelSettings) -> Path:
 
 def engine_environment() -> dict[str, str]:
     """Return ours with pages that stay, without settings: the settings file contains what the engine needs of them."""
-    kept = child_environment(keep=(WORKER_KEY, *HUB_TOKENS))
+    kept = child_environment(keep=(WORKER_KEY, *HUB_TOKENS, *TRACE_HEADERS))
     return kept | {_TUNABLES: with_pages_that_stay(kept.get(_TUNABLES, ""))}
 
 

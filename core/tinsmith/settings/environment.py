@@ -16,6 +16,9 @@ WORKER_KEY: Final = "TINSMITH_WORKER_KEY"
 HUB_TOKENS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """The variables for downloading models."""
 
+TRACE_HEADERS: Final = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+"""The variables that may hold the key of a collector of traces."""
+
 _CLIENTS: Final = ("TINKER_API_KEY",)
 _SECTIONS: Final = frozenset(Settings.model_fields)
 
@@ -28,7 +31,7 @@ def child_environment(environment: Mapping[str, str] | None = None, *, keep: Ite
     Settings (`TINSMITH_SERVER__API_KEYS`, `TINSMITH_STORE__URL`) are left out in any case: they reach an engine in a
     file that only this user can read. `keep` names the credentials that the process needs.
     """
-    left_out = {WORKER_KEY, *HUB_TOKENS, *_CLIENTS}.difference(keep)
+    left_out = {WORKER_KEY, *HUB_TOKENS, *TRACE_HEADERS, *_CLIENTS}.difference(keep)
     found = os.environ if environment is None else environment
     kept = {name: value for name, value in found.items() if name not in left_out and not names_setting(name)}
     return {**kept, "PYTHONSAFEPATH": "1"}
@@ -39,6 +42,10 @@ def remember_credentials() -> None:
     for name in (WORKER_KEY, *HUB_TOKENS, *_CLIENTS):
         if name in os.environ:
             remember(SecretStr(os.environ[name]))
+    for name in TRACE_HEADERS:
+        for header in os.environ.get(name, "").split(","):
+            if value := header.partition("=")[2].strip():
+                remember(SecretStr(value))
 
 
 def forget_settings() -> bool:
