@@ -68,8 +68,8 @@ class Browser:
 
     def until(self, condition: str) -> None:
         """Return once a condition of the page is true. The test's time-out bounds it."""
-        look = f"const look = () => ({condition}) ? done() : setTimeout(look, 20); look()"
-        self.evaluate(f"new Promise((done) => {{ {look} }})")
+        look = f"const look = async () => ({condition}) ? done() : setTimeout(looked, 20)"
+        self.evaluate(f"new Promise((done, fail) => {{ {look}; const looked = () => look().catch(fail); looked() }})")
 
     def look(self, *, width: int, height: int, dark: bool) -> None:
         self.send(

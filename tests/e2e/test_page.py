@@ -73,6 +73,32 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     assert browser.problems == []
 
 
+HIDE = "Object.defineProperty(document, 'hidden', { value: %s, configurable: true }); " + (
+    "document.dispatchEvent(new Event('visibilitychange'))"
+)
+
+
+def test_a_hidden_page_holds_no_connection_and_misses_no_step(server: RunningServer, browser: Browser) -> None:
+    """Beyond six streams of one browser, hidden pages would keep all others of the server from loading."""
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-dot")
+    run = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+    trained(run, 1)
+    browser.open(f"{server.url}/?hidden#run={run.get_info().model_id}")
+    browser.until("document.querySelector('figure') && document.querySelector('#live').textContent === 'live'")
+    browser.evaluate(
+        "window.streams = []; const asked = fetch; window.fetch = (path, options) => {"
+        " if (path.includes('run_events')) streams.push(options.signal); return asked(path, options); }; true"
+    )
+    browser.evaluate(HIDE % "true")
+    trained(run, 70)  # more than a stream repeats
+    browser.evaluate(HIDE % "false")
+    steps = "import('/page/curves.js').then((view) => view.charts.get('loss:sum')?.plot.data[0].length)"
+    browser.until(f"(await {steps}) === 71")
+    browser.until("streams.length === 1")
+    browser.evaluate(HIDE % "true")
+    assert browser.evaluate("streams.map((each) => each.aborted)") == [True]
+
+
 def report_host(server: RunningServer) -> None:
     """Report what an engine on a host with a GPU would."""
     gpu, traffic = Gpu("GPU-1", 1, "H100", 0.75, 20 * 10**9, 80 * 10**9), Interface("eth0", 5 * 10**9, 10**6)

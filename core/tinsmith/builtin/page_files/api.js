@@ -24,20 +24,41 @@ export async function read(path) {
   return (await ask(path)).json();
 }
 
-let stream = null;
+let followed = null; // what is told, and to whom
+let stream = null; // while the page is seen: a browser has six connections for all pages of a server, hidden ones included
 
-// Call `told` with each event of these runs until `unfollow`, and `failed` if the server refuses.
-export function follow(ids, told, failed) {
+// Call `told` with each event of these runs until `unfollow`, and `failed` if the server refuses. `again` reads what came
+// while the page was hidden.
+export function follow(ids, told, failed, again = async () => {}) {
   unfollow();
   if (!ids.length) return;
-  const own = (stream = new AbortController());
-  listen(ids, told, own.signal).catch((error) => own.signal.aborted || failed(error));
+  followed = { ids, told, failed, again };
+  resume();
 }
 
 export function unfollow() {
+  followed = null;
+  pause();
+}
+
+function pause() {
   stream?.abort();
   stream = null;
 }
+
+function resume() {
+  if (!followed || document.hidden) return;
+  const own = (stream = new AbortController()), { ids, told, failed } = followed;
+  listen(ids, told, own.signal).catch((error) => own.signal.aborted || failed(error));
+}
+
+document.addEventListener("visibilitychange", async () => {
+  const known = followed;
+  pause();
+  if (!known || document.hidden) return;
+  await known.again().catch(known.failed);
+  if (known === followed && !stream) resume();
+});
 
 async function listen(ids, told, signal) {
   const path = `/run_events?${new URLSearchParams(ids.map((id) => ["run", id]))}`;

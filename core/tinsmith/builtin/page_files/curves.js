@@ -26,20 +26,26 @@ export async function showCurves(ids, tell) {
   const title = ids.length > 1 ? `${ids.length} runs` : ids[0];
   document.title = `${title} - tinsmith`;
   $("title").textContent = title;
+  if (!await readCurves(ids)) return;
+  $("title").focus();
+  follow(ids, (event) => {
+    const run = shown.find((each) => each.id === event.run_id);
+    for (const point of event.points) for (const [name, value] of Object.entries(point.values)) put(run, name, point, value);
+    frame ||= requestAnimationFrame(() => { frame = 0; draw(); });
+  }, tell, () => readCurves(ids));
+}
+
+// Return false if the reader has gone on meanwhile.
+async function readCurves(ids) {
   const asked = location.hash;
   const found = await Promise.all(ids.map(async (id) => {
     const curves = await read(`/runs/${encodeURIComponent(id)}/metrics?max_points=${MAX_POINTS}`);
     return { id, name: nameOf(id), series: new Map(curves.series.map((each) => [each.name, each])) };
   }));
-  if (asked !== location.hash) return; // the reader has gone on meanwhile
+  if (asked !== location.hash) return false;
   shown = found;
-  $("title").focus();
   draw();
-  follow(ids, (event) => {
-    const run = shown.find((each) => each.id === event.run_id);
-    for (const point of event.points) for (const [name, value] of Object.entries(point.values)) put(run, name, point, value);
-    frame ||= requestAnimationFrame(() => { frame = 0; draw(); });
-  }, tell);
+  return true;
 }
 
 export function hideCurves() {
