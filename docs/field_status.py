@@ -77,7 +77,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     "CreateModelRequest": {
         "session_id": _honoured(),
         "model_seq_id": _honoured(),
-        "base_model": _honoured("a configured one; others are refused"),
+        "base_model": _honoured("a configured one, also as `BASE:peft:N` if its context has N tokens; else refused"),
         "user_metadata": _honoured("stored, any JSON values; returned as strings"),
         "lora_config": _honoured("required; full fine-tuning is rank 0"),
         "optimizer_config": _honoured("`adamw`; other families are refused"),

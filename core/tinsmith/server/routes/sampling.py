@@ -20,6 +20,7 @@ from tinsmith.server.auth import (
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.limits.body_budget import hold_decoded
+from tinsmith.server.model_names import base_of
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import submit_sample
 from tinsmith.store import FinishedSample, SamplingSessionRecord
@@ -111,6 +112,7 @@ async def open_sampling_session(
     if path is None and base_model is None:
         msg = "base_model and model_path are both missing; send one of them"
         raise UserError(msg)
+    base_model = None if base_model is None else await base_of(context, base_model)
     checkpoint = None if path is None else await readable_checkpoint(context, caller, str(path), base_model=base_model)
     if checkpoint is not None:
         await refuse_export(context, checkpoint)

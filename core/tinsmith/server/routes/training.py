@@ -14,6 +14,7 @@ from tinsmith.server.auth import Caller, own_known_run, own_session, readable_ru
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.error_answers import MediaTypeError
 from tinsmith.server.kept import KnownOwner, KnownRun
+from tinsmith.server.model_names import base_of
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.request_trace import traced
 from tinsmith.server.routes.custom_losses import loss_for
@@ -32,9 +33,9 @@ _SPARSE_ELEMENT_BYTES: Final = 12  # a target and its weight
 async def create_model(body: wire.CreateModelRequest, caller: Caller, context: Context) -> wire.Submitted:
     """Create a model. A refusal is an HTTP error if possible: nothing can wait behind a model's first request yet."""
     session = await own_session(context, caller, body.session_id)
-    operation = translate.create_model(body)
+    operation, base_model = translate.create_model(body), await base_of(context, body.base_model)
     return await submit_creation(
-        context, caller, session, operation, base_model=body.base_model, user_metadata=body.user_metadata
+        context, caller, session, operation, base_model=base_model, user_metadata=body.user_metadata
     )
 
 

@@ -20,6 +20,7 @@ from tinsmith.server.auth import Caller
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.held_checkpoints import ended_session, hold, holder
 from tinsmith.server.json_routes import JsonRoute
+from tinsmith.server.model_names import base_of
 from tinsmith.server.routes.downloads import base_url
 from tinsmith.server.signed_urls import Grant
 from tinsmith.store import CheckpointRecord
@@ -49,14 +50,14 @@ async def start_upload(
     x_sdk_version: Annotated[str, Header()] = "",
     x_stainless_package_version: Annotated[str, Header()] = "",
 ) -> wire.UploadStarted:
-    lora = _announced_lora(body.lora_config)
-    base_path = _base_path(context, body.base_model)
+    lora, base_model = _announced_lora(body.lora_config), await base_of(context, body.base_model)
+    base_path = _base_path(context, base_model)
     if (why := await context.quotas.why_no_checkpoint(caller.tenant)) is not None:
         raise why
     now = context.now()
     announced = uploads.Announced(
         tenant=caller.tenant,
-        base_model=body.base_model,
+        base_model=base_model,
         lora=lora,
         project_id=body.destination_project_id,
         created_at=now,

@@ -19,6 +19,7 @@ from tinsmith.server.auth import (
 )
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.kept import KnownRun
+from tinsmith.server.model_names import base_of
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.routes.training import submit_creation
 from tinsmith.server.submitting import submit_training
@@ -102,7 +103,8 @@ async def _create_from_checkpoint(
     """Create a model with the LoRA settings of the checkpoint, without a create_model request."""
     session = await own_session(context, caller, session_id)
     translate.check_load(body)
-    checkpoint = await readable_checkpoint(context, caller, body.path, base_model=body.base_model)
+    base_model = None if body.base_model is None else await base_of(context, body.base_model)
+    checkpoint = await readable_checkpoint(context, caller, body.path, base_model=base_model)
     await refuse_export(context, checkpoint)
     operation = ops.CreateModel(
         model_id=translate.model_id(session_id, model_seq_id),
