@@ -31,11 +31,35 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+LATENTS: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 16, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "experts": {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
+    "experts, long": {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "tokens": 2048},
+    "experts and windows": {
+        "architectures": ["GptOssForCausalLM"], "num_local_experts": 16, "num_experts_per_tok": 4,
+        "intermediate_size": 128, "sliding_window": 128,
+    },
+    "delta rule": {"architectures": ["Qwen3_5ForCausalLM"], **DELTA},
+    "delta rule, long": {"architectures": ["Qwen3_5ForCausalLM"], **DELTA, "tokens": 2048},
+    "latents": {**LATENTS, "first_k_dense_replace": 4},
+    "latents and experts": {**LATENTS, "num_hidden_layers": 5, "first_k_dense_replace": 1},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
         pytest.param({}, id="usual"),
-        *(pytest.param(each, id=name, marks=pytest.mark.thorough) for name, each in OTHERS.items()),
+        *(pytest.param(each, id=name, marks=pytest.mark.thorough) for name, each in (*OTHERS.items(), *KINDS.items())),
     ],
 )
 def test_a_program_for_cpus_takes_what_is_counted(sizes: dict[str, Any], quick_compilation: None) -> None:
@@ -47,6 +71,14 @@ def test_a_program_for_cpus_takes_what_is_counted(sizes: dict[str, Any], quick_c
         found, counted, held = programs.sampling(kind)
         assert counted == pytest.approx(found, abs=0.05 * (held + found))
         assert counted > found / 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["experts", *(pytest.param(name, marks=pytest.mark.thorough) for name in KINDS if name != "experts")]
+)
+def test_a_pass_of_each_kind_of_layer_takes_what_is_counted(kind: str, quick_compilation: None) -> None:
+    found, counted, _ = Programs(**{**USUAL, **KINDS[kind]}).gradients()
+    assert counted == pytest.approx(found, rel=0.1)
 
 
 def test_arrays_of_a_backend_take_what_is_counted(contract_backend: JaxBackend) -> None:

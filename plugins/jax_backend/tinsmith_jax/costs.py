@@ -36,6 +36,10 @@ size and rank: on CPU, and on accelerators."""
 _DIFFERENTIATED: Final = {True: (33, 24, 28, 27, 24), False: (0, 10, 33, 0, 0)}
 """The memory of a layer in the backward pass: on CPU in addition to that, on accelerators with `recompute` all."""
 
+_PERIOD: Final = 2.2
+"""How many times as much XLA for CPUs has of a layer in the backward pass, if one round of a loop computes layers of
+several kinds."""
+
 _STACKED: Final = {True: 3.0, False: 2.45}
 """Copies of each adapter in a micro-batch: its weights and sums, side by side, and results on their way."""
 _STACKED_BY_FSDP: Final = 1.4
@@ -174,10 +178,10 @@ class Costs:
 
         The kernels in C++ take adapters one by one, but for the head's, of which there is room for all.
         """
-        on_cpu, layer = self.computing.on_cpu, self._of_layer(_DIFFERENTIATED)
+        on_cpu, layer = self.computing.on_cpu, self._differentiated()
         if self.computing.recompute and on_cpu:
             layer += self._of_layer(_KEPT)
-        at_most = tokens * layer + self._stacked(adapters)
+        at_most = tokens * layer + self._stacked(adapters) + self._padding_rows(tokens, adapters)
         if on_cpu:
             logits = min(max(_CPU_LOGITS, TILE * self.shape.vocab_size), tokens * self.shape.vocab_size)
             of_head = logits * _PER_LOGIT[self.computing.dtype] // self.computing.tensor
@@ -224,6 +228,27 @@ class Costs:
 
     def _layer_weights(self) -> int:
         return weight_counts(self.shape).layer // self.computing.tensor
+
+    def _differentiated(self) -> int:
+        """Return bytes per token, as `_of_layer`. Keys and values that are made of latents take no more than these."""
+        found = self._of_layer(_DIFFERENTIATED)
+        if not self.computing.on_cpu:
+            return found
+        if self.shape.attention.latent is not None:
+            found -= _DIFFERENTIATED[True][3] * self.shape.kv_size // self.computing.tensor
+        return int(found * _PERIOD) if self.shape.period > 1 else found
+
+    def _padding_rows(self, tokens: int, adapters: int) -> int:
+        """Return what the rows take that pad the blocks of experts: one for each expert and adapter, at most.
+
+        Of a row there are the hidden and inner values, and those of the adapters' ranks.
+        """
+        experts = self.shape.experts
+        if experts is None:
+            return 0
+        blocks = min(experts.num_experts // self.computing.tensor * adapters, tokens * experts.top_k)
+        numbers = self.shape.expert_input + experts.intermediate_size + 3 * self.max_lora_rank
+        return TILE * blocks * numbers * FLOAT
 
     def _of_layer(self, factors: Mapping[bool, tuple[int, ...]]) -> int:
         """Return bytes per token. With experts, a token's are taken to be as one MLP of their size together."""
