@@ -625,12 +625,15 @@ def test_doctor_asks_the_interpreter_of_vllm(tmp_path: Path, monkeypatch: pytest
             seen.find_devices(VllmConfig(python=python))
 
 
-def test_experts_that_are_quantised_are_refused_where_their_adapters_are_merged(tmp_path: Path) -> None:
+def test_experts_that_cannot_be_changed_are_refused_where_adapters_are_merged(tmp_path: Path) -> None:
     parts = {"text_config": {"num_local_experts": 4}, "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(parts))
     (launch,) = launches(VllmConfig(), tmp_path, tmp_path)
     assert re.search(r"quantised \(mxfp4\), .* sample with the jax sampler", launch.start.impossible_on_cpu)
     assert launch.start.merge_on_cpu
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}))
+    (launch,) = launches(VllmConfig(), tmp_path, tmp_path)
+    assert "cannot replace the experts of GptOssForCausalLM" in launch.start.impossible_on_cpu
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_local_experts": 4}}))
     (launch,) = launches(VllmConfig(), tmp_path, tmp_path)
     assert not launch.start.impossible_on_cpu

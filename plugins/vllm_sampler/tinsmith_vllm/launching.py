@@ -41,6 +41,10 @@ _CANNOT_MERGE_ON_CPU: Final = (
     "the model has experts, whose adapters vllm merges on CPUs, and its matrices are quantised ({0}), so that nothing "
     "can be merged into them: sample with the jax sampler, or serve the unquantised model"
 )
+_NOT_REPLACED: Final = (
+    "adapters of models with experts are merged on CPUs, and vllm cannot replace the experts of GptOssForCausalLM once "
+    "it has loaded them: sample with the jax sampler, or give the sampler a GPU"
+)
 _NO_SLEEP: Final = (
     "turns of the model are enabled, and vllm for CPUs cannot sleep: disable them, or give the sampler a GPU"
 )
@@ -69,7 +73,7 @@ def launches(
         raise ConfigError(_NOT_EAGER)
     model = read_model_config(model_path) if (model_path / "config.json").exists() else None
     shape, experts = known_shape(model), model is not None and has_experts(model)
-    quantised = _quantisation(model)
+    class_name, quantised = next(iter((model or {}).get("architectures") or ("",))), _quantisation(model)
     if config.adapters == "merge" and quantised:
         raise ConfigError(_CANNOT_MERGE.format(quantised))
     layout = layout_of(config, shape, placement)
@@ -94,7 +98,9 @@ def launches(
         merge_on_cpu=merges(config, experts=experts, on_cpu=True),
         half_the_memory_on_cpu=config.gpu_memory_utilization is None and placement.share is None,
         step_tokens_on_gpu=step_tokens(config, shape, layout, placement),
-        impossible_on_cpu=_impossible_on_cpu(config, shape, placement, quantised, experts=experts, sleeps=sleeps),
+        impossible_on_cpu=_impossible_on_cpu(
+            config, shape, placement, class_name, quantised, experts=experts, sleeps=sleeps
+        ),
         routed_experts=routed_experts,
     )
     package = package_path(cache_dir)
@@ -121,6 +127,7 @@ def _impossible_on_cpu(
     config: VllmConfig,
     shape: DecoderShape | None,
     placement: Placement,
+    class_name: str,
     quantised: str,
     *,
     experts: bool,
@@ -133,8 +140,11 @@ def _impossible_on_cpu(
         return _NO_SLEEP
     if shape is not None and shape.int8 is not None:
         return _NO_INT8
-    if quantised and merges(config, experts=experts, on_cpu=True):
-        return _CANNOT_MERGE_ON_CPU.format(quantised)
+    if merges(config, experts=experts, on_cpu=True):
+        if quantised:
+            return _CANNOT_MERGE_ON_CPU.format(quantised)
+        if class_name == "GptOssForCausalLM":
+            return _NOT_REPLACED
     return _NO_KERNELS if config.adapters == "apply" and experts else ""
 
 
