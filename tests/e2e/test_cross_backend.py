@@ -185,11 +185,12 @@ def test_experts_go_on_where_another_backend_was(tmp_path: Path, model_of_expert
         ("Qwen3_5ForCausalLM", ["stages", "fsdp"]),
         ("Qwen3_5MoeForConditionalGeneration", ["stages", "fsdp"]),
         ("Qwen3NextForCausalLM", ["stages", "fsdp"]),
+        ("DeepseekV3ForCausalLM", ["fsdp"]),
     ],
 )
-def test_a_hybrid_goes_on_where_another_backend_was(tmp_path: Path, name: str, away: list[str]) -> None:
-    """Twenty steps on each; each hands over the adapters of both kinds of layers, and the moments."""
-    hybrid = write_class(tmp_path / "a" / "hybrid", name)
-    moved, stayed = legs(tmp_path, ["jax", *away, "jax"], hybrid, 4, 20)
+def test_other_layers_go_on_where_another_backend_was(tmp_path: Path, name: str, away: list[str]) -> None:
+    """Twenty steps on each; each hands over the adapters of all kinds of layers, and the moments."""
+    model = write_class(tmp_path / "a" / "model", name)
+    moved, stayed = legs(tmp_path, ["jax", *away, "jax"], model, 4, 20)
     np.testing.assert_allclose(moved, stayed, rtol=0, atol=1e-4)
     assert stayed[0] - stayed[-1] > LEARNT[20], "it must have learnt something"

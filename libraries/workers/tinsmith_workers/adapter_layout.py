@@ -184,11 +184,11 @@ def _modules(
 ) -> Iterator[tuple[str, str, int, tuple[Slot, Slot]]]:
     """Yield module, kind, layer, and the slots of A and B, which have no offsets yet."""
     shapes, rank = shape.linear_shapes(), lora.rank
-    mlp = [kind for kind in shape.plain_modules if kind not in shape.attention_modules] if lora.train_mlp else []
     for layer in part.layers:
+        mlp = shape.feed_forward_modules(layer) if lora.train_mlp else ()
         for kind in (*(shape.mixer_modules(layer) if lora.train_attn else ()), *mlp):
             yield f"model.layers.{layer}.{kind}", kind, layer, _plain(rank, *shapes[kind])
-        if shape.experts is not None and lora.train_mlp:
+        if shape.experts is not None and shape.has_experts(layer) and lora.train_mlp:
             inner = shape.experts.intermediate_size
             for kind in EXPERTS:
                 slots = _expert_slots(kind, rank, shape.hidden_size, inner, len(part.experts))

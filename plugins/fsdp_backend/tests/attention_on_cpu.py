@@ -45,12 +45,13 @@ def starts() -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
 
 
-def check_on_card(attend: Attend, scale: float | None) -> None:
+def check_on_card(attend: Attend, scale: float | None, value_size: int = SIZE) -> None:
     """Compare attention as on a GPU, in bfloat16, with that of each sequence alone in float32: values and gradients."""
     register_kernels()
     generator = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
-    numbers = [torch.randn(tokens, heads, SIZE, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    sizes = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, value_size), (HEADS, value_size))
+    numbers = [torch.randn(tokens, *each, generator=generator) for each in sizes]
     q, k, v, grad = (each.bfloat16() for each in numbers)
 
     def run(convert: Callable[[torch.Tensor], torch.Tensor], how: Attend) -> list[torch.Tensor]:

@@ -62,9 +62,11 @@ def test_the_call_suits_torch(takes: Signature, monkeypatch: pytest.MonkeyPatch)
     assert bound.get("enable_gqa", "unknown") == (True if "enable_gqa" in takes.parameters else "unknown")
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_attention_on_a_gpu_is_that_of_each_sequence(scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With heads that share keys and values, and lengths that are no multiple of anything."""
+@pytest.mark.parametrize(("scale", "value_size"), [(None, SIZE), (0.3, SIZE), (None, SIZE // 2)])
+def test_attention_on_a_gpu_is_that_of_each_sequence(
+    scale: float | None, value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads share keys and values, values may be narrower than keys, and lengths are no multiple of anything."""
     ends = attention_on_cpu.starts()
     stream: Any = SimpleNamespace(ends=ends, longest=64, bounds=tuple(pairwise(ends.tolist())))
 
@@ -74,4 +76,4 @@ def test_attention_on_a_gpu_is_that_of_each_sequence(scale: float | None, monkey
         return packed_attention(module, query, key, value, None, stream=stream, scaling=scale)[0][0]
 
     monkeypatch.setattr("tinsmith_fsdp.attention.one_by_one", partial(pytest.fail, "it took the CPU's branch"))
-    check_on_card(attend, scale)
+    check_on_card(attend, scale, value_size)

@@ -59,6 +59,24 @@ HYBRID_EXPERTS = {
     "model_type": "qwen3_5_moe_text",
     "shared_expert_intermediate_size": 512,
 }
+LATENTS = {
+    **{key: value for key, value in SMALL.items() if key != "head_dim"},
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 INT8_GROUPS = {**SMALL, "quantization_config": int8_config(128)}
 INT8 = {**SMALL, "quantization_config": int8_config()}
 
@@ -88,7 +106,7 @@ def counted(
         *(
             pytest.param({**how, "activation_checkpointing": recomputed}, ranks, 1, model, marks=pytest.mark.thorough)
             for how, recomputed, ranks in ((FAST, True, 8), (FAST, False, 1), (STRICT, False, 1))
-            for model in (HYBRID, HYBRID_EXPERTS)
+            for model in (HYBRID, HYBRID_EXPERTS, LATENTS)
         ),
         ({**FAST, "activation_checkpointing": True}, 8, 1, EXPERTS),
         pytest.param({**FAST, "activation_checkpointing": False}, 1, 4, EXPERTS, marks=pytest.mark.thorough),

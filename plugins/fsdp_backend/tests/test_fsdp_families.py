@@ -58,9 +58,9 @@ FAMILIES = (
 SHORT = 4  # of these, for `make test`
 ADAPTED = (
     *("Phi3ForCausalLM", "GptOssForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
-    *("Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+    *("Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"),
 )
-"""Classes that have several modules in one matrix, or experts."""
+"""Classes that have several modules in one matrix, or experts. The last has latents, and a dense layer first."""
 COMPANY = (*TENANTS, LoraConfig(rank=4, seed=4))
 """The first and the last train experts in one stream."""
 

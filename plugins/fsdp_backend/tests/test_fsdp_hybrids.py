@@ -1,4 +1,7 @@
-"""Models with the gated delta rule, and the language part of those that see: what is trained, and what is refused."""
+"""Models with the gated delta rule or with latents, and the language part of those that see.
+
+What is trained, and what is refused.
+"""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ from test_fsdp_modes import LENGTHS, TENANTS, add_tenants, make_trainer, run
 from tinsmith import ConfigError, ForwardBackward, LoraConfig
 from tinsmith.testing import ragged_data
 from tinsmith.testing.int8_model import int8_config
-from tinsmith_checkpoints.huggingface import DELTA, tiny_causal_lm, weight_counts
+from tinsmith_checkpoints.huggingface import DELTA, save_as_published, tiny_causal_lm, weight_counts
 from tinsmith_fsdp.architecture import architecture_of, read_architecture
 from tinsmith_fsdp.backend import owners
 from tinsmith_fsdp.causal_lm import read_config
@@ -32,6 +35,7 @@ TEXT = {
     "text": "Qwen3_5ForCausalLM",
     "experts": "Qwen3_5MoeForCausalLM",
     "joined": "Qwen3NextForCausalLM",  # as the one before, with several modules in one matrix
+    "latents": "DeepseekV3ForCausalLM",
 }
 
 
@@ -48,16 +52,28 @@ def mesh() -> Iterator[Mesh]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fsdp-hybrids")
     for kind, name in TEXT.items():
-        tiny_causal_lm(name, SIZES).save_pretrained(root / kind)
+        small(name).save_pretrained(root / kind)
     whole("Qwen3_5ForConditionalGeneration").save_pretrained(root / "sees")
     return root
 
 
+def sizes_of(name: str) -> dict[str, Any]:
+    """Heads of latents have sizes of their own."""
+    without = {"head_dim"} if name.startswith(("Deepseek", "Kimi")) else set()
+    return {key: value for key, value in SIZES.items() if key not in without}
+
+
+def small(name: str) -> Any:
+    return tiny_causal_lm(name, sizes_of(name))
+
+
 def whole(name: str) -> Any:
-    return tiny_causal_lm(name, SIZES, {"tie_word_embeddings": False})
+    return tiny_causal_lm(name, sizes_of(name), {"tie_word_embeddings": False})
 
 
-@pytest.mark.parametrize(("kind", "checkpointing"), [("text", False), ("text", True), ("experts", True)])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"), [("text", False), ("text", True), ("experts", True), ("latents", False)]
+)
 def test_tenants_in_one_stream_train_as_each_sequence_by_itself(
     kind: str, checkpointing: bool, mesh: Mesh, models: Path
 ) -> None:
@@ -130,7 +146,7 @@ def test_every_layer_adapts_what_it_has(models: Path) -> None:
 
 @pytest.mark.parametrize("kind", TEXT)
 def test_weights_are_counted(kind: str, models: Path) -> None:
-    model = tiny_causal_lm(TEXT[kind], SIZES)
+    model = small(TEXT[kind])
     counts = weight_counts(read_architecture(models / kind))
     assert counts.total == sum(parameter.numel() for parameter in model.parameters())
 
@@ -140,6 +156,7 @@ def test_weights_are_counted(kind: str, models: Path) -> None:
     [
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
+        "Kimi_K25ForConditionalGeneration",
         "Gemma3ForConditionalGeneration",
         pytest.param("Mistral3ForConditionalGeneration", marks=pytest.mark.thorough),
     ],
@@ -148,7 +165,7 @@ def test_the_language_part_of_a_model_that_sees_computes_what_the_whole_does(
     name: str, mesh: Mesh, tmp_path: Path
 ) -> None:
     model = whole(name)
-    model.save_pretrained(tmp_path)
+    save_as_published(model, tmp_path)
     require_packing(name, read_config(tmp_path), None)
     trainer = make_trainer(tmp_path, mesh)
     trainer.create_model("m0", LoraConfig(rank=1, seed=0))

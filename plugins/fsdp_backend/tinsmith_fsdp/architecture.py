@@ -1,6 +1,6 @@
 """The facts about a base model that the engine's side needs, read from its config.json. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -15,6 +15,7 @@ from tinsmith_checkpoints.huggingface import (
     hybrid_shape,
     joined_matrices,
     language_config,
+    latent_shape,
     read_model_config,
 )
 
@@ -44,8 +45,7 @@ def architecture_of(config: Mapping[str, Json], path: Path, context_tokens: int 
         raise ConfigError(msg)
     if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         config = {**config, "quantization_config": None}  # the tensors say by their names which of them are
-    shape_of = hybrid_shape if "linear_num_key_heads" in config else decoder_shape
-    shape = shape_of(config, path, supported=[class_name])
+    shape = _shape_of(config)(config, path, supported=[class_name])
     if shape.experts is not None and shape.int8 is not None:
         msg = (
             f"{path}: {class_name} has experts of 8-bit integers, which the fsdp backend does not train; use the "
@@ -66,6 +66,12 @@ def architecture_of(config: Mapping[str, Json], path: Path, context_tokens: int 
         )
         raise ConfigError(msg)
     return _within_short_frequencies(shape, config, path, context_tokens)
+
+
+def _shape_of(config: Mapping[str, Json]) -> Callable[..., DecoderShape]:
+    if "linear_num_key_heads" in config:
+        return hybrid_shape
+    return latent_shape if "kv_lora_rank" in config else decoder_shape
 
 
 def _within_short_frequencies(

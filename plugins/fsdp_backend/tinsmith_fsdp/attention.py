@@ -30,7 +30,7 @@ def packed_attention(  # noqa: PLR0913  (transformers chooses them)
     s_aux: torch.Tensor | None = None,
     **_: Any,  # arguments of other implementations: the probe refuses models to which they matter
 ) -> tuple[torch.Tensor, None]:
-    """Map query [1, heads, T, d] and key, value [1, kv heads, T, d] to [1, T, heads, d].
+    """Map query [1, heads, T, d], key [1, kv heads, T, d] and value [1, kv heads, T, dv] to [1, T, heads, dv].
 
     `sliding_window`: the tokens that a token sees, itself included. `s_aux` [heads]: scores that take part in the
     softmax, and add nothing.
@@ -38,9 +38,13 @@ def packed_attention(  # noqa: PLR0913  (transformers chooses them)
     del module, attention_mask
     if softcap is not None or s_aux is not None:
         return _spelled_out(query, key, value, stream, scaling, sliding_window, softcap, s_aux), None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return attend_varlen(query, key, value, stream, scaling, sliding_window), None
-    return one_by_one(query, key, value, stream, scaling, sliding_window), None
+    width = value.shape[-1]
+    if width != key.shape[-1]:  # without a kernel, which takes values as wide as keys, memory would be quadratic
+        value = F.pad(value, (0, key.shape[-1] - width))
+    on_card = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    attend = attend_varlen if on_card else one_by_one
+    out = attend(query, key, value, stream, scaling, sliding_window)
+    return (out if width == out.shape[-1] else out[..., :width]), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would hold for these bounds alone

@@ -31,6 +31,7 @@ from tinsmith_fsdp.causal_lm import (
     mix_packed,
     read_config,
     require_parts,
+    stored_buffers,
 )
 from tinsmith_fsdp.expert_files import ExpertFiles
 from tinsmith_fsdp.lora import Adapters, JoinedLoraLinear, MultiLoraLinear
@@ -83,6 +84,7 @@ class BaseModel:
         rotary = type(causal_lm.model.rotary_emb)(config=config)  # not on meta: it has buffers, which would be empty
         causal_lm.model.rotary_emb = rotary
         buffers = computed_buffers(causal_lm, mesh.device)
+        self._in_files = {name: buffers[name] for name in stored_buffers(causal_lm)}
         causal_lm.to(torch.float32 if trainable else getattr(torch, setup.dtype))
         causal_lm.tie_weights()
         mix_packed(causal_lm)
@@ -103,11 +105,11 @@ class BaseModel:
             for layer in self.model.layers:
                 layer.inner.compile(dynamic=True)  # type: ignore[union-attr]  # one code for all layers
 
-    def _allocate(self, rotary: nn.Module, buffers: Sequence[Buffer]) -> None:
+    def _allocate(self, rotary: nn.Module, buffers: Mapping[str, Buffer]) -> None:
         head, embedding = self.model.lm_head, self.model.embed_tokens
         tied = head.weight is embedding.weight
         self.model.to_empty(device=self._mesh.device)
-        for module, name, buffer in buffers:
+        for module, name, buffer in buffers.values():
             module.register_buffer(name, buffer, persistent=False)
         if tied and head.weight is not embedding.weight:  # a plain tensor is replaced, in each module by itself
             head.weight = embedding.weight
@@ -117,11 +119,10 @@ class BaseModel:
         """Replace every linear layer by an adaptable one."""
         shape, shapes = self._setup.architecture, self._setup.architecture.linear_shapes()
         matrices = joined_matrices(read_model_config(self._directory))
-        others = [path for path in shape.plain_modules if path not in shape.attention_modules]
         for index, layer in enumerate(causal_lm.model.layers):  # type: ignore[union-attr, arg-type]  # a ModuleList
             there = {name for name, _ in layer.named_modules()}
             joined = [matrix for matrix in matrices if matrix.path in there]
-            for path in (*shape.mixer_modules(index), *others):
+            for path in (*shape.mixer_modules(index), *shape.feed_forward_modules(index)):
                 if any(path in matrix.modules for matrix in joined):
                     continue
                 cut = 0 if path.rpartition(".")[2] in _COLUMN else 1
@@ -131,7 +132,7 @@ class BaseModel:
                 layer.set_submodule(path, MultiLoraLinear(linear, module, cut, num_scales=scales))
             for matrix in joined:
                 layer.set_submodule(matrix.path, _joined(layer, matrix, shapes, index))
-            if shape.experts is not None:
+            if shape.experts is not None and shape.has_experts(index):
                 experts.adapt(layer, f"model.layers.{index}", shape.experts)
 
     def _divide(self, causal_lm: nn.Module) -> None:
@@ -281,6 +282,8 @@ class BaseModel:
             for number, part in enumerate(self.parts):
                 self._read(part, files, of_experts)
                 report((number + 1) / len(self.parts))
+            for name, (_, _, buffer) in self._in_files.items():
+                buffer.copy_(files.whole(name, tuple(buffer.shape)))
 
     def _read(self, part: ParameterShard, files: WeightFiles, of_experts: ExpertFiles) -> None:
         if part.rows.start == part.rows.stop:

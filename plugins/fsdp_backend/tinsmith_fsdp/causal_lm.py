@@ -78,12 +78,18 @@ def mix_packed(causal_lm: nn.Module) -> None:
                 setattr(layer, name, PackedGatedDelta(module, own))
 
 
-def computed_buffers(causal_lm: nn.Module, device: torch.device) -> list[Buffer]:
-    """Compute the buffers of a model on the meta device. Nothing of the model changes.
+def stored_buffers(causal_lm: nn.Module) -> list[str]:
+    """Name the buffers that are in a model's files, such as the correction of a router's choice."""
+    buffers = {name for name, _ in causal_lm.named_buffers()}
+    return [name for name in causal_lm.state_dict() if name in buffers]
+
+
+def computed_buffers(causal_lm: nn.Module, device: torch.device) -> dict[str, Buffer]:
+    """Compute the buffers of a model on the meta device, by their names. Nothing of the model changes.
 
     Raise ConfigError if transformers does not say how one is computed.
     """
-    found = []
+    found = {}
     for name, module in causal_lm.named_modules():
         on_meta = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         if on_meta:
@@ -91,7 +97,7 @@ def computed_buffers(causal_lm: nn.Module, device: torch.device) -> list[Buffer]
                 if buffer.is_floating_point() and buffer.isnan().any():
                     msg = f"transformers does not say how {type(causal_lm).__name__} computes {name}.{key}"
                     raise ConfigError(msg)
-                found.append((module, key, buffer))
+                found[f"{name}.{key}"] = module, key, buffer
     return found
 
 

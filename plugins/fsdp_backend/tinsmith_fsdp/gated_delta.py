@@ -63,7 +63,8 @@ def _last(path: str) -> str:
 
 def _with_rows(whole: nn.Module, matrix: JoinedMatrix, path: str) -> nn.Linear:
     """Return a module that has its own rows of a matrix."""
-    weight: torch.Tensor = whole.weight.detach()[torch.from_numpy(matrix.rows_of(path))]
+    assert isinstance(whole.weight, torch.Tensor)
+    weight = whole.weight.detach()[torch.from_numpy(matrix.rows_of(path))]
     linear = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
     linear.weight = nn.Parameter(weight)
     return linear

@@ -31,6 +31,7 @@ _LENGTHS: Final = (19, 26)  # more than the window
 _VOCABULARY, _WINDOW = 61, 8
 _EXPERT_SIZES: Final = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _EXPERT_SIZE: Final = 48
+_DENSE_LAYERS: Final = "first_k_dense_replace"
 _CODE: Final = (
     *("probe.py", "packed_model.py", "attention.py", "causal_lm.py", "experts.py", "grouped.py", "gated_delta.py"),
 )
@@ -63,6 +64,7 @@ def _small(config: Any) -> dict[str, Any]:
     lists = {key: value for key, value in settings.items() if isinstance(value, list) and len(value) == layers}
     columns = list(zip(*lists.values(), strict=True))
     first = [columns.index(column) for column in columns]
+    dense = min(1, int(settings.get(_DENSE_LAYERS) or 0))  # before those with experts
     number = min(layers, max(2, 1 + max(first, default=0)))
     heads = settings.get("num_attention_heads") or 1
     head = getattr(config, "head_dim", None) or settings["hidden_size"] // heads
@@ -80,6 +82,8 @@ def _small(config: Any) -> dict[str, Any]:
         "eos_token_id": None,
         "dtype": "float32",
     }
+    if dense:
+        settings[_DENSE_LAYERS] = dense
     settings |= {key: _EXPERT_SIZE for key in _EXPERT_SIZES if settings.get(key)}
     if settings.get("sliding_window"):
         settings["sliding_window"] = _WINDOW

@@ -137,6 +137,17 @@ class DecoderShape:
         del layer
         return self.attention_modules
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has routed experts."""
+        del layer
+        return self.experts is not None
+
+    def feed_forward_modules(self, layer: int) -> tuple[str, ...]:
+        """Return the paths of the linear modules of a layer's MLP, or of the expert that computes every token."""
+        if not self.has_experts(layer):
+            return self.mlp_modules
+        return tuple(path for path in self.plain_modules if path not in self.attention_modules)
+
     @property
     def plain_modules(self) -> tuple[str, ...]:
         """The paths of a layer's linear modules that an adapter may train, other than the routed experts'."""
