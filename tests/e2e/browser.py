@@ -89,8 +89,11 @@ class Browser:
         assert self._downloads.pop() == "completed"
 
     def press(self, key: str) -> None:
+        more: dict[str, Any] = (
+            {"text": "\r"} if key == "Enter" else {"windowsVirtualKeyCode": 9} if key == "Tab" else {}
+        )
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, **({"text": "\r"} if key == "Enter" else {}))
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
     def hang_up(self) -> None:
         self._to.close()

@@ -73,6 +73,32 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     assert browser.problems == []
 
 
+def test_a_run_is_read_by_keyboard_alone(server: RunningServer, browser: Browser) -> None:
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-key")
+    run = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+    trained(run, 3)
+    browser.look(width=1280, height=800, dark=False)
+    browser.open(f"{server.url}/?keys#run={run.get_info().model_id}")
+    browser.until("document.querySelector('figure') && document.activeElement.id === 'title'")
+    walked = []
+    while not (walked and walked[-1].startswith("loss:sum: ")):
+        browser.press("Tab")
+        walked.append(
+            browser.evaluate(
+                "document.activeElement.id || document.activeElement.ariaLabel || document.activeElement.textContent"
+            )
+        )
+        assert len(walked) < 10, walked
+    assert walked[:-1] == ["pick", "axis", "smooth", "Share"]
+    told = "document.activeElement.ariaLabel.split(': ').slice(1, -1).join()"
+    for key, step in (("ArrowLeft", 2), ("ArrowLeft", 1), ("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1), ("End", 2)):
+        browser.press(key)
+        browser.until(f"{told} === 'step {step}'")
+    browser.press("Tab")
+    browser.until("document.activeElement.ariaLabel.startsWith('grad_norm: ')")
+    assert browser.problems == []
+
+
 HIDE = "Object.defineProperty(document, 'hidden', { value: %s, configurable: true }); " + (
     "document.dispatchEvent(new Event('visibilitychange'))"
 )

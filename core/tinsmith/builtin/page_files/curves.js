@@ -78,7 +78,7 @@ function draw() {
   $("legend").replaceChildren(...shown.map((run, at) => {
     const swatch = element("span", { className: "swatch" });
     swatch.style.background = colours()[at];
-    return element("li", {}, swatch, " ", run.name);
+    return element("li", {}, swatch, element("span", { textContent: run.name }));
   }));
   $("empty").hidden = names.length > 0 || words.length > 0;
   if (names.join("\n") !== [...charts.keys()].join("\n")) {
@@ -114,7 +114,20 @@ function makeChart(name) {
     hooks: { setCursor: [() => { charts.has(name) && caption(name, charts.get(name)); }] },
   }, [[], ...shown.map(() => [])], place);
   plot.root.setAttribute("role", "img");
+  plot.root.tabIndex = 0;
+  plot.root.onkeydown = (event) => move(plot, event);
+  plot.root.onblur = () => plot.setCursor({ left: -10, top: -10 });
   return { plot, last, place };
+}
+
+// Arrow keys move from point to point, Home and End to the first and the last.
+function move(plot, event) {
+  const last = plot.data[0].length - 1, at = plot.cursor.idx ?? last + 1;
+  const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last }[event.key];
+  if (to === undefined || last < 0) return;
+  event.preventDefault();
+  const x = plot.data[0][Math.min(Math.max(to, 0), last)];
+  plot.setCursor({ left: plot.valToPos(x, "x"), top: 0 });
 }
 
 function updateChart(name, chart) {
@@ -128,9 +141,9 @@ function updateChart(name, chart) {
 }
 
 function caption(name, { plot, last }) {
-  const at = plot.cursor.idx;
-  const values = plot.data.slice(1).map((each) => at ?? null ? each[at] : each.findLast((value) => value !== null && value !== undefined));
-  const x = at ?? null ? `${plot.scales.x.time ? new Date(plot.data[0][at] * 1000).toLocaleTimeString("sv") : `step ${plot.data[0][at]}`}: ` : "";
+  const at = plot.cursor.idx, isChosen = Number.isInteger(at);
+  const values = plot.data.slice(1).map((each) => isChosen ? each[at] : each.findLast((value) => value !== null && value !== undefined));
+  const x = isChosen ? `${plot.scales.x.time ? new Date(plot.data[0][at] * 1000).toLocaleTimeString("sv") : `step ${plot.data[0][at]}`}: ` : "";
   last.replaceChildren(x, ...values.map((value, run) => {
     const told = element("span", { textContent: `${run ? "  " : ""}${number(value)}` });
     if (values.length > 1) told.style.color = colours()[run];
