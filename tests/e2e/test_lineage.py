@@ -119,6 +119,8 @@ def test_the_page_draws_the_tree(family: Family, browser: Browser, take: Callabl
     browser.evaluate("document.querySelector('.tree a').click()")
     browser.until("document.querySelector('#checkpoints code')")
     assert browser.evaluate("document.querySelector('#checkpoints code').textContent") == family.path
+    commands = browser.evaluate("[...document.querySelectorAll('#checkpoints pre')].map((each) => each.textContent)")
+    assert [f'("{family.path}")' in commands[0], f"replay {family.first} --until" in commands[1]] == [True, True]
     take("lineage")
     assert browser.problems == []
 

@@ -11,7 +11,7 @@ export async function showLineage(id) {
   const found = await read(`/runs/${encodeURIComponent(id)}/lineage`);
   $("tree").replaceChildren(treeOf(found));
   $("whole").textContent = found.complete ? "" : `Only the nearest ${found.runs.length} runs are shown.`;
-  $("checkpoints").replaceChildren(...checkpointsOf(found));
+  $("checkpoints").replaceChildren(...checkpointsOf(found), ...waysOn(found));
   $("lineage-title").focus();
 }
 
@@ -42,6 +42,18 @@ function nodeOf(run, isShown) {
   }
   if (run.origins.length > MOST_LOADS) node.append(element("div", { className: "quiet", textContent: `and ${run.origins.length - MOST_LOADS} loads before` }));
   return node;
+}
+
+// What to write to go on from here, or from a state that was not saved.
+function waysOn({ run_id: id, checkpoints }) {
+  const newest = checkpoints.find((each) => each.kind === "training")?.path;
+  const going = `training = service.create_training_client_from_state_with_optimizer("${newest}").result()`;
+  const back = `tinsmith replay ${id} --until SEQ_ID --to tinker://${id}/weights/NAME`;
+  const command = (label, text) => [element("p", { textContent: label }), element("pre", { textContent: text, tabIndex: 0 })];
+  return [
+    ...(newest ? command("A new run goes on from the newest of them, in a script:", going) : []),
+    ...command("A state that was not saved becomes a checkpoint, on the server's machine:", back),
+  ];
 }
 
 function checkpointsOf({ checkpoints, num_checkpoints: number }) {
