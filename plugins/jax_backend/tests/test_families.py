@@ -273,6 +273,13 @@ class TestDenseNemotronH(OneCache):
     }
 
 
+class TestCohere2(OneCache):
+    """A window of the layers that encode positions, and none of the others."""
+
+    architecture = "Cohere2ForCausalLM"
+    settings: ClassVar = {"attention_bias": True}
+
+
 class TestOlmo2(OneCache):
     architecture = "Olmo2ForCausalLM"
 

@@ -324,11 +324,12 @@ def _layers(
         return result
 
     def norm(x_NTH: jax.Array, weight_H: jax.Array) -> jax.Array:
-        return by_tile(partial(rms_norm, weight=weight_H, eps=config.rms_norm_eps), x_NTH)
+        compute = partial(rms_norm, weight=weight_H, eps=config.rms_norm_eps, centred=config.norms.centred)
+        return by_tile(compute, x_NTH)
 
     def layer(carry: tuple[jax.Array, Cache], scanned: tuple[Jax]) -> tuple[Jax, jax.Array | None]:
         x_NTH, cache = carry
-        (weights,) = scanned
+        (weights,), given_NTH = scanned, x_NTH
         mixer = _of_mixer(weights)
         run = _run_of(weights, config)
 
@@ -346,7 +347,8 @@ def _layers(
             qkv_NTo = plus_bias(dense(h_NTH, "qkv"), weights, "qkv_bias")
             q_NThD, k_NTJD, v_NTJD, gate_NThD = split_qkv(qkv_NTo, deltas(h_NTH, "q", "k", "v"), config)
             q_NThD, k_NTJD = qk_norm(q_NThD, k_NTJD, weights, config, apply=by_tile)
-            q_NThD, k_NTJD = scaled(rope(q_NThD, *cos_sin), config), rope(k_NTJD, *cos_sin)
+            q_NThD, k_NTJD = (rope(x, *cos_sin, alternate=config.attention.alternate) for x in (q_NThD, k_NTJD))
+            q_NThD = scaled(q_NThD, config)
             cache = _write(cache, _of_cache(weights), tiles, count, k_NTJD, v_NTJD, axes)
             scoring = Scoring(window, weights.get("sinks"), config.attention.cap)
             out_NTo = gated(_attend(q_NThD, cache, _of_cache(weights), tiles, count, scoring, axes), gate_NThD)
@@ -369,7 +371,7 @@ def _layers(
             x_NTH = add(x_NTH, product_NTH, delta_NTH, "attention_out_norm", "o_bias")
         if "index" not in weights:
             return (x_NTH, cache), None
-        h_NTH = normed(x_NTH, "post_norm")
+        h_NTH = normed(given_NTH, "input_norm") if config.parallel else normed(x_NTH, "post_norm")
         if "router" in weights:
             assert experts is not None, "layers with a router have them"
             mlp_NTH, chosen = _expert_mlp(h_NTH, weights["index"], weights, experts, config, lora, axes)

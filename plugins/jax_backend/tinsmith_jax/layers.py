@@ -54,9 +54,11 @@ def kept(values: Jax) -> Jax:
 only_kept = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
 
-def rms_norm(x: Jax, weight: Jax, eps: float) -> Jax:
-    """Normalise the last axis in float32; the result has the dtype of `x`."""
+def rms_norm(x: Jax, weight: Jax, eps: float, *, centred: bool = False) -> Jax:
+    """Normalise the last axis in float32, if `centred` less its mean; the result has the dtype of `x`."""
     wide = x.astype(jnp.float32)
+    if centred:
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
@@ -189,14 +191,17 @@ def encoded_positions(positions_T: Jax, config: ModelConfig) -> tuple[PositionEn
     return PositionEncoding.of(positions_T, config), first_n
 
 
-def rope(x: Jax, cos: Jax, sin: Jax) -> Jax:
+def rope(x: Jax, cos: Jax, sin: Jax, *, alternate: bool = False) -> Jax:
     """Rotate [..., heads, head_dim] by angles [..., head_dim / 2] (halves, as Hugging Face stores them).
 
-    With fewer angles, the last dimensions of each head stay as they are.
+    With fewer angles, the last dimensions of each head stay as they are. Pairs that `alternate` are laid into halves,
+    which changes no score, as it is done to queries and keys.
     """
     if 2 * cos.shape[-1] < x.shape[-1]:
         rotated, rest = jnp.split(x, (2 * cos.shape[-1],), axis=-1)
-        return jnp.concatenate([rope(rotated, cos, sin), rest], axis=-1)
+        return jnp.concatenate([rope(rotated, cos, sin, alternate=alternate), rest], axis=-1)
+    if alternate:
+        x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -241,7 +246,9 @@ def plus_bias(x: Jax, weights: Mapping[str, Jax], name: str) -> Jax:
 
 def normed(x: Jax, weights: Mapping[str, Jax], name: str, config: ModelConfig) -> Jax:
     """Normalise, if the model does so here."""
-    return rms_norm(x, weights[name], config.rms_norm_eps) if name in weights else x
+    if name not in weights:
+        return x
+    return rms_norm(x, weights[name], config.rms_norm_eps, centred=config.norms.centred)
 
 
 def by_scale(x: Jax, scale: float) -> jax.Array:

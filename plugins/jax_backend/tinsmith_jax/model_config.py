@@ -101,6 +101,7 @@ class Attention:
     cap: float | None = None  # scores s become cap * tanh(s / cap)
     gated: bool = False  # q_proj gives each head's query and a gate; the sigmoid of this multiplies what o_proj reads
     latent: Latent | None = None
+    alternate: bool = False  # the two numbers of a rotated pair follow each other, instead of lying in the two halves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,7 @@ class Norms:
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     offset: float = 0.0  # added to every stored norm weight, including queries', keys' and the last norm's
+    centred: bool = False  # hidden states are normalised less their mean, as LayerNorm does, but without a bias
 
     def modules(self) -> dict[str, str]:
         """Return the modules that are there by the names of their weights in weights.py."""
@@ -170,6 +172,7 @@ class ModelConfig(DecoderShape):
     mixture: Mixture = Mixture()
     activation: Activation | Clamped = "silu"
     mlp_bias: bool = False
+    parallel: bool = False  # MLPs read what attention reads, normed by the norm before attention
     dense_layers: int = 0  # the first ones, which have a dense MLP in place of experts
     joined: tuple[JoinedMatrix, ...] = ()  # how files hold several modules of a layer in one matrix
     renamed: tuple[tuple[str, str], ...] = ()  # how modules' paths begin here, and in files and adapters

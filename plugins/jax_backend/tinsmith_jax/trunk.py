@@ -81,7 +81,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
         layers = {**layers, "replayed": replayed_LTC}
 
     def layer(x_TH: Jax, per_layer: tuple[Jax, Jax, Jax]) -> tuple[Jax, Jax]:
-        weights, adapter, layer_sums = per_layer
+        (weights, adapter, layer_sums), given_TH = per_layer, x_TH
         mixers = {"qkv": _attention_block, "latent_kv": _latent_block}
         mixers |= dict.fromkeys(("delta_in", "mamba_in"), _recurrent_block)
         for mix in (mixer for name, mixer in mixers.items() if name in weights):
@@ -91,7 +91,8 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
             x_TH, chosen_TC = _expert_block(x_TH, weights, experts, config, adapter, layer_sums, tiles, axes)
             return x_TH, load_by_tile(chosen_TC, count_n, config.experts.num_experts)
         if "down" in weights:
-            x_TH = _mlp_block(x_TH, weights, config, adapter, layer_sums, tiles, axes)
+            given_TH = given_TH if config.parallel else x_TH
+            x_TH = _mlp_block(x_TH, given_TH, weights, config, adapter, layer_sums, tiles, axes)
         return x_TH, None
 
     remade = None
@@ -103,7 +104,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
         remade = partial(jax.checkpoint, prevent_cse=False, policy=is_kept)
     start_TH = by_scale(embed(base["embed"], tokens_T, axes), config.embedding_scale)
     x_TH, load_LnE = scan_layers(layer, start_TH, (layers, adapters["layers"], sums), config, remade)
-    out_TH = rms_norm(x_TH, base["final_norm"], config.rms_norm_eps)
+    out_TH = normed(x_TH, base, "final_norm", config)
     return by_scale(out_TH, config.logits_scale), load_LnE
 
 
@@ -181,7 +182,8 @@ def _attention_block(
     projected = split_qkv(plus_bias(h_TH @ axes.whole(weights["qkv"], 0), weights, "qkv_bias"), deltas, config)
     q, k, v, gate = kept(projected)
     q, k = qk_norm(q, k, weights, config, apply=partial(by_tile, kernels=axes.kernels))
-    q, k = scaled(rope(q, cos, sin), config), rope(k, cos, sin)
+    q, k = (rope(x, cos, sin, alternate=config.attention.alternate) for x in (q, k))
+    q = scaled(q, config)
     how = Scoring(window, weights.get("sinks"), config.attention.cap)
     attended = gated(packed_attention(q, k, v, first_n, axes.kernels, how), gate)
     (delta,) = lora_delta(attended, lora_of(("o",), adapter, sums), tiles, axes, "inputs")
@@ -251,8 +253,12 @@ def _add(x_TH: Jax, parts: tuple[Jax, ...], weights: Jax, norm: str, config: Mod
     return x_TH + by_scale(normed(sum(parts[1:], start=parts[0]), weights, norm, config), config.residual_scale)
 
 
-def _mlp_block(x_TH: Jax, weights: Jax, config: ModelConfig, adapter: Jax, sums: Jax, tiles: Tiles, axes: Axes) -> Jax:
-    h_TH = axes.enter_tensor(normed(x_TH, weights, "post_norm", config))
+def _mlp_block(
+    x_TH: Jax, given_TH: Jax, weights: Jax, config: ModelConfig, adapter: Jax, sums: Jax, tiles: Tiles, axes: Axes
+) -> Jax:
+    """Add to `x_TH` the MLP of `given_TH`."""
+    norm = "input_norm" if config.parallel else "post_norm"
+    h_TH = axes.enter_tensor(normed(given_TH, weights, norm, config))
     return _add(x_TH, _mlp(h_TH, weights, config, adapter, sums, tiles, axes), weights, "mlp_out_norm", config)
 
 

@@ -141,7 +141,7 @@ TINY_CLASSES: Final[Mapping[str, TinyClass]] = {
         other_parts={"vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}},
         as_published=_experts_in_out,
     ),
-    "Cohere2ForCausalLM": TinyClass(settings=_WINDOW, layers=_LOCAL),
+    "Cohere2ForCausalLM": TinyClass(settings={**_WINDOW, "logit_scale": 0.6}, layers=_LOCAL),
     "GemmaForCausalLM": TinyClass(settings={"head_dim": 32}),
     "Gemma2ForCausalLM": TinyClass(
         settings={

@@ -77,7 +77,8 @@ def _know(model: ModelConfig) -> bool:
     plain = model.norms == Norms() and model.activation == "silu" and not model.mlp_bias and model.logits_cap is None
     scales = {model.embedding_scale, model.residual_scale, model.logits_scale}
     same = not others and kind.window is None and rotates
-    return model.experts is None and model.gated and attention and same and plain and scales == {1.0}
+    mlp = model.experts is None and model.gated and not model.parallel
+    return mlp and attention and same and plain and scales == {1.0}
 
 
 def widens(shape: ModelConfig) -> bool:
