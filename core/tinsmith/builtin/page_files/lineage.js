@@ -37,7 +37,7 @@ function nodeOf(run, isShown) {
   const about = [run.name ? run.run_id : "", run.base_model, run.state_reason ?? run.state, `${run.steps.toLocaleString("en")} steps`].filter(Boolean).join(", ");
   const node = element("div", {}, element("span", { className: "name" }, link), " ", element("span", { className: "quiet", textContent: about }));
   for (const each of run.origins.slice(-MOST_LOADS)) {
-    const step = each.step ? `, at step ${each.step.toLocaleString("en")}` : ", without the optimizer's state";
+    const step = `, counting on from step ${each.step.toLocaleString("en")}`;
     node.append(element("div", { className: "quiet", textContent: `from ${each.path}${step}, ${moment(each.created_at)}` }));
   }
   if (run.origins.length > MOST_LOADS) node.append(element("div", { className: "quiet", textContent: `and ${run.origins.length - MOST_LOADS} loads before` }));
