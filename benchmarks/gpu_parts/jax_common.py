@@ -24,7 +24,7 @@ from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.model_config import ModelConfig
-from tinsmith_workbench.compile_check.case import base_shapes
+from tinsmith_jax.weights import base_shapes
 
 # Any below: jax arrays and pytrees of them, and compiler options.
 _STD = 0.02
