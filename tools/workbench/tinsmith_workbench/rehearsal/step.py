@@ -151,7 +151,7 @@ class _Unreal(BaseModel):
         super().__init__(setup, mesh, trainable=trainable)
         self.shortage = None  # ranks that do not exist run out of nothing
 
-    def _allocate(self, rotary: nn.Module, buffers: Sequence[Buffer]) -> None:
+    def _allocate(self, rotary: nn.Module, buffers: Mapping[str, Buffer]) -> None:
         with self._fake, self._counted:
             super()._allocate(rotary, buffers)
 
