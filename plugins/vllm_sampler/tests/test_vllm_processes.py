@@ -639,6 +639,16 @@ def test_experts_that_cannot_be_changed_are_refused_where_adapters_are_merged(tm
     assert not launch.start.impossible_on_cpu
 
 
+def test_longrope_is_refused_where_vllm_would_take_the_wrong_factors(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    model = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ConfigError, match=r"longrope.* set the sampler's max_model_len to at most 4096"):
+        list(launches(VllmConfig(), tmp_path, tmp_path))
+    (launch,) = launches(VllmConfig(max_model_len=4096), tmp_path, tmp_path)
+    assert launch.start.engine_args["max_model_len"] == 4096
+
+
 def test_windows_that_vllm_makes_longer_are_given_shorter(tmp_path: Path) -> None:
     cohere = {"architectures": ["Cohere2ForCausalLM"], "sliding_window": 4096}
     for model, expected in ((cohere, {"sliding_window": 4095}), ({**cohere, "architectures": ["X"]}, {})):

@@ -32,6 +32,8 @@ every class in a process of its own. `import_without_torchvision` changes both, 
 module, but its class asks for one of the whole. `keep_the_head` has it take ours.
 - The windows of Cohere 2 are a token longer in vLLM than in transformers, with which trainers agree. `overrides`
 makes them as long.
+- Of models with longrope, vLLM chooses the factors by the longest sequence, to which we add a token.
+`choose_factors_by_our_context` leaves it out.
 - vLLM raises temperatures below 0.01 to 0.01, with a warning in its log. The sampler refuses them.
 """
 
@@ -187,6 +189,27 @@ def _make_room_for_one_more(arguments: Any_) -> None:
     """
     arguments.max_model_len = 1 + int(arguments.create_model_config().max_model_len)
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+
+
+def choose_factors_by_our_context() -> None:
+    """Have models with longrope choose their factors by a context without the token of `_make_room_for_one_more`.
+
+    Called in each process before the model is made.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
+        Phi3LongRoPEScaledRotaryEmbedding as Rope,
+    )
+
+    initialise = Rope.__init__
+
+    def initialise_and_choose(rope: Any_, *given: Any_, **named: Any_) -> None:
+        initialise(rope, *given, **named)
+        _require(rope, "use_long_rope", "original_max_position_embeddings")
+        context = int(get_current_vllm_config().model_config.max_model_len) - 1
+        rope.use_long_rope = context > rope.original_max_position_embeddings
+
+    Rope.__init__ = initialise_and_choose
 
 
 def clear_new_blocks() -> None:

@@ -45,6 +45,10 @@ _NOT_REPLACED: Final = (
     "adapters of models with experts are merged on CPUs, and vllm cannot replace the experts of GptOssForCausalLM once "
     "it has loaded them: sample with the jax sampler, or give the sampler a GPU"
 )
+_LONGROPE: Final = (
+    "the model's rotary embedding (longrope) has other factors for sequences of more than {0} tokens, and vllm takes "
+    "the same for all: set the sampler's max_model_len to at most {0}"
+)
 _NO_SLEEP: Final = (
     "turns of the model are enabled, and vllm for CPUs cannot sleep: disable them, or give the sampler a GPU"
 )
@@ -81,6 +85,7 @@ def launches(
         "max_model_len": config.max_model_len or context_that_fits(config, model, placement),
         "kv_cache_memory_bytes": config.kv_cache_bytes or planned_key_values(config, model, placement),
     }
+    _refuse_two_kinds_of_factors(language_config(model or {}), sizes["max_model_len"])
     start = Start(
         engine_args={
             **_engine_args(config, model_path, layout, placement),
@@ -115,6 +120,14 @@ def launches(
             start_timeout_s=config.start_timeout_s,
             step_timeout_s=config.step_timeout_s,
         )
+
+
+def _refuse_two_kinds_of_factors(model: Mapping[str, Json], context: int | None) -> None:
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
+        short = model.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
+        if (context or int(model["max_position_embeddings"])) > int(short):
+            raise ConfigError(_LONGROPE.format(short))
 
 
 def _quantisation(model: Mapping[str, Json] | None) -> str:

@@ -35,6 +35,7 @@ def _make_heads(runner: Any, model: Any) -> None:
 
 # vLLM imports this module in each worker before it loads the model and makes the cache
 compat.clear_new_blocks()
+compat.choose_factors_by_our_context()
 compat.compute_gated_delta(mix)
 compat.import_without_torchvision()
 compat.keep_the_head(_make_heads)
