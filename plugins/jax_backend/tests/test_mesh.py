@@ -364,6 +364,41 @@ async def test_a_mesh_samples_what_one_device_does(meshed: JaxBackend, one_devic
         assert_same_outputs(ours, expected)
 
 
+KINDS = [
+    ("Qwen3_5MoeForCausalLM", Mesh(data=2, fsdp=2, tensor=2)),
+    ("Qwen3_5ForCausalLM", Mesh(data=2, fsdp=4)),
+    ("DeepseekV3ForCausalLM", Mesh(fsdp=2, tensor=4)),
+    ("GptOssForCausalLM", Mesh(data=2, fsdp=2, tensor=2)),
+    ("Qwen2MoeForCausalLM", Mesh(fsdp=4, tensor=2)),
+    ("Gemma2ForCausalLM", Mesh(fsdp=2, tensor=2, workers=2)),
+]
+"""Classes that have each kind of layer. `tensor` divides their experts, and leaves delta rules and latents whole."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("class_name", "mesh"), KINDS, ids=str)
+async def test_each_kind_of_layer_on_a_mesh(class_name: str, mesh: Mesh, tmp_path: Path) -> None:
+    shape = TinyShape(family=class_name, num_heads=8, num_kv_heads=4, tied=False, **SIZES)
+    write_tiny_model(tmp_path / "model", shape)
+    alone = on(tmp_path / "model", tmp_path / "alone")
+    divided = on(tmp_path / "model", tmp_path / "divided", **mesh.settings)
+    try:
+        trained, expected = train(divided), train(alone)
+        assert_close(trained, expected)
+        assert_same(train(divided, beside=["before", "after"]), trained)
+        for mine, other in zip(await sampled(divided), await sampled(alone), strict=True):
+            assert [each.tokens.tolist() for each in mine.sequences] == [
+                each.tokens.tolist() for each in other.sequences
+            ]
+            for one, another in zip(numbers(mine), numbers(other), strict=True):
+                np.testing.assert_allclose(one, another, rtol=0, atol=CLOSE)
+        if mesh.tensor == 1:
+            assert_same(trained, expected)
+    finally:
+        alone.close()
+        divided.close()
+
+
 async def test_no_tenant_changes_anothers_samples(meshed: JaxBackend) -> None:
     assert_same_outputs(await sampled(meshed), await sampled(meshed, together=False))
 

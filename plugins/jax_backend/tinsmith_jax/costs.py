@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from tinsmith_checkpoints.huggingface import ATTENTION, HEAD, SHARED_EXPERT, SHARED_EXPERTS, weight_counts
+from tinsmith_checkpoints.huggingface import (
+    ATTENTION,
+    DELTA,
+    HEAD,
+    LATENT,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    weight_counts,
+)
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import class_of, rank_classes
 from tinsmith_jax.tiles import MAX_ADAPTERS, TILE
@@ -105,12 +113,20 @@ class Costs:
     def base(self) -> int:
         """The weights. Norms and routers are whole on every device, biases and sinks lie with what they belong to."""
         counts, linear = weight_counts(self.shape), self.shape.linear_shapes()
-        plain = sum(number * linear[path][0] * linear[path][1] for path, number in self._modules.items())
-        plain += self.shape.frozen_matrices
-        divided = counts.embedding + counts.head + plain + self.shape.expert_layers * counts.experts
-        parts, by_heads = self.computing.fsdp * self.computing.tensor, self._divided_by_tensor
-        whole = counts.total - divided - by_heads
-        return (whole + divided // parts + by_heads // self.computing.tensor) * self.computing.base_item
+        plain = {path: number * linear[path][0] * linear[path][1] for path, number in self._modules.items()}
+        undivided = sum(size for path, size in plain.items() if self._is_undivided(path))
+        by_fsdp = undivided + self.shape.frozen_matrices
+        by_both = counts.embedding + counts.head + sum(plain.values()) - undivided
+        by_both += self.shape.expert_layers * counts.experts
+        fsdp, tensor, by_tensor = self.computing.fsdp, self.computing.tensor, self._divided_by_tensor
+        whole = counts.total - by_fsdp - by_both - by_tensor
+        own = whole + by_fsdp // fsdp + by_both // (fsdp * tensor) + by_tensor // tensor
+        return own * self.computing.base_item
+
+    def _is_undivided(self, path: str) -> bool:
+        """Return whether `tensor` leaves a module whole: those of the gated delta rule, and of attention by latents."""
+        of_latents = self.shape.attention.latent is not None and path in (*LATENT, *ATTENTION)
+        return of_latents or path in DELTA
 
     @property
     def _divided_by_tensor(self) -> int:
@@ -158,7 +174,8 @@ class Costs:
         And recurrent states, in the rows of `SamplingShape.states_per_shard`.
         """
         number = 1 + slots * (-(-context // TILE) + 1)
-        values = self.shape.attending_layers * self.shape.cached_size // self.computing.tensor
+        parts = self.computing.tensor if self.shape.attention.latent is None else 1
+        values = self.shape.attending_layers * self.shape.cached_size // parts
         states = (1 + 4 * slots) * self.shape.state_size * FLOAT
         return number * TILE * values * self.computing.value_item + states
 
@@ -277,9 +294,9 @@ class Costs:
         linear = shape.linear_shapes()
         for path, layers in self._modules.items():
             inputs, outputs = linear[path]
-            by_inputs = path in _BY_INPUTS
-            yield _Factor(inputs, layers, parts if by_inputs else 1, same_axis=True)
-            yield _Factor(outputs, layers, 1 if by_inputs else parts, same_axis=True)
+            by_inputs, own = path in _BY_INPUTS, 1 if self._is_undivided(path) else parts
+            yield _Factor(inputs, layers, own if by_inputs else 1, same_axis=True)
+            yield _Factor(outputs, layers, 1 if by_inputs else own, same_axis=True)
         if shape.experts is not None:  # gate, up, down: of each, the factor that faces the hidden states is shared
             own = shape.expert_layers * shape.experts.num_experts
             for _ in shape.mlp_modules:

@@ -364,11 +364,12 @@ def _layers(
             layer=mixer, weights=weights, config=config, tiles=tiles, count=count, axes=axes,
             dense=_dense, deltas=deltas, by_tile=by_tile,
         )  # fmt: skip
-        add = partial(_add, weights=weights, norm=norm, config=config, axes=axes)
+        add = partial(_add, weights=weights, norm=norm, config=config)
         mix = _mixer_of(weights, config, by_state, by_latents, attention)
         if mix is not None:
+            of_mixer = axes if mix is attention else axes.undivided
             product_NTH, delta_NTH, cache = mix(normed(x_NTH, "input_norm"), cache)
-            x_NTH = add(x_NTH, product_NTH, delta_NTH, "attention_out_norm", "o_bias")
+            x_NTH = add(x_NTH, product_NTH, delta_NTH, "attention_out_norm", "o_bias", axes=of_mixer)
         if "index" not in weights:
             return (x_NTH, cache), None
         h_NTH = normed(given_NTH, "input_norm") if config.parallel else normed(x_NTH, "post_norm")
@@ -378,7 +379,7 @@ def _layers(
             mlp_NTH += _shared_expert(h_NTH, weights, mlp, by_tile, axes)
             returned = chosen.astype(expert_dtype(config)) if how.shape.returns_experts else None
             return (x_NTH + by_scale(normed(mlp_NTH, "mlp_out_norm"), config.residual_scale), cache), returned
-        return (add(x_NTH, *mlp(h_NTH), "mlp_out_norm", "down_bias"), cache), None
+        return (add(x_NTH, *mlp(h_NTH), "mlp_out_norm", "down_bias", axes=axes), cache), None
 
     (x_NTH, cache), chosen = scan_layers(layer, (x_NTH, cache), (layers,), config)
     out_NTH = by_scale(norm(x_NTH, base["final_norm"]), config.logits_scale)

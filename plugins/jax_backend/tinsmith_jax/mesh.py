@@ -63,6 +63,11 @@ class Axes:
 
     # tensor
 
+    @property
+    def undivided(self) -> "Axes":
+        """Return what layers work with that `tensor` does not divide: each of its shards computes the same."""
+        return replace(self, tensor=1)
+
     def enter_tensor(self, x: Jax) -> Jax:
         """Give `x` to every shard of a layer's matrices. Reverse differentiation sums what they return."""
         return x if self.tensor == 1 else _enter(self, x)
@@ -275,11 +280,15 @@ _BASE: Final[Mapping[str, Spec]] = {
 VOCABULARY: Final = Spec(TENSOR, FSDP)
 _EXPERTS: Final = Spec(None, TENSOR, None, None)
 _COLUMNS: Final = frozenset({"q", "k", "v", "gate", "up", "shared_gate", "shared_up"})
-"""The modules whose outputs are divided over `tensor`; of the others, inputs are."""
+"""The modules whose outputs are divided over `tensor`; of the others, inputs are, unless they are whole."""
+_OF_LATENTS: Final = frozenset({"q_a", "q_b", "kv_a", "kv_b"})
+"""Modules that are whole, and so are all others of attention beside them."""
 
 
-CACHE: Final = Spec(None, STREAMS, TENSOR)
+PAGES: Final = Spec(None, STREAMS, TENSOR)
 """Keys and values: pages over the streams, heads over `tensor` (decode.Cache has the shapes)."""
+WHOLE_PAGES: Final = Spec(None, STREAMS)
+"""Latents, which all heads share, and recurrent states."""
 ROWS: Final = Spec(STREAMS)
 """Arrays whose first axis holds the streams' rows."""
 
@@ -356,13 +365,11 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
     if axes.tensor > 1 and model.attention.qk_norm == "whole":
         msg = f"mesh {_text(axes)}: {model.class_name} normalises all heads together, so {TENSOR} must be 1; use {FSDP}"
         raise ConfigError(msg)
-    if axes.tensor > 1 and model.recurrence is not None:
-        msg = f"mesh {_text(axes)}: {TENSOR} does not divide the recurrence of {model.class_name}, so it must be 1"
+    if axes.tensor > 1 and model.mamba is not None:
+        msg = f"mesh {_text(axes)}: {TENSOR} does not divide the state space of {model.class_name}, so it must be 1"
         raise ConfigError(f"{msg}; use {FSDP}")
     latent = model.attention.latent
-    if axes.tensor > 1 and latent is not None:
-        msg = f"mesh {_text(axes)}: {TENSOR} does not divide the latents of {model.class_name}, so it must be 1"
-        raise ConfigError(f"{msg}; use {FSDP}")
+    heads = {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads}
     inner = {"intermediate_size": model.intermediate_size}
     if model.experts is not None:
         inner = inner if model.dense_layers else {}
@@ -374,12 +381,7 @@ def check_shape(config: MeshConfig, model: ModelConfig) -> Axes:
         (
             TENSOR,
             axes.tensor,
-            {
-                "num_attention_heads": model.num_heads,
-                "num_key_value_heads": model.num_kv_heads,
-                **inner,
-                "vocab_size": model.vocab_size,
-            },
+            {**(heads if latent is None else {}), **inner, "vocab_size": model.vocab_size},
         ),
     ):
         uneven = [f"{name} ({size})" for name, size in sizes.items() if size % parts]
@@ -446,11 +448,12 @@ def _text(axes: Axes) -> str:
 
 def base_specs(layers: Sequence[str]) -> Jax:
     """Return how the base weights are divided (weights.py has their shapes)."""
+    divided = {**_BASE, "o": Spec(None, None, FSDP)} if "latent_kv" in layers else _BASE
     return {
         "embed": VOCABULARY,
         "head": VOCABULARY,
         "final_norm": Spec(),
-        "layers": {name: _BASE.get(name.removeprefix(DENSE), Spec()) for name in layers},
+        "layers": {name: divided.get(name.removeprefix(DENSE), Spec()) for name in layers},
     }
 
 
@@ -469,11 +472,18 @@ def gathered(base: Jax, axes: Axes) -> tuple[Jax, Axes]:
 def adapter_specs(modules: Iterable[str], *, experts: bool = False) -> Jax:
     """Return how an adapter is divided (adapters.py has its shapes): like the matrices that it changes.
 
-    With `experts`, what each expert has for itself lies where the expert does.
+    With `experts`, what each expert has for itself lies where the expert does. What latents or the gated delta rule
+    have is whole.
     """
-    column = (Spec(), Spec(None, None, TENSOR))
-    row = (Spec(None, TENSOR, None), Spec())
-    layers = {name: column if name.removeprefix(DENSE) in _COLUMNS else row for name in modules}
+    names = {name: name.removeprefix(DENSE) for name in modules}
+    whole = _OF_LATENTS | {"q", "o"} if "kv_a" in names.values() else frozenset[str]()
+
+    def pair(name: str) -> tuple[Spec, Spec]:
+        if name in whole or name.startswith("delta_"):
+            return Spec(), Spec()
+        return (Spec(), Spec(None, None, TENSOR)) if name in _COLUMNS else (Spec(None, TENSOR, None), Spec())
+
+    layers = {name: pair(own) for name, own in names.items()}
     if experts:
         own = {"gate": (Spec(), _EXPERTS), "up": (Spec(), _EXPERTS), "down": (_EXPERTS, Spec())}
         layers |= {name: specs for name, specs in own.items() if name in layers}

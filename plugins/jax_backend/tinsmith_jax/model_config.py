@@ -397,12 +397,10 @@ class ModelConfig(DecoderShape):
         return found
 
     def divided(self, parts: int) -> "ModelConfig":
-        """Return what one of `parts` shards of each layer's matrices sees: fewer heads."""
-        return (
-            self
-            if parts == 1
-            else replace(self, num_heads=self.num_heads // parts, num_kv_heads=self.num_kv_heads // parts)
-        )
+        """Return what one of `parts` shards of each layer's matrices sees: fewer heads, unless these are of latents."""
+        if parts == 1 or self.attention.latent is not None:
+            return self
+        return replace(self, num_heads=self.num_heads // parts, num_kv_heads=self.num_kv_heads // parts)
 
 
 def _products(shapes: Iterable[tuple[int, int]]) -> int:

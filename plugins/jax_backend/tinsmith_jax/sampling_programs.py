@@ -15,7 +15,18 @@ import numpy as np
 from tinsmith_jax import adapters, decode, native
 from tinsmith_jax.compilation import Program, compile_program
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.mesh import CACHE, ONE, ROWS, Axes, MeshLayout, Spec, adapter_specs, base_specs, resident_specs
+from tinsmith_jax.mesh import (
+    ONE,
+    PAGES,
+    ROWS,
+    WHOLE_PAGES,
+    Axes,
+    MeshLayout,
+    Spec,
+    adapter_specs,
+    base_specs,
+    resident_specs,
+)
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.rules import rule_of
@@ -112,7 +123,7 @@ class SamplingPrograms:
 
     def empty(self) -> tuple[Cache, adapters.Adapter]:
         """Make the cache and the rows of the adapters."""
-        specs: tuple[Jax, Jax] = jax.tree.map(lambda _: CACHE, self.cache), self._resident_specs
+        specs = self.cache_specs, self._resident_specs
         shardings = None if self.layout is None else self.layout.placed_tree(specs)
         return self.how.empty((self.cache, self.resident), shardings)
 
@@ -134,8 +145,8 @@ class SamplingPrograms:
         return Plan(
             function=partial(decode.decode, self.how),
             arguments=(self._weights, self.cache, dispatch),
-            into=(self._weights_specs, CACHE, Dispatch._make((ROWS, ROWS, _HERE))),
-            out=(CACHE, _HERE),
+            into=(self._weights_specs, self.cache_specs, Dispatch._make((ROWS, ROWS, _HERE))),
+            out=(self.cache_specs, _HERE),
             donated=1,
         )
 
@@ -144,8 +155,8 @@ class SamplingPrograms:
         return Plan(
             function=partial(decode.prefill, self.how),
             arguments=(self._weights, self.cache, no_tiles(self.shape, num_tiles)),
-            into=(self._weights_specs, CACHE, ROWS),
-            out=(CACHE, ROWS, _HERE),
+            into=(self._weights_specs, self.cache_specs, ROWS),
+            out=(self.cache_specs, ROWS, _HERE),
             donated=1,
         )
 
@@ -175,8 +186,8 @@ class SamplingPrograms:
         return Plan(
             function=decode.copy_pages,
             arguments=(self.cache, pages, pages),
-            into=(CACHE, ROWS, ROWS),
-            out=CACHE,
+            into=(self.cache_specs, ROWS, ROWS),
+            out=self.cache_specs,
             donated=0,
         )
 
@@ -211,6 +222,13 @@ class SamplingPrograms:
             states = States(_shape(rule, "float32"), _shape(tail, shape.dtype))
         k_LPJDC, v_LPJCD = (_shape(each, shape.dtype) for each in pages)
         return Cache(k_LPJDC, v_LPJCD, states)
+
+    @property
+    def cache_specs(self) -> Cache:
+        """Return how they are divided."""
+        pages = PAGES if self.config.attention.latent is None else WHOLE_PAGES
+        states = None if self.config.recurrence is None else States(WHOLE_PAGES, WHOLE_PAGES)
+        return Cache(pages, pages, states)
 
     @property
     def resident(self) -> adapters.Adapter:

@@ -203,6 +203,7 @@ def _latent_block(
 ) -> Jax:
     encoding, first_n = where
     angles, window = encoding.for_kind(weights.get("kind"))
+    axes = axes.undivided
     h_TH = normed(x_TH, weights, "input_norm", config)
 
     def delta(x_Ti: Jax, *names: str, divided: Divided = "outputs") -> tuple[Jax, ...]:
@@ -233,6 +234,7 @@ def _recurrent_block(  # as _attention_block
     where: tuple[PositionEncoding, Jax],
 ) -> Jax:
     (_, first_n), rule = where, rule_of(config)
+    axes = axes.undivided
     h_TH = normed(x_TH, weights, "input_norm", config)
     deltas = lora_delta(h_TH, lora_of(rule.INPUTS, adapter, sums), tiles, axes, "outputs")
     mixed, gate, *of_heads = kept(rule.projected(h_TH @ axes.whole(weights[rule.IN], 0), deltas, config))

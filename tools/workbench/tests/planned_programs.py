@@ -62,9 +62,6 @@ KINDS: Mapping[str, Mapping[str, Json]] = {
 }  # fmt: skip
 """The kinds of layers, by what makes them unlike those of Llama."""
 
-DIVIDED = ("experts", "shared expert", "windows and sinks", "windows and caps")
-"""Those that `tensor` can divide."""
-
 MESHES = {
     "all axes": MeshConfig(data=2, fsdp=2, tensor=2),
     "streams": MeshConfig(data=2, fsdp=2),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from jax_harness import QUICK
-from planned_programs import DIVIDED, KINDS
+from planned_programs import KINDS
 
 from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import TINY
@@ -58,7 +58,7 @@ HYBRID, ROUTED = "delta rule and experts on streams, gradients", "shared expert 
 FURTHER = tuple(
     f"{kind} on {mesh}, {program}"
     for kind in KINDS
-    for mesh in ("one device", "streams", *(["all axes"] if kind in DIVIDED else []))
+    for mesh in ("one device", "streams", "all axes")
     for program in (*PROGRAMS, "gradients, kept", "decode, once")
     if f"{kind} on {mesh}, {program}" not in (HYBRID, ROUTED)
 )

@@ -14,7 +14,7 @@ from tinsmith_jax.buckets import Bucket
 from tinsmith_jax.compilation import Program
 from tinsmith_jax.config import JaxConfig
 from tinsmith_jax.loss_table import LossTables
-from tinsmith_jax.mesh import CACHE, MeshLayout, make_layout, resident_specs
+from tinsmith_jax.mesh import MeshLayout, make_layout, resident_specs
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.rank_classes import rank_classes
 from tinsmith_jax.runtime import Limits
@@ -115,7 +115,7 @@ class Case:
     @property
     def cache(self) -> Any:
         """The shapes of keys, values and recurrent states, with their places."""
-        return jax.tree.map(lambda part: _placed(part, self.layout.placed(CACHE)), self.sample.cache)
+        return jax.tree.map(_placed, self.sample.cache, self.layout.placed_tree(self.sample.cache_specs))
 
     @property
     def _resident(self) -> Any:

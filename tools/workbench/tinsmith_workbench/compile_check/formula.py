@@ -289,7 +289,7 @@ class Pass:
         again for its gate.
         """
         again = self.limits.recompute and self.gradients
-        parts = [(2, 2, 2)] * self.config.num_layers + [(2, 1, 2)] * self.config.num_layers
+        parts = [(2, 2, 2)] * self._work.divided_mixers + [(2, 1, 2)] * self.config.num_layers
         if self._work.routed is not None and self._work.routed.shared_size:
             parts += [(2, 2 if self._work.routed.shared_gate else 1, 1)] * self.config.expert_layers
         return sum(first + again * more + self.gradients * back for first, more, back in parts)

@@ -13,7 +13,7 @@ from typing import Final
 from tinsmith_checkpoints.huggingface import HEAD, ExpertShape
 from tinsmith_jax import adapters
 from tinsmith_jax.attention import kernel_size
-from tinsmith_jax.mesh import FSDP, TENSOR, Axes, adapter_specs, base_specs
+from tinsmith_jax.mesh import FSDP, TENSOR, Axes, Spec, adapter_specs, base_specs
 from tinsmith_jax.model_config import DENSE, ModelConfig
 from tinsmith_jax.sampling_values import PAGE
 from tinsmith_jax.tiles import TILE
@@ -53,11 +53,11 @@ class Layers:
     @cached_property
     def matrices(self) -> Sequence[Product]:
         """All but the routed experts'."""
-        shapes = base_shapes(self.config, "float32")["layers"]
-        return [self._matrix(name, shapes[name].shape) for name in shapes if name in plain_matrices(self.config)]
+        shapes, plain = base_shapes(self.config, "float32")["layers"], plain_matrices(self.config)
+        specs = base_specs(list(shapes))["layers"]
+        return [self._matrix(name, shapes[name].shape, specs[name]) for name in shapes if name in plain]
 
-    def _matrix(self, name: str, shape: tuple[int, ...]) -> Product:
-        spec = base_specs([name])["layers"][name]
+    def _matrix(self, name: str, shape: tuple[int, ...], spec: Spec) -> Product:
         layers, *sizes = (
             size // (self.axes.tensor if axis == TENSOR else 1)
             for size, axis in zip(shape, [*spec, *[None] * (len(shape) - len(spec))], strict=True)
@@ -68,7 +68,7 @@ class Layers:
     def modules(self) -> Sequence[Product]:
         """The modules of an adapter, but for the routed experts'."""
         return [
-            self._module(name, *pair)
+            self._module(name, *pair, self._adapter_specs[name])
             for name, pair in self._adapters.items()
             if not self.routed or name not in _EXPERT_MODULES
         ]
@@ -78,9 +78,13 @@ class Layers:
         found = adapters.shapes(self.config, 1)["layers"]
         return {name: (A.shape, B.shape) for name, (A, B) in found.items()}
 
-    def _module(self, name: str, A: tuple[int, ...], B: tuple[int, ...]) -> Product:
-        by_A, by_B = adapter_specs([name])["layers"][name]
-        parts = self.axes.tensor
+    @cached_property
+    def _adapter_specs(self) -> dict[str, tuple[Spec, Spec]]:
+        found: dict[str, tuple[Spec, Spec]] = adapter_specs(self._adapters)["layers"]
+        return found
+
+    def _module(self, name: str, A: tuple[int, ...], B: tuple[int, ...], specs: tuple[Spec, Spec]) -> Product:
+        (by_A, by_B), parts = specs, self.axes.tensor
         d_in = A[-2] // (parts if TENSOR in by_A else 1)
         return Product(name=name, layers=A[0], d_in=d_in, d_out=B[-1] // (parts if TENSOR in by_B else 1))
 
@@ -103,6 +107,11 @@ class Layers:
     # Attention
 
     @property
+    def divided_mixers(self) -> int:
+        """Return how many layers mix tokens by what `tensor` divides."""
+        return 0 if self.config.attention.latent is not None else self.config.attending_layers
+
+    @property
     def is_plain(self) -> bool:
         """Return whether kernels for accelerators know the scores of attention."""
         attention, kinds = self.config.attention, self.config.kinds
@@ -111,9 +120,9 @@ class Layers:
     @property
     def widths(self) -> tuple[int, int]:
         """Return the sizes of all queries, and of all values, of a token on one chip, as attention computes them."""
-        latent, heads = self.config.attention.latent, self.config.num_heads // self.axes.tensor
+        latent, heads = self.config.attention.latent, self.config.num_heads
         if latent is None:
-            return heads * self.config.head_dim, heads * self.config.head_dim
+            return (heads * self.config.head_dim // self.axes.tensor,) * 2
         if self.is_plain and latent.key_dim != latent.value_dim:
             size = kernel_size(latent.key_dim, latent.value_dim)
             return heads * size, heads * size

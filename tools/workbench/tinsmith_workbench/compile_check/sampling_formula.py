@@ -127,9 +127,9 @@ class Sampling:
 
     def _widths(self) -> tuple[int, int]:
         """Return the numbers of a token's queries, and of its sums of values."""
-        latent, heads = self.config.attention.latent, self.config.num_heads // self.axes.tensor
+        latent, heads = self.config.attention.latent, self.config.num_heads
         if latent is None:
-            return heads * self.config.head_dim, heads * self.config.head_dim
+            return (heads * self.config.head_dim // self.axes.tensor,) * 2
         return heads * latent.cached_dim, heads * latent.rank
 
     def _adapted(self) -> int:
@@ -173,7 +173,7 @@ class Sampling:
     def _sums(self) -> int:
         experts = self._work.routed
         of_experts = 0 if experts is None else self.config.expert_layers * (1 + bool(experts.shared_size))
-        return 2 * self.config.num_layers + of_experts
+        return self._work.divided_mixers + self.config.num_layers + of_experts
 
     def hbm_bytes(self) -> dict[str, float]:
         work, layers, cache = self._work, self.config.attending_layers, self._cache_bytes()
