@@ -80,7 +80,7 @@ def test_a_run_is_read_by_keyboard_alone(server: RunningServer, browser: Browser
     browser.look(width=1280, height=800, dark=False)
     browser.open(f"{server.url}/?keys#run={run.get_info().model_id}")
     browser.until("document.querySelector('figure') && document.activeElement.id === 'title'")
-    walked = []
+    walked: list[str] = []
     while not (walked and walked[-1].startswith("loss:sum: ")):
         browser.press("Tab")
         walked.append(
