@@ -36,13 +36,11 @@ class ReplayedRouting(nn.Module):
         assert self.stream is not None
         start = get_tensor_model_parallel_rank() * len(scores_TE)
         rows = slice(start, start + len(scores_TE))
-        own_scores_TC, own_TC = default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.stream.experts_LTC is None:
-            self._count(own_TC, rows, scores_TE.shape[1])
-            return own_scores_TC, own_TC
-        given_TC = self.stream.experts_LTC[self._layer, rows].long()
-        chosen_TC = torch.where(given_TC < 0, own_TC, given_TC)
-        # In the router's own order: the bits of the weights depend on it.
+        _, chosen_TC = default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.stream.experts_LTC is not None:
+            given_TC = self.stream.experts_LTC[self._layer, rows].long()
+            chosen_TC = torch.where(given_TC < 0, chosen_TC, given_TC)
+        # The bits of the weights depend on the order. From 0.18 on, Megatron-core sorts only where it takes gradients.
         order_TC = scores_TE.detach().gather(1, chosen_TC).argsort(dim=1, descending=True, stable=True)
         chosen_TC = chosen_TC.gather(1, order_TC)
         self._count(chosen_TC, rows, scores_TE.shape[1])
