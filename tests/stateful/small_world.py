@@ -58,6 +58,7 @@ from tinsmith_checkpoints.format import MANIFEST
 Work = Callable[[], Awaitable[None]]
 
 ANN, BOB = Principal(tenant="ann"), Principal(tenant="bob")
+ACTOR = {"actor": "ann"}
 STEPS: Final = frozenset(
     {
         "get_checkpoint",
@@ -302,13 +303,13 @@ class World:
         path = TinkerPath.parse(self.path)
         segment, _, name = path.checkpoint_id.partition("/")
         with suppress(NotFoundError):  # there was none when it looked: it has promised nothing
-            await runs.delete_checkpoint(self.model_id, segment, name, ANN, self.context("delete"))
+            await runs.delete_checkpoint(self.model_id, segment, name, ANN, ACTOR, self.context("delete"))
             self.deleted = True
 
     async def unpublishing(self) -> None:
         path = TinkerPath.parse(self.path)
         segment, _, name = path.checkpoint_id.partition("/")
-        await runs.unpublish(self.model_id, segment, name, ANN, self.context("unpublish"))
+        await runs.unpublish(self.model_id, segment, name, ANN, ACTOR, self.context("unpublish"))
 
     async def unpublishing_then_saving(self) -> None:
         await self.unpublishing()
