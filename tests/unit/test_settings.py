@@ -151,7 +151,7 @@ def test_everything_wrong_is_reported_at_once_with_its_source(plugins: Plugins, 
         return found
 
     prot = line(f"{file}:2: server.prot: ")
-    assert "unknown key, allowed: api_keys, api_keys_file, data_dir, " in prot
+    assert "unknown key, allowed: api_keys, api_keys_file, audit_retention_s, data_dir, " in prot
     assert prot.endswith("; did you mean 'port'?")
     assert "valid integer" in line(f"{file}:3: server.port: ")
     assert "got 'high'" in line(f"{file}:3: server.port: ")

@@ -329,7 +329,7 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch, module: str, sourc
 def test_a_stranger_adds_a_family_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_config(tmp_path / "model", "StrangerForCausalLM")
     with pytest.raises(
-        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only DeepseekV32ForCausalLM, "
+        ConfigError, match=r"architecture 'StrangerForCausalLM' is not supported, only Cohere2ForCausalLM, "
     ):
         read_config(model)
     install(tmp_path, monkeypatch, "stranger", STRANGER)

@@ -93,7 +93,9 @@ class Case:
     # Bytes on one chip
 
     def base_bytes(self) -> int:
-        return _bytes_on_a_chip(self._base)
+        """Return what the weights take. A tied head is the embedding, though programs take it as a second argument."""
+        own = {name: part for name, part in self._base.items() if not (name == "head" and self.config.tied)}
+        return _bytes_on_a_chip(own)
 
     def tenant_bytes(self) -> int:
         """Return the bytes of a tenant: weights, two moments and, while they are pending, gradients."""
@@ -130,16 +132,16 @@ class Case:
         weights, state = self._weights_bytes(rank), self._state_bytes(rank)
         match kind:
             case "gradients":
-                return self.base_bytes() + number * (weights + state)
+                return _bytes_on_a_chip(self._base) + number * (weights + state)
             case "score":
-                return self.base_bytes() + number * weights
+                return _bytes_on_a_chip(self._base) + number * weights
             case "step":
                 return weights + 3 * state
             case "prefill":
                 unused = (self._base["head"], self._resident["head"])
-                return self.base_bytes() + self.sampling_bytes() - _bytes_on_a_chip(unused)
+                return _bytes_on_a_chip(self._base) + self.sampling_bytes() - _bytes_on_a_chip(unused)
             case _:
-                return self.base_bytes() + self.sampling_bytes()
+                return _bytes_on_a_chip(self._base) + self.sampling_bytes()
 
     def _weights_bytes(self, rank: int) -> int:
         return self._adapter_bytes(rank, self.train.adapter_specs)
