@@ -31,7 +31,7 @@ class Entry:
     size: tuple[str, ...] = ()  # arguments that only make it smaller
     argument: tuple[str, ...] = ()  # arguments without which it does not run here
     why: str = ""  # the arguments
-    after: str = ""  # the module whose last checkpoint it reads, as {sampler} or {state}
+    after: str = ""  # the module whose last checkpoint it reads: {sampler}, {state} or, downloaded, {adapter}
     types: str = ""  # what its user types
     up: str = ""  # what it writes once it serves; it does not end by itself
     does: tuple[str, ...] = ()  # kinds of operations that it must have submitted
@@ -39,11 +39,17 @@ class Entry:
     note: str = ""
 
 
-_TML = Lack(
-    what="the renderer and tokenizer of Inkling: tml-renderers 0.4.1, which is not published",
-    shown_by=r"tml_renderers|Tokenizer",
+_INKLING = Lack(
+    what="Inkling, whose layers no backend has yet", shown_by=r"no base model named 'thinkingmachines/Inkling'"
+)
+_EXAMPLE = Lack(
+    what="Inkling, whose layers no backend has yet, and before that the example that it loads from the hub",
+    shown_by=r"DatasetNotFoundError|coroutine raised StopIteration",
 )
 _IMAGES = Lack(what="images, which this server does not take yet", shown_by=r"'image' chunks are not offered")
+_AFTER_IMAGES = Lack(
+    what="a checkpoint of the sweep, which needs images", shown_by=r"No checkpoint with sampler_path found"
+)
 _SEARCH = Lack(
     what="a Chroma index of Wikipedia, Gemini's API for its embeddings, and a data set of questions",
     shown_by=r"ConnectError|RepositoryNotFoundError",
@@ -454,13 +460,14 @@ ENTRIES: Final = (
     ),
     Entry(
         module="recipes.vlm_classifier.eval_sweep",
+        after="recipes.vlm_classifier.sweep",
         models=(LARGE_397B,),
         size=("experiment_dir={dir}/vlm-sweep", "output_file={dir}/vlm.jsonl"),
         stand_ins=_PICTURES,
-        lacks=_IMAGES,
+        lacks=_AFTER_IMAGES,
     ),
     *(
-        Entry(module=module, lacks=_TML)
+        Entry(module=module, lacks=_EXAMPLE if module.startswith("scripts.") else _INKLING)
         for module in (
             "recipes.audio.asr.rl_train",
             "recipes.audio.asr.sl_train",
@@ -489,7 +496,12 @@ ENTRIES: Final = (
     ),
     Entry(
         module="scripts.merge_tinker_adapter_to_hf_model",
-        size=("--tinker-adapter-path", "{dir}/adapter", "--hf-model", "{dir}/model", "--output-path", "{dir}/merged"),
+        after="recipes.multiplayer_rl.text_arena.train",
+        size=("--tinker-adapter-path", "{adapter}", "--hf-model", "{dir}/model", "--output-path", "{dir}/merged"),
+        lacks=Lack(
+            what="a model whose head is not tied to its embedding, as the tiny one's is",
+            shown_by=r"mapped to 'lm_head.weight' which does not exist",
+        ),
     ),
 )
 """In the order in which they run: some read what an earlier one wrote."""

@@ -124,6 +124,8 @@ def _run(entry: Entry, place: Place) -> tuple[int | None, str]:
     """Return its exit code, None where it did not end in time, and all that it wrote."""
     log = place.directory / f"{entry.module}.log"
     filled = {"dir": str(place.directory), **_last_checkpoint(place.directory / "runs" / entry.after)}
+    if "{adapter}" in entry.size:
+        filled["adapter"] = str(_downloaded(filled["state"], place))
     arguments = [part.format_map(filled) for part in (*entry.argument, *entry.size)]
     command = [str(place.python), "-m", f"tinker_cookbook.{entry.module}", *arguments]
     with log.open("wb") as output:
@@ -153,6 +155,15 @@ def _last_checkpoint(runs: Path) -> dict[str, str]:
     lines = [line for file in runs.rglob("checkpoints.jsonl") for line in file.read_text().splitlines()]
     saved = json.loads(lines[-1]) if lines else {}
     return {"sampler": saved.get("sampler_path", "none"), "state": saved.get("state_path", "none")}
+
+
+def _downloaded(checkpoint: str, place: Place) -> Path:
+    """Download an adapter as a user does, and return where it is."""
+    output = place.directory / "adapters"
+    command = [place.python, "-m", "tinker.cli", "checkpoint", "download", checkpoint, "--output", output]
+    subprocess.run(command, check=True, capture_output=True, env=_environment(place), timeout=_LIMIT_S)
+    (file,) = output.rglob("adapter_model.safetensors")
+    return file.parent
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, entry: Entry) -> int | None:

@@ -150,7 +150,8 @@ def write_data_set(directory: Path, configurations: Mapping[str, _Splits]) -> No
     directory.mkdir(parents=True)
     described: list[dict[str, Any]] = []
     for name, splits in configurations.items():
-        files = {split: f"{name}-{split}.jsonl" for split in splits}
+        files = {split: f"{name}/{split}.jsonl" for split in splits}
+        (directory / name).mkdir()
         for split, rows in splits.items():
             _write_lines(directory / files[split], rows())
         data_files = [{"split": split, "path": file} for split, file in files.items()]

@@ -10,7 +10,7 @@ As on the hub, large files are named after their SHA-256 and lie elsewhere, wher
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,12 +130,26 @@ class _Handler(BaseHTTPRequestHandler):
             return
         repository, commit = found
         if tree:
-            inside = f"{unquote(directory)}/" if directory else ""
-            entries = [_tree_entry(*each) for each in repository.files.items() if each[0].startswith(inside)]
-            self._json(200, entries)
+            self._list(repository.files, unquote(directory))
         else:
             siblings = [_sibling(file, content) for file, content in repository.files.items()]
             self._json(200, {"id": name, "sha": commit, "private": repository.private, "siblings": siblings})
+
+    def _list(self, files: Mapping[str, bytes], directory: str) -> None:
+        """List a directory: what is in it, or all that is below it if `recursive` is asked for."""
+        inside = f"{directory}/" if directory else ""
+        below = {file.removeprefix(inside): content for file, content in files.items() if file.startswith(inside)}
+        if directory and not below:
+            self._refuse(404, "EntryNotFound", f"{directory} does not exist")
+            return
+        entries = [_tree_entry(f"{inside}{file}", content) for file, content in below.items()]
+        if parse_qs(urlsplit(self.path).query).get("recursive") == ["false"]:
+            entries = [each for each in entries if "/" not in each["path"].removeprefix(inside)]
+            folders = sorted({file.partition("/")[0] for file in below if "/" in file})
+            entries += [
+                {"type": "directory", "path": f"{inside}{name}", "oid": "0" * 40, "size": 0} for name in folders
+            ]
+        self._json(200, entries)
 
     def _repository(self, name: str, revision: str, *, describing: bool) -> tuple[Repository, str] | None:
         repository = self.hub.repositories.get(name)
