@@ -21,6 +21,7 @@ STEPS = 12
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_slow_disk_costs_time_and_nothing_else(
     launcher: Launcher, whole: Callable[[int], Any], tmp_path: Path
 ) -> None:
