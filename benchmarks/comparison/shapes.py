@@ -12,6 +12,24 @@ SHAPES: Final = {
     "tiny": TinyShape(
         vocab_size=4096, hidden_size=256, intermediate_size=768, num_heads=8, num_kv_heads=4, dtype="bfloat16"
     ),
+    # 4.5 million: three layers with the gated delta rule to one that attends, as in Qwen3.5
+    "hybrid": TinyShape(
+        family="Qwen3_5ForConditionalGeneration",
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_heads=8,
+        num_kv_heads=4,
+        max_context_tokens=8192,
+        dtype="bfloat16",
+        settings={
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
     # 29 million
     "small": TinyShape(
         vocab_size=8192,

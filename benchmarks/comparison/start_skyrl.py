@@ -87,6 +87,8 @@ def _copied(model: Path, dtype: str, work_dir: Path) -> Path:
         (copy / file.name).symlink_to(file)
     config = json.loads((model / "config.json").read_text())
     (copy / "config.json").unlink()
+    if "text_config" in config:  # of a model that also sees
+        config["text_config"]["dtype"] = dtype
     (copy / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype, "dtype": dtype}))
     return copy.resolve()
 
