@@ -1,0 +1,118 @@
+"""Accounts: API keys, the audit log, usage and storage."""
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints
+
+from tinsmith.protocol import bounds
+from tinsmith.protocol.wire.fields import ExactBody
+
+
+class OrgDetails(BaseModel):
+    name: str
+
+
+class UserDetails(BaseModel):
+    email: str
+
+
+class KeyDetails(BaseModel):
+    org_details: OrgDetails
+    user_details: UserDetails
+
+
+class ApiKeyInfo(BaseModel):
+    key_id: int
+    name: str
+    note: str
+    details: KeyDetails
+
+
+KeyText = Annotated[str, StringConstraints(max_length=200), AfterValidator(bounds.plain)]
+
+
+class NewApiKey(ExactBody):
+    name: Annotated[KeyText, Field(min_length=1)]
+    note: KeyText = ""
+    expires_in_s: Annotated[float, Field(gt=0, le=10 * 365 * 86400)] | None = None  # default: never
+
+
+class ApiKey(BaseModel):
+    key_id: str
+    name: str
+    note: str
+    tenant: str
+    created_at: datetime
+    expires_at: datetime | None = None
+    key: str | None = None  # of a new one only: it is kept nowhere
+
+
+class ApiKeys(BaseModel):
+    api_keys: list[ApiKey]
+
+
+class AuditLogEntry(BaseModel):
+    timestamp: datetime
+    event: str
+    event_details: dict[str, str]
+    model_id: str | None = None
+    tinker_path: str | None = None
+
+
+class AuditLog(BaseModel):
+    entries: list[AuditLogEntry]
+    next_offset: int | None = None  # of the following entries, if there are more
+
+
+class BillingEventInfo(BaseModel):
+    """Which of the numbers is set depends on the type."""
+
+    type: Literal["training", "sampling_prefill", "sampling_sample", "checkpoint"]
+    token_count: int | None = None
+    cached: bool | None = None
+    count: int | None = None
+
+
+class BillingEvent(BaseModel):
+    bucket_start: datetime
+    bucket_end: datetime
+    base_model: str
+    user_id: str
+    user_name: str
+    event_info: BillingEventInfo
+
+
+class BillingUsage(BaseModel):
+    data: list[BillingEvent]
+
+
+class StorageUsageItem(BaseModel):
+    project_id: str | None = None
+    user_name: str
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+
+
+class StorageUsage(BaseModel):
+    data: list[StorageUsageItem]
+
+
+class DiskUsageItem(BaseModel):
+    """The storage of one tenant on the server's disk and in its database, and its limit."""
+
+    tenant: str
+    log_bytes: int
+    checkpoint_bytes: int
+    snapshot_bytes: int
+    recovery_point_bytes: int
+    routed_expert_bytes: int
+    total_bytes: int
+    allowed_bytes: int
+
+
+class DiskUsage(BaseModel):
+    data: list[DiskUsageItem]
+    free_bytes: int
+    reserve_bytes: int

@@ -1,0 +1,111 @@
+"""Models, their optimizers and their losses."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from tinsmith.protocol import bounds
+from tinsmith.protocol.wire.fields import Body, ExactBody, Int, JsonMetadata, Name, Seed, SeqId
+
+
+class LoraConfig(ExactBody):
+    rank: Int
+    seed: Seed | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(ExactBody):
+    """`adamw`; every other type is refused by its name."""
+
+    type: Name = "adamw"
+
+
+class CreateModelRequest(ExactBody):
+    session_id: Name
+    model_seq_id: SeqId
+    base_model: Name
+    user_metadata: JsonMetadata | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig | None = None
+    type: Literal["create_model"] = "create_model"
+
+
+class ModelRequest(Body):
+    """Of get_info and unload_model."""
+
+    model_id: Name
+
+
+class ModelData(BaseModel):
+    arch: str | None = None
+    model_name: str
+    tokenizer_id: str
+
+
+class AdamOptimizer(BaseModel):
+    type: Literal["adamw"] = "adamw"
+
+
+class ModelInfo(BaseModel):
+    model_id: str
+    model_data: ModelData
+    optimizer_config: AdamOptimizer = AdamOptimizer()
+    is_lora: bool = True
+    lora_rank: int
+    model_name: str
+    type: Literal["get_info"] = "get_info"
+
+
+class AdamParams(ExactBody):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepRequest(ExactBody):
+    """`adam_params`, or `optimizer_params` of another family."""
+
+    model_id: Name
+    seq_id: SeqId
+    adam_params: AdamParams | None = None
+    optimizer_params: JsonMetadata | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+
+class CustomLossInput(ExactBody):
+    name: Name
+    rank: Int
+
+
+class CustomLossNode(ExactBody):
+    """Its arguments are encoded: `custom_losses/graph.py` reads them."""
+
+    op: Name
+    name: Name
+    target: Name
+    args: list[Any] = []  # Any: JSON
+    kwargs: dict[str, Any] = {}
+
+
+class CustomLossGraph(ExactBody):
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CreateCustomLossRequest(ExactBody):
+    session_id: Name
+    custom_loss_seq_id: Annotated[int, Field(ge=0, lt=bounds.MAX_CUSTOM_LOSSES)]
+    name: Name
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+    type: Literal["create_custom_loss"] = "create_custom_loss"
+
+
+class CustomLossCreated(BaseModel):
+    loss_id: str
+    type: Literal["create_custom_loss"] = "create_custom_loss"
