@@ -185,7 +185,7 @@ def test_experts_go_on_where_another_backend_was(tmp_path: Path, model_of_expert
         ("Qwen3_5ForCausalLM", ["stages", "fsdp"]),
         ("Qwen3_5MoeForConditionalGeneration", ["stages", "fsdp"]),
         ("Qwen3NextForCausalLM", ["stages", "fsdp"]),
-        ("DeepseekV3ForCausalLM", ["fsdp"]),
+        ("DeepseekV3ForCausalLM", ["megatron", "fsdp"]),
     ],
 )
 def test_other_layers_go_on_where_another_backend_was(tmp_path: Path, name: str, away: list[str]) -> None:

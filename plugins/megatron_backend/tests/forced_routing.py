@@ -17,11 +17,11 @@ class ForcedRouting:
 
     def __init__(self, model: Any) -> None:
         self._datum: Datum | None = None
-        self._chosen: list[dict[int, torch.Tensor]] = []  # of each sequence so far, by layer
-        self._num_experts = getattr(model.config, "num_experts", 0)
-        for layer, each in enumerate(model.model.layers):
-            if hasattr(each.mlp, "gate"):
-                each.mlp.gate.register_forward_hook(partial(self._choose, layer))
+        self._chosen: list[dict[int, torch.Tensor]] = []  # of each sequence so far, by layer with experts
+        routers = [each.mlp.gate for each in model.model.layers if hasattr(each.mlp, "gate")]
+        self._num_experts = len(routers[0].weight) if routers else 0
+        for number, router in enumerate(routers):
+            router.register_forward_hook(partial(self._choose, number))
 
     def begin(self, datum: Datum) -> None:
         """Compute this sequence next."""
@@ -50,10 +50,11 @@ class ForcedRouting:
         if given is not None and len(given):
             chosen = torch.cat((torch.tensor(given[:, layer].astype(np.int64)), chosen[len(given) :]))
         self._chosen[-1][layer] = chosen
-        weights = torch.softmax(logits, dim=-1).gather(1, chosen)
+        by_sigmoid = hasattr(router, "e_score_correction_bias")
+        weights = (logits.sigmoid() if by_sigmoid else logits.softmax(dim=-1)).gather(1, chosen)
         if getattr(router, "norm_topk_prob", True):  # Qwen3.5's always does
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return logits, weights, chosen
+        return logits, weights * getattr(router, "routed_scaling_factor", 1.0), chosen
 
 
 def _joined(chosen: Mapping[int, torch.Tensor]) -> Array:

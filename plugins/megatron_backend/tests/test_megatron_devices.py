@@ -13,6 +13,7 @@ from typing import Any
 import attention_on_cpu
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from megatron_harness import make_backend
 
 from tinsmith import ConfigError, Placement
@@ -38,19 +39,25 @@ def test_a_rank_with_a_device_does_not_start_on_the_cpu(
         Rank(worker)
 
 
-def test_attention_on_a_gpu_is_that_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, ends = PackedAttention(), attention_on_cpu.starts()
+@pytest.mark.parametrize(
+    ("scale", "value_size"),
+    [pytest.param(None, attention_on_cpu.SIZE, id="plain"), pytest.param(0.3, 10, id="latents")],
+)
+def test_attention_on_a_gpu_is_that_of_each_sequence(
+    scale: float | None, value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention, ends = PackedAttention(softmax_scale=scale), attention_on_cpu.starts()
     stream: Any = SimpleNamespace(starts=ends, longest=64, bounds=tuple(pairwise(ends.tolist())))
     attention.stream = stream
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
         query, key, value = (each[:, None] for each in tensors)
         out: torch.Tensor = attention(query, key, value)[:, 0]
-        return out.unflatten(1, (attention_on_cpu.HEADS, attention_on_cpu.SIZE))
+        return out.unflatten(1, (attention_on_cpu.HEADS, value_size))
 
-    failing = partial(pytest.fail, "it took the CPU's branch")
-    monkeypatch.setattr("tinsmith_megatron.attention.F", SimpleNamespace(scaled_dot_product_attention=failing))
-    attention_on_cpu.check_on_card(attend, None)
+    stand_in = SimpleNamespace(pad=F.pad, scaled_dot_product_attention=partial(pytest.fail, "it took the CPU's branch"))
+    monkeypatch.setattr("tinsmith_megatron.attention.F", stand_in)
+    attention_on_cpu.check_on_card(attend, scale, value_size)
 
 
 def imported(name: str, monkeypatch: pytest.MonkeyPatch, stand_ins: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -72,7 +79,7 @@ def imported(name: str, monkeypatch: pytest.MonkeyPatch, stand_ins: Mapping[str,
 
 def test_where_there_is_a_gpu_nothing_is_taken_from_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's name for TransformerEngine's product was: a NameError in the first pass with experts on a GPU."""
-    made = {"stage": "Stage", "trainer": "Trainer", "shards": "read", "groups": "join"}
+    made = {"stage": "Stage", "trainer": "Trainer", "canonical": "read", "groups": "join"}
     moe_utils = ModuleType("moe_utils")
     stand_ins: dict[str, dict[str, Any]] = {f"tinsmith_megatron.{each}": {name: object} for each, name in made.items()}
     stand_ins["megatron.core.transformer.moe"] = {"moe_utils": moe_utils}

@@ -9,7 +9,7 @@ from megatron_harness import make_backend, shape
 
 from tinsmith import ConfigError, LoraConfig, UserError
 from tinsmith.testing import write_tiny_model
-from tinsmith_checkpoints.huggingface import DecoderShape, read_model_config
+from tinsmith_checkpoints.huggingface import DecoderShape, known_config, read_model_config
 from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import Coordinates, check_model, check_ranks, part_of, smallest_group
@@ -81,6 +81,40 @@ def test_what_a_model_has_and_megatron_would_leave_out_is_refused(
     architecture_of(config, Path("config.json"))
     with pytest.raises(ConfigError, match=message):
         architecture_of({**config, **changes}, Path("config.json"))
+
+
+UNKNOWN_LATENTS: list[tuple[dict[str, object], str]] = [
+    ({"scoring_func": "softmax"}, "scoring_func is 'softmax', supported by the megatron backend is 'sigmoid'"),
+    ({"topk_method": "greedy"}, "topk_method is 'greedy', supported by the megatron backend is 'noaux_tc'"),
+    ({"norm_topk_prob": False}, "norm_topk_prob is False, supported by the megatron backend is True"),
+    ({"rope_interleave": False}, "rope_interleave is False, supported by the megatron backend is True"),
+    ({"moe_layer_freq": 2}, "moe_layer_freq is 2, supported is 1"),
+    ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and Megatron-core does not normalise"),
+    ({"n_group": 6}, r"n_routed_experts \(256\) must fill n_group \(6\) equal groups of 2 or more"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), UNKNOWN_LATENTS, ids=[next(iter(changes)) for changes, _ in UNKNOWN_LATENTS]
+)
+def test_other_models_with_latents_are_refused(changes: dict[str, object], message: str) -> None:
+    config = known_config("DeepSeek-V3.1")
+    assert config is not None
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    architecture_of(plain, Path("config.json"))
+    with pytest.raises(ConfigError, match=message):
+        architecture_of({**plain, **changes}, Path("config.json"))
+
+
+def test_the_language_part_of_a_model_with_latents_is_read(tmp_path: Path) -> None:
+    config = known_config("Kimi-K2")
+    assert config is not None
+    text = {key: value for key, value in config.items() if key not in ("architectures", "quantization_config")}
+    whole = {"architectures": ["Kimi_K25ForConditionalGeneration"], "text_config": text}
+    found = architecture_of(whole, tmp_path / "config.json")
+    assert found.latent is not None
+    assert (found.latent.dense_layers, found.latent.rank) == (1, 512)
+    check_model(MegatronConfig(tensor_parallel=8, expert_parallel=8), found.shape)
 
 
 def test_the_number_of_ranks_must_fit() -> None:

@@ -40,8 +40,7 @@ class Budget(WorkersBudget):
 
     def needed(self, ranks: Sequence[int]) -> int:
         """The adapters are in one call."""
-        stages = {0, self.layout.pp - 1}
-        return self.runtime + max(self._on_stage(stage, ranks) for stage in stages)
+        return self.runtime + max(self._on_stage(stage, ranks) for stage in self.layout.fullest_stages)
 
     def _on_stage(self, stage: int, ranks: Sequence[int]) -> int:
         adapters, part = [rank for rank in ranks if rank], self.layout.part(self.shape, stage)
@@ -80,7 +79,7 @@ class Budget(WorkersBudget):
         """The fullest rank's part of the frozen model."""
         if not self.config.max_lora_rank:
             return 0
-        return int(max(self._memory(stage, tenants=0, rank=1).weights for stage in {0, self.layout.pp - 1}))
+        return int(max(self._memory(stage, tenants=0, rank=1).weights for stage in self.layout.fullest_stages))
 
     @property
     def micro_batch(self) -> int:

@@ -16,7 +16,7 @@ from tinsmith_checkpoints.huggingface import DecoderShape
 from tinsmith_megatron.admission import STRICT_SEQUENCES, Budget, budget_of
 from tinsmith_megatron.architecture import read_architecture
 from tinsmith_megatron.config import MegatronConfig
-from tinsmith_megatron.parallel import check_model, check_ranks, part_of, smallest_group
+from tinsmith_megatron.parallel import check_model, check_ranks, expert_layers, part_of, smallest_group
 from tinsmith_megatron.program import Loaded, Program, Setup
 from tinsmith_workers import (
     AdapterModelState,
@@ -77,8 +77,9 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
 
     @property
     def max_full_models(self) -> int:
-        """0 for hybrids."""
-        return 0 if self.architecture.hybrid is not None else self.config.max_full_models
+        """0 for hybrids and with latents."""
+        plain = self.architecture.hybrid is None and self.architecture.latent is None
+        return self.config.max_full_models if plain else 0
 
     # life of a model
 
@@ -112,7 +113,11 @@ class MegatronBackend(WorkersBackend[MegatronConfig, Setup, Loaded]):
 
     def shares(self, micros: Sequence[MicroBatch]) -> list[list[list[Segment]]]:
         """A rank gets the replayed experts of its layers."""
-        ranks = [(each.coordinates.dp_rank, part.layers) for each, part in zip(self.loaded, self._parts, strict=True)]
+        shape = self.architecture.shape
+        ranks = [
+            (each.coordinates.dp_rank, expert_layers(shape, part.layers))
+            for each, part in zip(self.loaded, self._parts, strict=True)
+        ]
         return [
             [[_on_layers(segment, layers) for segment in micro[rank]] if rank < len(micro) else [] for micro in micros]
             for rank, layers in ranks
@@ -129,4 +134,5 @@ def _replayed_experts(shape: DecoderShape) -> ReplayedExperts | None:
     experts = shape.experts
     if experts is None:
         return None
-    return ReplayedExperts(num_layers=shape.num_layers, num_experts=experts.num_experts, top_k=experts.top_k)
+    num_layers = len(expert_layers(shape, range(shape.num_layers)))
+    return ReplayedExperts(num_layers=num_layers, num_experts=experts.num_experts, top_k=experts.top_k)

@@ -10,10 +10,11 @@ from megatron.core import parallel_state
 
 from tinsmith_checkpoints.huggingface import WeightFiles
 from tinsmith_megatron.adapters import Stacks
+from tinsmith_megatron.canonical import read
 from tinsmith_megatron.parallel import Coordinates
 from tinsmith_megatron.passes import answers, run_pipeline
 from tinsmith_megatron.program import Setup
-from tinsmith_megatron.shards import read, shards_of
+from tinsmith_megatron.shards import shards_of
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.streams import make_stream
 from tinsmith_workers import Answer, ModelPart, Segment

@@ -1,4 +1,4 @@
-"""Megatron's column-parallel and row-parallel layers, frozen, with the adapters of all rows that pass through them.
+"""Megatron's linear layers, frozen, with the adapters of all rows that pass through them.
 
 Adapters are whole on every rank of a stage, which uses its part of them. Whatever the ranks add to an adapter's
 gradient is a part of it: the sum over all ranks of the stage is the whole, and nothing is counted twice.
@@ -23,7 +23,7 @@ from tinsmith_megatron.untyped import Untyped
 
 
 class AdaptedLinear(nn.Module):
-    """Common to both. `modules`: canonical names of the modules that the layer fuses."""
+    """Common to all. `modules_`: canonical names of the modules that the layer fuses."""
 
     def __init__(self, d_in: int, d_out: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,7 +41,13 @@ class AdaptedLinear(nn.Module):
         assert self.stream is not None
         stacks = self.stream.stacks
         pairs = [stacks.pairs[module] for module in self.modules_ if module in stacks.pairs]
-        return [low_rank(x_TI, *self._parts(A, B), self.stream.scale_T1, self.stream.ends_G) for A, B in pairs]
+        scale_T1, ends_G = self._owners(self.stream, len(x_TI))
+        return [low_rank(x_TI, *self._parts(A, B), scale_T1, ends_G) for A, B in pairs]
+
+    def _owners(self, stream: Stream, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each row's scale, and where the rows of each adapter end, of the rows that this rank computes."""
+        del num_rows
+        return stream.scale_T1, stream.ends_G
 
     def _parts(self, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the parts of A and B that this rank uses."""
@@ -97,6 +103,27 @@ class RowLinear(AdaptedLinear):
 
     def _parts(self, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return A[:, :, self._own(A.shape[2])], B
+
+
+class WholeLinear(AdaptedLinear):
+    """Its matrix is whole on every rank, which multiplies its own part of the sequence by it."""
+
+    def __init__(self, d_in: int, d_out: int, *, config: Untyped, **_: Untyped) -> None:
+        super().__init__(d_in, d_out, config.params_dtype)
+
+    def forward(self, x_T1I: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x_TI = x_T1I[:, 0]
+        y_TO = F.linear(x_TI, self.weight)
+        for delta in self._deltas(x_TI):
+            y_TO = y_TO + delta
+        return y_TO[:, None], None
+
+    def _owners(self, stream: Stream, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.tp_rank * num_rows
+        return stream.scale_T1[start : start + num_rows], (stream.ends_G - start).clamp(0, num_rows)
+
+    def _parts(self, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return A, B
 
 
 def fuse(parts: Sequence[torch.Tensor], groups: int | None) -> torch.Tensor:

@@ -13,8 +13,8 @@ from megatron.core.transformer.moe import moe_utils
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1's router reads this name even where TransformerEngine is absent
 
-from tinsmith_megatron import groups, shards
+from tinsmith_megatron import canonical, groups
 from tinsmith_megatron.stage import Stage
 from tinsmith_megatron.trainer import Trainer
 
-__all__ = ["LossTable", "Stage", "Trainer", "groups", "shards"]
+__all__ = ["LossTable", "Stage", "Trainer", "canonical", "groups"]

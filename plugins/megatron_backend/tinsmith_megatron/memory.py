@@ -13,6 +13,9 @@ A layer keeps for the backward pass, in numbers of b bytes for each of T tokens:
     MLP        5F/t: gate and up (2), silu, up once more (Megatron adds an offset of 0), the product
     adapters   R for each of 7 modules; of the adapters themselves, copies in the dtype of activations (none in float32)
     gate       4q more, where attention has one (hybrids, whose matrices are not divided)
+    latents    in place of inputs and attention: H/t; those of queries before and after their norm, which gathers them;
+               likewise those of keys and values, and the rotated part; (4q + v)/t for queries, keys, values, which are
+               made as wide as these, the result, and its part that counts, v. Then the rotation
     delta rule in place of attention and rotation: 2 for each channel of the convolution, and 6 for each value (9 in
                bfloat16); and a block of the rule while it is differentiated, see `delta_block_bytes`
     shared     of an expert that computes every token, what an MLP keeps, and its output once more, before its gate
@@ -29,14 +32,25 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from tinsmith import LoraConfig
-from tinsmith_checkpoints.huggingface import DecoderShape, HybridShape
+from tinsmith_checkpoints.huggingface import (
+    ATTENTION,
+    DELTA,
+    LATENT,
+    MLP,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    DecoderShape,
+    HybridShape,
+    LatentShape,
+)
 from tinsmith_megatron.parallel import Layout, Work
 from tinsmith_workers import AdapterLayout, ModelPart, delta_block_bytes
 
 _F32 = 4
 _RANK_STEP = 8
 _CPU_LOGITS, _GPU_LOGITS, _MIN_ROWS = 1 << 22, 1 << 27, 64  # as in head.py
-_MODULES = 7  # of a layer
+_WHOLE = (LATENT[0], LATENT[2])  # modules whose matrices are not divided
+_ROW_PARALLEL = (ATTENTION[3], DELTA[-1], MLP[-1], SHARED_EXPERT[-1], SHARED_EXPERTS[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +71,7 @@ class Memory:
 
 def peak(shape: DecoderShape, layout: Layout, work: Work) -> Memory:
     """Return the memory of the rank that needs most."""
-    return max((on_stage(shape, layout, work, stage) for stage in {0, layout.pp - 1}), key=lambda each: each.total)
+    return max((on_stage(shape, layout, work, stage) for stage in layout.fullest_stages), key=lambda each: each.total)
 
 
 def on_stage(shape: DecoderShape, layout: Layout, work: Work, stage: int) -> Memory:
@@ -89,28 +103,31 @@ def on_stage(shape: DecoderShape, layout: Layout, work: Work, stage: int) -> Mem
 
 def weights_of(shape: DecoderShape, layout: Layout, part: ModelPart) -> tuple[float, float, float]:
     """Return the numbers of weights of one rank that tp divides, that all its ranks hold, and of experts."""
-    hidden, t = shape.hidden_size, layout.tp
-    norms = 2 * hidden + (0 if shape.class_name == "LlamaForCausalLM" else 2 * shape.head_dim)
-    linear, layers = shape.linear_shapes(), len(part.layers)
-    mixing = [linear[path] for layer in part.layers for path in shape.mixer_modules(layer)]
-    divided = sum(inputs * outputs for inputs, outputs in mixing) / layers / t
-    repeated, experts = float(norms), 0.0
-    if isinstance(shape, HybridShape):
-        rule, number = shape.delta, sum(layer in shape.delta_layers for layer in part.layers)
-        own = rule.mixed_size * rule.width + 2 * rule.value_heads + rule.value_dim - 2 * shape.head_dim
-        repeated += own * number / layers
-    if shape.experts is None:
-        divided += 3 * hidden * shape.intermediate_size / t
-    else:
-        repeated += hidden * (shape.experts.num_experts + shape.experts.shared_gate)
-        divided += 3 * hidden * shape.experts.shared_size / t
-        experts = 3 * hidden * shape.experts.intermediate_size * len(part.experts)
+    layers = [_weights_of_layer(shape, layer, layout.tp, len(part.experts)) for layer in part.layers]
+    divided, repeated, experts = (float(sum(each)) for each in zip(*layers, strict=True))
     tables = (part.stage == 0) + (part.has_head and not (shape.tied and part.stage == 0))
-    return (
-        layers * divided + tables * shape.vocab_size * hidden / t,
-        layers * repeated + part.has_head * hidden,
-        layers * experts,
-    )
+    divided += tables * shape.vocab_size * shape.hidden_size / layout.tp
+    return divided, repeated + part.has_head * shape.hidden_size, experts
+
+
+@cache
+def _weights_of_layer(shape: DecoderShape, layer: int, t: int, num_experts: int) -> tuple[float, float, float]:
+    linear, whole = shape.linear_shapes(), 0
+    divided = 0.0
+    for path in (*shape.mixer_modules(layer), *shape.feed_forward_modules(layer)):
+        inputs, outputs = linear[path]
+        if path in _WHOLE:
+            whole += inputs * outputs
+        else:
+            divided += inputs * outputs / t
+    whole += shape.vector_weights
+    if isinstance(shape, HybridShape) and layer in shape.delta_layers:
+        rule = shape.delta
+        whole += rule.mixed_size * rule.width + 2 * rule.value_heads + rule.value_dim - 2 * shape.head_dim
+    if shape.experts is None or not shape.has_experts(layer):
+        return divided, whole, 0
+    whole += shape.hidden_size * (shape.experts.num_experts + shape.experts.shared_gate)
+    return divided, whole, 3 * shape.hidden_size * shape.experts.intermediate_size * num_experts
 
 
 def adapter_sizes(shape: DecoderShape, part: ModelPart, rank: int) -> tuple[int, int]:
@@ -135,9 +152,12 @@ def _activations(shape: DecoderShape, layout: Layout, work: Work, part: ModelPar
     """Return the bytes that are kept for the backward pass, of all micro-batches under way."""
     under_way = min(layout.pp - part.stage, work.micro_batches(layout))
     row = _row(shape, layout, work)
-    layer = row if layout.recompute else _kept_by_layer(shape, layout, work, part)
+    if layout.recompute:
+        layers = len(part.layers) * row
+    else:
+        layers = sum(_kept_by_layer(shape, layout, work, part, layer) for layer in part.layers)
     sent = row if layout.pp > 1 and not part.has_head else 0
-    return under_way * (len(part.layers) * layer + sent)
+    return under_way * (layers + sent)
 
 
 def _row(shape: DecoderShape, layout: Layout, work: Work) -> float:
@@ -145,30 +165,37 @@ def _row(shape: DecoderShape, layout: Layout, work: Work) -> float:
     return work.tokens * shape.hidden_size / layout.tp * work.item
 
 
-def _kept_by_layer(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart) -> float:
+def _kept_by_layer(shape: DecoderShape, layout: Layout, work: Work, part: ModelPart, layer: int) -> float:
     hidden, t = shape.hidden_size, layout.tp
-    attention = hidden / t + hidden + sum(_mixing(shape, layout, work, each) for each in part.layers) / len(part.layers)
-    rank = _padded(work.rank)
-    if shape.experts is None:
-        token = attention + hidden / t + hidden + 5 * shape.intermediate_size / t + _MODULES * rank
-        return (token * work.tokens + _copies(shape, layout, work)) * work.item
+    rank, mixing = _padded(work.rank), len(shape.mixer_modules(layer))
+    token = 2 * hidden / t + _mixing(shape, layout, work, layer) + mixing * rank
+    copies = _copies(shape, layout, work, layer)
+    if shape.experts is None or not shape.has_experts(layer):
+        token += hidden + 5 * shape.intermediate_size / t + 3 * rank
+        return (token * work.tokens + copies) * work.item
     inner = shape.experts.intermediate_size
-    token = attention + 2 * hidden / t + (_MODULES - 3) * rank
+    token += hidden / t
     if shape.experts.shared_size:
         token += 2 * hidden + 5 * shape.experts.shared_size / t + 3 * rank
     row = 2 * hidden + 5 * inner + 3 * rank
     tenants = 0 if work.full else work.tenants
     spread = 3 * tenants * len(part.experts) * rank * (hidden + inner)
-    return (token * work.tokens + row * _rows(shape, layout, work) + spread + _copies(shape, layout, work)) * work.item
+    return (token * work.tokens + row * _rows(shape, layout, work) + spread + copies) * work.item
 
 
 def _mixing(shape: DecoderShape, layout: Layout, work: Work, layer: int) -> float:
-    """Return the numbers that attention keeps for each token, or what a layer has in its place."""
+    """Return the numbers that attention keeps for each token with its input, or what a layer has in its place."""
+    hidden, t = shape.hidden_size, layout.tp
     if isinstance(shape, HybridShape) and layer in shape.delta_layers:
-        return 2 * shape.delta.mixed_size + (6 if work.item == _F32 else 9) * shape.delta.value_size
+        return hidden + 2 * shape.delta.mixed_size + (6 if work.item == _F32 else 9) * shape.delta.value_size
+    if isinstance(shape, LatentShape):
+        latents = (shape.query_rank or 0) * (1 + 1 / t) + shape.rank + shape.cached_size / t
+        heads = 4 * shape.q_size + shape.num_heads * shape.value_dim
+        own = hidden / t if shape.query_rank else hidden
+        return own + latents + heads / t + 4 * shape.rotated_dim
     q, kv = (5, 3) if work.on_cpu else (4, 4)
     gate = 4 * isinstance(shape, HybridShape)
-    return ((q + gate) * shape.q_size + kv * shape.kv_size) / layout.tp + 4 * shape.head_dim
+    return hidden + ((q + gate) * shape.q_size + kv * shape.kv_size) / t + 4 * shape.head_dim
 
 
 def _rows(shape: DecoderShape, layout: Layout, work: Work) -> float:
@@ -176,15 +203,19 @@ def _rows(shape: DecoderShape, layout: Layout, work: Work) -> float:
     return work.tokens / layout.tp * shape.experts.top_k
 
 
-def _copies(shape: DecoderShape, layout: Layout, work: Work) -> float:
+def _copies(shape: DecoderShape, layout: Layout, work: Work, layer: int) -> float:
     """Return the numbers in the copies of a layer's adapters, without experts'."""
     if work.item == _F32 or work.full:
         return 0
-    hidden, t = shape.hidden_size, layout.tp
-    sides = 4 * hidden + (2 * shape.q_size + 2 * shape.kv_size) / t
-    inner = shape.intermediate_size if shape.experts is None else shape.experts.shared_size
-    if inner:
-        sides += 3 * hidden + 3 * inner / t
+    linear, sides, t = shape.linear_shapes(), 0.0, layout.tp
+    for path in (*shape.mixer_modules(layer), *shape.feed_forward_modules(layer)):
+        inputs, outputs = linear[path]
+        if path in _WHOLE:
+            sides += inputs + outputs
+        elif path in _ROW_PARALLEL:
+            sides += inputs / t + outputs
+        else:
+            sides += inputs + outputs / t
     return work.tenants * _padded(work.rank) * sides
 
 
@@ -197,7 +228,7 @@ def _largest_buffer(shape: DecoderShape, layout: Layout, work: Work, part: Model
     row = _row(shape, layout, work)
     layer = row + _temporaries(shape, layout, work) * work.item
     if layout.recompute:
-        layer += _kept_by_layer(shape, layout, work, part)
+        layer += max(_kept_by_layer(shape, layout, work, part, each) for each in part.layers)
     if isinstance(shape, HybridShape):
         layer += delta_block_bytes(shape.delta)
     ends = row + 2 * layout.tp * row  # the last norm's input, what the head reads, and its gradient
@@ -206,11 +237,15 @@ def _largest_buffer(shape: DecoderShape, layout: Layout, work: Work, part: Model
 
 def _temporaries(shape: DecoderShape, layout: Layout, work: Work) -> float:
     """Return the numbers in a sublayer's output, what adapters add to it, and their sum; and in rows on their way."""
-    hidden = shape.hidden_size
+    hidden, linear = shape.hidden_size, shape.linear_shapes()
     summed = 1 if work.full else 3
+    widest = max(hidden, *(linear[path][1] / layout.tp for path in shape.attention_modules))
+    if not shape.has_experts(0):
+        widest = max(widest, shape.intermediate_size / layout.tp)
+    plain = work.tokens * summed * widest
     if shape.experts is None:
-        return work.tokens * summed * max(shape.intermediate_size / layout.tp, hidden)
-    return _rows(shape, layout, work) * hidden * (2 + (layout.ep > 1) + summed)
+        return plain
+    return max(plain, _rows(shape, layout, work) * hidden * (2 + (layout.ep > 1) + summed))
 
 
 def _logits(shape: DecoderShape, layout: Layout, work: Work) -> float:

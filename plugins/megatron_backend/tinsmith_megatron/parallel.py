@@ -50,8 +50,10 @@ def check_model(config: MegatronConfig, shape: DecoderShape) -> None:
 def _divided(shape: DecoderShape) -> dict[str, list[tuple[str, int]]]:
     heads = [("num_attention_heads", shape.num_heads), ("num_key_value_heads", shape.num_kv_heads)]
     tensor = [*heads, ("vocab_size", shape.vocab_size)]
-    if shape.experts is None:
+    if not shape.has_experts(0):
         tensor.append(("intermediate_size", shape.intermediate_size))
+    if shape.experts is not None and shape.experts.shared_size:
+        tensor.append(("the shared experts' intermediate size", shape.experts.shared_size))
     expert = [] if shape.experts is None else [("num_experts", shape.experts.num_experts)]
     return {
         "tensor_parallel": tensor,
@@ -90,6 +92,12 @@ def part_of(coordinates: Coordinates, config: MegatronConfig, shape: DecoderShap
     )
 
 
+def expert_layers(shape: DecoderShape, layers: range) -> range:
+    """Return which of the layers with experts lie among these layers."""
+    before, within = (sum(map(shape.has_experts, each)) for each in (range(layers.start), layers))
+    return range(before, before + within)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """A division of a model that may not run anywhere."""
@@ -108,6 +116,11 @@ class Layout:
     def expert_copies(self) -> int:
         """Return how many ranks hold the same experts."""
         return self.tp * self.dp // self.ep
+
+    @property
+    def fullest_stages(self) -> set[int]:
+        """Return the stages among which is the one that needs most. The first may have layers without experts."""
+        return {0, min(1, self.pp - 1), self.pp - 1}
 
     def config(self) -> MegatronConfig:
         return MegatronConfig(tensor_parallel=self.tp, pipeline_parallel=self.pp, expert_parallel=self.ep)

@@ -35,11 +35,11 @@ class Rank(TorchRank[Setup, Loaded, "Trainer"]):
 
     def _read(self, stage: "Stage", setup: Setup, coordinates: Coordinates, part: ModelPart) -> int:
         """Fill a stage from the model's files. No rank reads, or ever holds, more."""
-        from tinsmith_megatron.megatron_here import shards
+        from tinsmith_megatron.megatron_here import canonical
 
-        num_bytes, found = 0, shards.named(stage, setup, coordinates, part)
+        num_bytes, found = 0, canonical.named(stage, setup, coordinates, part)
         with WeightFiles(Path(setup.model_path), framework="pt") as files:
             for number, (parameter, pieces, _) in enumerate(found):
-                num_bytes += shards.read(files, pieces, shards.matrix_of(parameter))
+                num_bytes += canonical.read(files, pieces, canonical.matrix_of(parameter))
                 self._report((number + 1) / len(found))
         return num_bytes

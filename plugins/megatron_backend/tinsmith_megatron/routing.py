@@ -2,7 +2,8 @@
 
 The rows of each operation that every expert computes are counted, whether the router chose or not.
 
-Legend: T = rows of this rank's part of the stream, E = experts of a layer, C = experts of a row, O = operations.
+Legend: T = rows of this rank's part of the stream, E = experts of a layer, C = experts of a row, O = operations,
+g = groups of experts, e = experts of one.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ class ReplayedRouting(nn.Module):
     """Chooses for Megatron's router, as its `router_replay`. Megatron's own takes one choice for all rows of a pass."""
 
     def __init__(self, layer: int) -> None:
-        """`layer`: its number within this rank's stage."""
+        """`layer`: its number among those of this rank's stage that have experts."""
         super().__init__()
         self._layer = layer
         self.stream: Stream | None = None  # of the current micro-batch
@@ -36,7 +37,10 @@ class ReplayedRouting(nn.Module):
         assert self.stream is not None
         start = get_tensor_model_parallel_rank() * len(scores_TE)
         rows = slice(start, start + len(scores_TE))
-        _, chosen_TC = default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+        open_TE = scores_TE
+        if num_groups is not None and group_topk is not None:
+            open_TE = of_groups(scores_TE, num_groups, group_topk)
+        _, chosen_TC = default_compute_topk(open_TE, topk)
         if self.stream.experts_LTC is not None:
             given_TC = self.stream.experts_LTC[self._layer, rows].long()
             chosen_TC = torch.where(given_TC < 0, chosen_TC, given_TC)
@@ -53,3 +57,15 @@ class ReplayedRouting(nn.Module):
         load = torch.zeros((len(self.stream.operations) + 1) * num_experts, dtype=torch.int32, device=key_P.device)
         load.scatter_add_(0, key_P, torch.ones_like(key_P, dtype=torch.int32))
         self.stream.loads[self._layer] = load.view(-1, num_experts)
+
+
+def of_groups(scores_TE: torch.Tensor, num_groups: int, chosen: int) -> torch.Tensor:
+    """Return the scores, and -inf outside the groups whose two best experts together have the highest scores.
+
+    So DeepSeek V3 chooses (arXiv 2412.19437). Megatron-core adds up the `topk // chosen` best of a group: other groups,
+    unless that is 2.
+    """
+    scores_Tge = scores_TE.detach().unflatten(1, (num_groups, -1))
+    best_Tx = scores_Tge.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+    closed_Tg = torch.ones_like(scores_Tge[..., 0], dtype=torch.bool).scatter(1, best_Tx, value=False)
+    return scores_Tge.masked_fill(closed_Tg[..., None], -torch.inf).flatten(1)

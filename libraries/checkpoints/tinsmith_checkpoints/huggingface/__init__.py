@@ -25,7 +25,7 @@ from tinsmith_checkpoints.huggingface.int4 import without_int4
 from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_matrices
 from tinsmith_checkpoints.huggingface.known_shapes import known_config
 from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL, decoder_names, language_config
-from tinsmith_checkpoints.huggingface.latent import latent_shape
+from tinsmith_checkpoints.huggingface.latent import LatentShape, latent_shape
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
 from tinsmith_checkpoints.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
 from tinsmith_checkpoints.huggingface.places import Place, weight_places
@@ -65,6 +65,7 @@ __all__ = [
     "JoinedMatrix",
     "Json",
     "Kind",
+    "LatentShape",
     "Mamba",
     "Place",
     "Rope",

@@ -15,7 +15,7 @@ from tinsmith_checkpoints.values import Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape(DecoderShape):
-    """`head_dim`: of a query and a key, with the rotated part."""
+    """The sizes of a decoder with latents. `head_dim`: of a query and a key, with the rotated part."""
 
     query_rank: int | None  # of the latent that queries are products of; None: they are products of the input
     rank: int  # of the one for keys and values

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import DecoderShape, decoder_shape, known_config
+from tinsmith_checkpoints.huggingface import DecoderShape, known_config
 from tinsmith_checkpoints.huggingface.known_shapes import KNOWN_SHAPES
-from tinsmith_megatron.architecture import ARCHITECTURES, read_architecture
+from tinsmith_megatron.architecture import architecture_of, read_architecture
 from tinsmith_megatron.parallel import Work
 from tinsmith_workbench.layouts.choosing import planned
 from tinsmith_workbench.layouts.machine import Machine
@@ -70,4 +70,4 @@ def read_shape(name: str) -> DecoderShape:
     if config is None:
         msg = f"no model named {name!r}: give a directory with config.json, or one of {', '.join(KNOWN_SHAPES)}"
         raise ConfigError(msg)
-    return decoder_shape(config, Path(name), supported=ARCHITECTURES)
+    return architecture_of(config, Path(name)).shape

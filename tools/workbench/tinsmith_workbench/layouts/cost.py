@@ -9,8 +9,9 @@ weights trained, as much again for theirs; twice as much for adapters. Recomputa
 
 Bytes received by one GPU, with rings:
 
-    tensor    (t - 1)/t THb for each gathered or scattered sequence: four in a dense layer, two in one with experts, as
-              many backward, and the forward pass's again if it is recomputed; four for embedding and head
+    tensor    (t - 1)/t THb for each gathered or scattered sequence: four in a dense layer, or in one with a shared
+              expert, two in one with other experts alone, as many backward, and the forward pass's again if it is
+              recomputed; four for embedding and head. Of latents, their own size in place of one H
     expert    the rows of other ranks' tokens: (e - 1)/e MHb to the experts and as much back, and the same backward
     pipeline  THb/t forward and backward
     data      gradients, once a step: 2(n - 1)/n 4 bytes for each weight of an adapter; (n - 1)/n (4 + b) for a fully
@@ -19,9 +20,10 @@ Bytes received by one GPU, with rings:
 Nothing is taken to overlap. A pipeline works for m + p - 1 turns on m micro-batches.
 """
 
+import math
 from dataclasses import dataclass
 
-from tinsmith_checkpoints.huggingface import DecoderShape
+from tinsmith_checkpoints.huggingface import DecoderShape, LatentShape
 from tinsmith_megatron.memory import adapter_sizes, weights_of
 from tinsmith_megatron.parallel import Layout, Work
 from tinsmith_workbench.layouts.machine import GB, Machine
@@ -95,39 +97,50 @@ def _flops_of_a_token(shape: DecoderShape, layout: Layout, work: Work) -> float:
 
 def _weights_met(shape: DecoderShape) -> float:
     """Return the weights of all layers by which a token is multiplied."""
-    hidden = shape.hidden_size
-    layer = hidden * (2 * shape.q_size + 2 * shape.kv_size)
-    if shape.experts is None:
-        layer += 3 * hidden * shape.intermediate_size
-    else:
-        layer += hidden * shape.experts.num_experts
-        layer += 3 * hidden * shape.experts.intermediate_size * shape.experts.top_k
-    return shape.num_layers * float(layer)
+    linear, found = shape.linear_shapes(), 0.0
+    for layer in range(shape.num_layers):
+        found += sum(math.prod(linear[path]) for path in _plain_modules(shape, layer))
+        if shape.experts is not None and shape.has_experts(layer):
+            found += shape.hidden_size * shape.experts.num_experts
+            found += 3 * shape.hidden_size * shape.experts.intermediate_size * shape.experts.top_k
+    return found
 
 
 def _sides_met(shape: DecoderShape) -> float:
     """Return in + out of all modules that a token passes."""
-    hidden, shapes = shape.hidden_size, shape.linear_shapes()
-    layer = sum(sum(shapes[name]) for name in shapes if name.startswith("self_attn"))
-    if shape.experts is None:
-        layer += 3 * (hidden + shape.intermediate_size)
-    else:
-        layer += 3 * (hidden + shape.experts.intermediate_size) * shape.experts.top_k
-    return shape.num_layers * layer + hidden + shape.vocab_size
+    linear, found = shape.linear_shapes(), shape.hidden_size + shape.vocab_size
+    for layer in range(shape.num_layers):
+        found += sum(sum(linear[path]) for path in _plain_modules(shape, layer))
+        if shape.experts is not None and shape.has_experts(layer):
+            found += 3 * (shape.hidden_size + shape.experts.intermediate_size) * shape.experts.top_k
+    return found
+
+
+def _plain_modules(shape: DecoderShape, layer: int) -> tuple[str, ...]:
+    return (*shape.mixer_modules(layer), *shape.feed_forward_modules(layer))
 
 
 def traffic(shape: DecoderShape, layout: Layout, work: Work) -> Traffic:
-    micros, layers = work.micro_batches(layout), shape.num_layers // layout.pp
+    micros = work.micro_batches(layout)
     stream = work.micro_tokens(layout) * shape.hidden_size * work.item
     passes = 3 if layout.recompute else 2
-    sequences = passes * layers * (4 if shape.experts is None else 2) + 4
-    rows = 0.0 if shape.experts is None else 2 * passes * layers * shape.experts.top_k * stream / layout.tp
+    sequences = passes * sum(_sequences(shape, layer) for layer in range(shape.num_layers)) / layout.pp + 4
+    with_experts = sum(map(shape.has_experts, range(shape.num_layers))) / layout.pp
+    rows = 0.0 if shape.experts is None else 2 * passes * with_experts * shape.experts.top_k * stream / layout.tp
     return Traffic(
         tensor=micros * sequences * stream * _others(layout.tp),
         expert=micros * rows * _others(layout.ep),
         pipeline=micros * 2 * stream / layout.tp if layout.pp > 1 else 0,
         data=_gradients(shape, layout, work),
     )
+
+
+def _sequences(shape: DecoderShape, layer: int) -> float:
+    """Return the sequences of hidden states that a layer gathers and scatters forward, or latents as parts of one."""
+    gathered = 1.0
+    if isinstance(shape, LatentShape):
+        gathered = ((shape.query_rank or shape.hidden_size) + shape.cached_size) / shape.hidden_size
+    return gathered + 1 + 2 * bool(shape.feed_forward_modules(layer))
 
 
 def _gradients(shape: DecoderShape, layout: Layout, work: Work) -> float:
