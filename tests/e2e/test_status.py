@@ -1,6 +1,7 @@
 """`tinsmith status` and `top`: one look at a server, and a live one, on a narrow terminal and without one."""
 
 import fcntl
+import itertools
 import json
 import os
 import pty
@@ -75,6 +76,21 @@ def test_what_waits_and_why(queued: RunningServer) -> None:
     rows = [line.split() for line in shown.output.splitlines() if "create_model" in line]
     assert [row[:4] for row in rows] == [["ann", "create_model", "0", "1"], ["bob", "create_model", "0", "1"]]
     assert "bob" not in command(queued, "status", key="tml-ann").output
+
+
+def test_what_each_run_waits_for(queued: RunningServer) -> None:
+    shown = command(queued, "top").output
+    assert "runs that have not ended, of the newest: 2" in shown
+    assert shown.count("no engine of 'toy' has started yet (") == 2
+    assert "newest: 1" in command(queued, "top", key="tml-ann").output
+    answers = {
+        name: httpx.get(f"{queued.url}/api/v1/runs", headers={"X-API-Key": f"tml-{name}"}).json()["runs"]
+        for name in ("ann", "bob", "admin")
+    }
+    assert [len(each) for each in answers.values()] == [1, 1, 2]
+    for run in itertools.chain(*answers.values()):
+        assert run["waits_for"].pop("since_s") >= 0
+        assert run["waits_for"] == {"kind": "engine", "text": "no engine of 'toy' has started yet"}
 
 
 def test_the_last_failure_stays_visible_and_its_cause_is_for_operators(queued: RunningServer) -> None:

@@ -65,12 +65,18 @@ def list_runs(
     from tinsmith.commands.runs_of_server import RunsOfServer  # these imports are here: other commands need none
     from tinsmith.commands.runs_tables import print_json, print_runs
     from tinsmith.server.run_views import list_summaries
+    from tinsmith.server.waits import read_waits
 
     if url is not None:
         page, where = RunsOfServer(url, key).list(tenant, limit=limit, offset=offset), url
     else:
         settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
-        page = use_store(settings, plugins, lambda store: list_summaries(store, tenant, limit=limit, offset=offset))
+
+        async def read(store: RequestStore) -> wire.RunSummaries:
+            waits = await read_waits(store, settings.quotas)
+            return await list_summaries(store, tenant, waits, limit=limit, offset=offset)
+
+        page = use_store(settings, plugins, read)
         where = str(settings.server.data_dir)
     if json:
         print_json(page.model_dump(mode="json", exclude_none=True))
@@ -95,15 +101,17 @@ def show_run(
     from tinsmith.commands.runs_of_server import RunsOfServer
     from tinsmith.commands.runs_tables import print_json, print_run
     from tinsmith.server.run_report import report
+    from tinsmith.server.waits import read_waits
 
     if url is not None:
         found = RunsOfServer(url, key).show(run, from_seq_id=from_, limit=limit)
     else:
+        settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
 
         async def read(store: RequestStore) -> wire.RunReport:
-            return await report(store, await find_run(store, run), None, from_seq_id=from_, limit=limit)
+            waits = await read_waits(store, settings.quotas)
+            return await report(store, await find_run(store, run), None, waits, from_seq_id=from_, limit=limit)
 
-        settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
         found = use_store(settings, plugins, read)
     if json:
         print_json(found.model_dump(mode="json"))

@@ -106,6 +106,8 @@ def _facts(found: wire.RunReport) -> list[tuple[str, str]]:
         ("created", f"{_moment(run.created_at)}, last request {_moment(run.last_request_at)}"),
         ("applied", f"up to seq_id {found.applied_seq_id}" if found.applied_seq_id >= 0 else "nothing yet"),
     ]
+    if run.waits_for is not None:
+        facts.append(("now", f"{escape(run.waits_for.text)} ({_seconds(run.waits_for.since_s)})"))
     if run.user_metadata:
         facts.append(("metadata", escape(msgspec.json.encode(run.user_metadata).decode())))
     if found.recovery_points:

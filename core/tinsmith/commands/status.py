@@ -14,6 +14,7 @@ from tinsmith.errors import UserError
 
 _EXIT_TROUBLE: Final = 1
 _ENGINES: Final = "/api/v1/engines"
+_RUNS: Final = "/api/v1/runs"
 
 
 def add_status_commands(group: typer.Typer) -> None:
@@ -44,7 +45,10 @@ def top(
     key: ApiKey = DEFAULT_KEY,
     every: Annotated[float, typer.Option(min=0.5, max=3600, help="seconds between two looks")] = 2.0,
 ) -> None:
-    """Show what a running server does, live, with tokens per second. Ctrl-C ends it. Without a terminal, look once."""
+    """Show what a running server does, live, with tokens per second and what each of the newest runs waits for.
+
+    Ctrl-C ends it. Without a terminal, look once.
+    """
     from rich.live import Live
 
     from tinsmith.commands.status_tables import Rates, console, rendered, unreachable
@@ -54,7 +58,8 @@ def top(
 
     def look() -> object:
         rates.add(get(url, "/metrics", key).decode(), time.monotonic())
-        return rendered(url, wire.EngineList.model_validate(get_json(url, _ENGINES, key)), rates)
+        runs = wire.RunSummaries.model_validate(get_json(url, _RUNS, key)).runs
+        return rendered(url, wire.EngineList.model_validate(get_json(url, _ENGINES, key)), rates, runs)
 
     first = look()  # raises if there is no such server
     if not sys.stdout.isatty():

@@ -17,6 +17,7 @@ from tinsmith.protocol import wire
 from tinsmith.store import EngineState
 
 _WIDE: Final = 200  # columns, if the output is not a terminal
+_MOST_RUNS: Final = 8
 _SPAN_S: Final = 15.0  # of rates: engines report every five seconds
 _COLOURS: Final = {
     EngineState.READY: "green",
@@ -72,14 +73,30 @@ def unreachable(error: UserError) -> RenderableType:
     return Text(printable(str(error)), style="red")
 
 
-def rendered(url: str, found: wire.EngineList, rates: Rates | None = None) -> RenderableType:
-    """Return a block for the server, and one for each engine."""
+def rendered(
+    url: str, found: wire.EngineList, rates: Rates | None = None, runs: Sequence[wire.RunSummary] = ()
+) -> RenderableType:
+    """Return a block for the server, one for each engine, and one for the runs that have not ended."""
     shown: list[RenderableType] = [Text.from_markup(line) for line in _server(url, found)]
     for each in found.engines:
         shown += [Text(), *(Text.from_markup(line) for line in _engine(each, rates))]
         if each.work:
             shown.append(_work(each.work))
+    if live := [run for run in runs if run.waits_for is not None]:
+        shown += [Text(), *(Text.from_markup(line) for line in _runs(live))]
     return Group(*shown)
+
+
+def _runs(runs: Sequence[wire.RunSummary]) -> Iterator[str]:
+    yield f"[bold]runs[/] that have not ended, of the newest: {len(runs)}"
+    for run in runs[:_MOST_RUNS]:
+        waits = run.waits_for
+        assert waits is not None
+        name = f" {escape(run.name)}" if run.name else ""
+        yield f"  [bold]{escape(run.run_id)}[/]{name}, {run.steps} steps"
+        yield f"    {escape(waits.text)} ({waits.since_s:.0f} s)"
+    if len(runs) > _MOST_RUNS:
+        yield f"  and {len(runs) - _MOST_RUNS} more"
 
 
 def _server(url: str, found: wire.EngineList) -> Iterator[str]:

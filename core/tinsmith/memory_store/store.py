@@ -166,6 +166,7 @@ class MemoryStore(RequestStore):
     waiting = _transaction(requests.waiting)
     pending = _transaction(requests.pending)
     list_pending = _transaction(requests.list_pending)
+    next_requests = _transaction(requests.next_requests)
     cancel = _transaction(requests.cancel)
     _finished_samples = _transaction(requests.finished)
 

@@ -18,7 +18,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.hearing import Hearing
-from tinsmith.server.kept import Engines, Known, KnownOwner, KnownRun, Reading, backlog_of
+from tinsmith.server.kept import Engines, Known, KnownOwner, KnownRun, Reading, rarely
 from tinsmith.server.limits.heavy_work import HeavyWork, LargeAnswers
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.metrics import Metrics
@@ -26,6 +26,7 @@ from tinsmith.server.refusal_log import RefusalLog
 from tinsmith.server.sequence_ids import SequenceIds
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.storage_health import StorageHealth
+from tinsmith.server.waits import Waits, read_waits
 from tinsmith.settings import Settings
 from tinsmith.store import OperationRecord, PendingWork, RequestStore, SamplingSessionRecord, SessionRecord
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference, cached_model
@@ -58,6 +59,7 @@ class ServerContext:
     asks_plugins: bool = False  # who sent a request, and not only the API keys
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)  # those that plugins ask for: see RoutesContext
     backlog: Reading[Sequence[PendingWork]] = field(init=False)
+    waits: Reading[Waits] = field(init=False)
     hearing: Hearing = field(init=False)
     storage: StorageHealth = field(init=False)
     sessions: Known[KnownOwner] = field(init=False)
@@ -66,7 +68,8 @@ class ServerContext:
     requests: Known[KnownOwner] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.backlog = backlog_of(self.store)
+        self.backlog = rarely(self.store.list_pending)
+        self.waits = rarely(partial(read_waits, self.store, self.settings.quotas, self.engines))
         self.hearing = Hearing(unnoticed_s=self.settings.server.session_timeout_s / _UNNOTICED)
         self.storage = StorageHealth(self.store, self.quotas.disk)
         self.sessions = Known(lambda name: _owner_of(self.store.get_session(name)))

@@ -4,19 +4,19 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Final, Generic, TypeVar
 
-from tinsmith.store import EngineCapabilities, EngineRecord, EngineState, PendingWork, RequestStore, RunRecord
+from tinsmith.store import EngineCapabilities, EngineRecord, EngineState, RequestStore, RunRecord
 
 T = TypeVar("T")
 
 _MOST: Final = 10_000  # a few megabytes
 _KEPT_S: Final = 1.0
 _KEPT_STARTING_S: Final = 0.1  # while an engine that somebody may wait for is not ready
-_SHARE: Final = 20  # the backlog is read for at most this part of the time, however much waits
+_SHARE: Final = 20  # what is pending is read for at most this part of the time, however much it is
 _ALIVE: Final = frozenset(EngineState) - {EngineState.RESTARTING, EngineState.FAILED, EngineState.STOPPED}
 
 _log = logging.getLogger(__name__)
@@ -112,9 +112,9 @@ class Reading(Generic[T]):
         return self._value
 
 
-def backlog_of(store: RequestStore) -> Reading[Sequence[PendingWork]]:
-    """Return the reading of the backlog, for which the store reads every queued and running operation."""
-    return Reading(store.list_pending, lambda _found, took_s: max(_KEPT_S, _SHARE * took_s))
+def rarely(read: Callable[[], Awaitable[T]]) -> Reading[T]:
+    """Return the reading of something for which the store reads every queued and running operation."""
+    return Reading(read, lambda _found, took_s: max(_KEPT_S, _SHARE * took_s))
 
 
 class Engines:

@@ -9,16 +9,24 @@ from tinsmith.errors import ServerError
 from tinsmith.protocol import wire
 from tinsmith.server.lineage import lineage_of, saved_checkpoint
 from tinsmith.server.run_views import finite, summary_of
+from tinsmith.server.waits import Waits
 from tinsmith.store import LoggedOperation, RequestStore
 from tinsmith.store.codec import decode_result
 
 
 async def report(
-    store: RequestStore, model_id: str, tenant: str | None, *, from_seq_id: int | None, limit: int
+    store: RequestStore,
+    model_id: str,
+    tenant: str | None,
+    waits: Waits,
+    *,
+    from_seq_id: int | None,
+    limit: int,
+    operator: bool = True,
 ) -> wire.RunReport:
     """Read a run and a page of its log, by default the last page. Raise NotFoundError if there is no such run.
 
-    `tenant`: whose runs its lineage names; None: all.
+    `tenant`: whose runs its lineage names; None: all. `operator`: who may read the causes of failures.
     """
     log = await store.run_log(model_id)
     checkpoints, _ = await store.list_checkpoints(None, model_id=model_id)
@@ -27,7 +35,7 @@ async def report(
     last = await store.list_log(model_id, from_seq_id=None, limit=1)
     logged = await store.list_log(model_id, from_seq_id=from_seq_id, limit=limit)
     return wire.RunReport(
-        run=await summary_of(store, log.run),
+        run=await summary_of(store, log.run, waits, operator=operator),
         session_id=log.run.session_id,
         seed=log.run.lora.seed,
         applied_seq_id=log.run.applied_seq_id,

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from tinsmith.protocol import wire
+from tinsmith.server.waits import Waits
 from tinsmith.store import MetricsRow, RequestStore, RunRecord, SessionRecord
 from tinsmith.store.metrics import ENGINE_S, TOKENS
 from tinsmith.store.records import OF_CLIENT
@@ -25,23 +26,30 @@ _PAGE: Final = 2000  # rows of one read
 Step = tuple[int, datetime, Mapping[str, float]]
 
 
-async def list_summaries(store: RequestStore, tenant: str | None, *, limit: int, offset: int) -> wire.RunSummaries:
-    """List runs of a tenant, or of all, newest first."""
+async def list_summaries(
+    store: RequestStore, tenant: str | None, waits: Waits, *, limit: int, offset: int, operator: bool = True
+) -> wire.RunSummaries:
+    """List runs of a tenant, or of all, newest first. `operator`: who may read the causes of failures."""
     runs, total = await store.list_runs(tenant, limit=limit, offset=offset)
     sessions = await store.find_sessions({run.session_id for run in runs})
     found = [(run, sessions.get(run.session_id)) for run in runs]
     return wire.RunSummaries(  # without the runs that were deleted with their session meanwhile
-        runs=[_summary(run, session) for run, session in found if session is not None],
+        runs=[
+            _summary(run, session, waits.of(run, session, operator=operator))
+            for run, session in found
+            if session is not None
+        ],
         cursor=wire.Cursor(offset=offset, limit=limit, total_count=total),
     )
 
 
-async def summary_of(store: RequestStore, run: RunRecord) -> wire.RunSummary:
+async def summary_of(store: RequestStore, run: RunRecord, waits: Waits, *, operator: bool) -> wire.RunSummary:
     """Raise NotFoundError if its session is deleted meanwhile."""
-    return _summary(run, await store.get_session(run.session_id))
+    session = await store.get_session(run.session_id)
+    return _summary(run, session, waits.of(run, session, operator=operator))
 
 
-def _summary(run: RunRecord, session: SessionRecord) -> wire.RunSummary:
+def _summary(run: RunRecord, session: SessionRecord, waits_for: wire.WaitsFor | None) -> wire.RunSummary:
     return wire.RunSummary(
         run_id=run.model_id,
         base_model=run.base_model,
@@ -57,6 +65,7 @@ def _summary(run: RunRecord, session: SessionRecord) -> wire.RunSummary:
         tags=list(session.tags),
         user_metadata=wire.as_text(run.user_metadata),
         ended=session.ended,
+        waits_for=waits_for,
     )
 
 

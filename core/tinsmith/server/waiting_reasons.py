@@ -6,7 +6,7 @@ everything else. A cause, such as a line of the engine's log, is for the operato
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -19,8 +19,11 @@ from tinsmith.store import (
     OperationRecord,
     OperationState,
     PlaceWait,
+    RequestStore,
     Waiting,
 )
+
+Kind = Literal["engine", "sampler", "place", "number", "turn", "compile", "run", "queue"]
 
 _ENDED = frozenset({EngineState.RESTARTING, EngineState.FAILED})
 _WAITING = (
@@ -92,7 +95,19 @@ class WaitingReason:
     """The SDK stays quiet while "active"."""
 
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"]
+    kind: Kind  # of what has to happen first
     text: str
+
+
+async def reason_of(
+    operation: OperationRecord, store: RequestStore, engines: Mapping[str, EngineRecord], quotas: QuotaSettings
+) -> WaitingReason:
+    """Find out what has to happen first. `engines`: the last reports, of which some are silent meanwhile."""
+    waiting = await store.waiting(operation.request_id)
+    engine = engines.get(operation.base_model)
+    if engine is not None and engine.state is EngineState.SILENT:
+        waiting = replace(waiting, engine=engine)
+    return explain(operation, waiting, quotas)
 
 
 def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings) -> WaitingReason:
@@ -103,29 +118,35 @@ def explain(operation: OperationRecord, waiting: Waiting, quotas: QuotaSettings)
     """
     engine = waiting.engine
     if engine is None:
-        return _paused(f"no engine of {operation.base_model!r} has started yet")
+        return _paused("engine", f"no engine of {operation.base_model!r} has started yet")
     if engine.state is not EngineState.READY:
         running = operation.state is OperationState.RUNNING and engine.state is EngineState.SILENT
         own = f"; your {operation.kind} is running{_since(operation)}" if running else ""
-        return _paused(f"{engine_text(engine)}{own}")
+        return _paused("engine", f"{engine_text(engine)}{own}")
     if not operation.ordered and engine.sampler_trouble is not None:
-        return _paused(f"nothing is sampled from {operation.base_model!r} for now: {engine.sampler_trouble}")
+        text = f"nothing is sampled from {operation.base_model!r} for now: {engine.sampler_trouble}"
+        return _paused("sampler", text)
     if waiting.place is not None:
         return _place_reason(engine, waiting.place, quotas)
     if waiting.missing_seq_id is not None:
-        return _paused(
-            f"seq_id {waiting.missing_seq_id} of {operation.subject_id!r} has not arrived, and {operation.seq_id} "
-            "comes after it"
-        )
+        missing = f"seq_id {waiting.missing_seq_id} of {operation.subject_id!r} has not arrived"
+        return _paused("number", f"{missing}, and {operation.seq_id} comes after it")
     if operation.state is OperationState.RUNNING and (turn := engine.turn) is not None and _waits(operation, turn):
         held_s = max(0.0, (datetime.now(UTC) - turn.since).total_seconds())  # the engine's clock may be ahead
-        return _paused(f"waits for its turn on the device: {turn.side} has it for {held_s:.0f} s")
+        return _paused("turn", f"waits for its turn on the device: {turn.side} has it for {held_s:.0f} s")
     if operation.state is OperationState.RUNNING:
         detail = f" ({engine.detail}{percent(engine)})" if engine.detail else ""
-        return WaitingReason(queue_state="active", text=f"{operation.kind} is running{_since(operation)}{detail}")
+        text = f"{operation.kind} is running{_since(operation)}{detail}"
+        return WaitingReason(queue_state="active", kind="compile" if compiles(engine) else "run", text=text)
     many = Waiting.MANY_AHEAD
     ahead = f"more than {many - 1:,}" if waiting.num_ahead >= many else str(waiting.num_ahead)
-    return WaitingReason(queue_state="active", text=f"{ahead} of your requests are ahead in the queue")
+    text = f"{ahead} of your requests are ahead in the queue"
+    return WaitingReason(queue_state="active", kind="queue", text=text)
+
+
+def compiles(engine: EngineRecord) -> bool:
+    """Return whether an engine that is ready reports the progress of something: backends compile then."""
+    return bool(engine.detail) and (engine.progress is None or engine.progress < 1)
 
 
 def _since(operation: OperationRecord) -> str:
@@ -157,20 +178,22 @@ def _place_reason(engine: EngineRecord, place: PlaceWait, quotas: QuotaSettings)
     max_full = None if trainer is None else trainer.max_full_models
     if max_full and place.taken_full is not None and place.taken_full >= max_full:
         return _paused(
+            "place",
             f"{place.taken_full} of the {max_full} places for full fine-tuning (LoRA rank 0) of {engine.base_model!r} "
-            f"are taken (the backend's max_full_models); {remedy}, and a LoRA adapter may find a place sooner"
+            f"are taken (the backend's max_full_models); {remedy}, and a LoRA adapter may find a place sooner",
         )
     if place.taken_by_tenant and 0 < free <= kept:
         text = (
             f"your models take {place.taken_by_tenant} of the {max_models} places for models of {engine.base_model!r}, "
             f"and the last {kept} are for tenants without a model (quotas.kept_places); {remedy}"
         )
-        return WaitingReason(queue_state="paused_rate_limit", text=text)
+        return WaitingReason(queue_state="paused_rate_limit", kind="place", text=text)
     return _paused(
+        "place",
         f"{place.taken} of the {max_models} places for models of {engine.base_model!r} are taken, "
-        f"{place.taken_by_tenant} of them by you, and {place.num_waiting} models wait for one; {remedy}"
+        f"{place.taken_by_tenant} of them by you, and {place.num_waiting} models wait for one; {remedy}",
     )
 
 
-def _paused(text: str) -> WaitingReason:
-    return WaitingReason(queue_state="paused_capacity", text=text)
+def _paused(kind: Kind, text: str) -> WaitingReason:
+    return WaitingReason(queue_state="paused_capacity", kind=kind, text=text)

@@ -193,6 +193,7 @@ class SqlStore(RequestStore):
     waiting = _read(requests.waiting)
     pending = _read(requests.pending)
     list_pending = _read(requests.list_pending)
+    next_requests = _read(requests.next_requests)
     cancel = _durable(requests.cancel)
 
     # the log, for engines

@@ -106,7 +106,10 @@ class Runs(Table, table=True):
 
 
 class SamplingSessions(Table, table=True):
-    __table_args__ = (_partial("ix_sampling_sessions_sized", "session_id", "num_bytes", where="num_bytes > 0"),)
+    __table_args__ = (
+        _partial("ix_sampling_sessions_sized", "session_id", "num_bytes", where="num_bytes > 0"),
+        Index("ix_sampling_sessions_newest", "model_id", "created_at"),
+    )
 
     sampling_session_id: str = Field(primary_key=True)
     session_id: str = Field(index=True)

@@ -346,6 +346,15 @@ class RequestStore(ABC):
         """Return what is queued or running of all tenants, by base model, tenant, kind and state."""
 
     @abstractmethod
+    async def next_requests(self) -> dict[str, str | datetime]:
+        """Return the request_id of what comes next of each live model, by model_id, oldest model first.
+
+        It is the first of the model's pending operations, or else the oldest pending sample that its tenant takes from
+        its weights. If nothing is pending: when its last request arrived, or the last result was recorded, of the model
+        or of its newest sampling session. The cost may depend on what is pending, but not on the length of the log.
+        """
+
+    @abstractmethod
     async def is_awaited(self, model_id: str, seq_id: int) -> bool:
         """Return whether operations of the model wait with a higher seq_id."""
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tinsmith.errors import NotFoundError
-from tinsmith.operations import Failed, OptimStepOutput
+from tinsmith.operations import Failed, OptimStepOutput, SampleOutput
 from tinsmith.store import (
     CheckpointWritten,
     Completion,
@@ -70,6 +70,51 @@ class TalliesContract(StoreSuite):
         assert found[1].oldest_at == (await store.get_operation(first)).created_at
         await complete(store, [done(first)])
         assert [each.number for each in await store.list_pending()] == [1, 1, 1]
+
+    async def test_what_comes_next_of_a_model(self, store: RequestStore) -> None:
+        """Its own operations in their order, and else the oldest sample of its tenant from its weights."""
+        creation = await a_model(store)
+        await a_model(store, "s2:train:0")
+        for session_id, tenant in (("s1", "ann"), ("s3", "bob")):
+            sampler = SamplingSessionRecord(
+                sampling_session_id=f"{session_id}:sample:0",
+                session_id=session_id,
+                tenant=tenant,
+                base_model=BASE,
+                created_at=NOW,
+                model_id="s1:train:0",
+            )
+            await store.create_sampling_session(sampler)
+
+        async def following() -> str | datetime:
+            found = await store.next_requests()
+            assert list(found) == ["s1:train:0", "s2:train:0"]
+            assert isinstance(found["s2:train:0"], datetime)
+            return found["s1:train:0"]
+
+        assert await following() == (await store.get_operation(creation)).finished_at
+        await store.submit(a_sample(subject_id="s3:sample:0", tenant="bob"))
+        assert await following() == (await store.get_operation(creation)).finished_at
+        sample = await store.submit(a_sample())
+        await claim(store)
+        later = await store.submit(a_sample(1))
+        assert await following() == sample
+        early = await store.submit(an_operation(seq_id=2))
+        assert await following() == early
+        step = await store.submit(an_operation(seq_id=1))
+        assert await following() == step
+        await claim(store)
+        assert await following() == step
+        await complete(store, [done(step)])
+        assert await following() == early
+        await complete(store, [done(early)])
+        for request_id in (sample, later):
+            assert await following() == request_id
+            await complete(store, [done(request_id, SampleOutput(sequences=()))])
+        times = [each.finished_at for each in await store.list_times("s1", limit=9)]
+        assert await following() == max(filter(None, times))
+        await store.lose_run(await lease_of(store), "s1:train:0", "lost")
+        assert list(await store.next_requests()) == ["s2:train:0"]
 
     async def test_what_a_tenant_keeps_is_counted_until_it_is_deleted(self, store: RequestStore) -> None:
         """Of the log, of checkpoints, of snapshots and of recovery points; nothing of it is another tenant's."""

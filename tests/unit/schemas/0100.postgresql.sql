@@ -12,6 +12,7 @@ CREATE INDEX ix_runs_tenant ON runs (tenant);
 CREATE INDEX ix_runs_created_at ON runs (created_at);
 CREATE TABLE sampling_sessions ( sampling_session_id VARCHAR NOT NULL, session_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, base_model VARCHAR NOT NULL, created_at BIGINT NOT NULL, snapshot_id VARCHAR, model_path VARCHAR, model_id VARCHAR, checkpoint_created_at BIGINT, only_while_public BOOLEAN NOT NULL, num_bytes BIGINT NOT NULL, CONSTRAINT pk_sampling_sessions PRIMARY KEY (sampling_session_id) );
 CREATE INDEX ix_sampling_sessions_session_id ON sampling_sessions (session_id);
+CREATE INDEX ix_sampling_sessions_newest ON sampling_sessions (model_id, created_at);
 CREATE INDEX ix_sampling_sessions_sized ON sampling_sessions (session_id, num_bytes) WHERE num_bytes > 0;
 CREATE TABLE custom_losses ( session_id VARCHAR NOT NULL, number BIGINT NOT NULL, content BYTEA NOT NULL, CONSTRAINT pk_custom_losses PRIMARY KEY (session_id, number) );
 CREATE TABLE checkpoints ( path VARCHAR NOT NULL, model_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, kind VARCHAR NOT NULL, base_model VARCHAR NOT NULL, lora JSON NOT NULL, created_at BIGINT NOT NULL, size_bytes BIGINT NOT NULL, directory VARCHAR NOT NULL, step BIGINT NOT NULL, public BOOLEAN NOT NULL, expires_at BIGINT, user_metadata JSON NOT NULL, deleted_at BIGINT, CONSTRAINT pk_checkpoints PRIMARY KEY (path) );

@@ -14,6 +14,7 @@ from tinsmith.store import (
     OperationState,
     PendingCounts,
     PendingWork,
+    RunRecord,
     Waiting,
     refusals,
 )
@@ -71,6 +72,26 @@ def list_pending(memory: Memory) -> list[PendingWork]:
         PendingWork(base_model=base, tenant=who, kind=kind, state=state, number=len(times), oldest_at=min(times))
         for (base, who, kind, state), times in sorted(found.items())
     ]
+
+
+def next_requests(memory: Memory) -> dict[str, str | datetime]:
+    live = [each.record for each in memory.runs.values() if each.is_live]
+    live.sort(key=lambda each: (each.created_at, each.model_id))
+    return {each.model_id: _next_request(memory, each) for each in live}
+
+
+def _next_request(memory: Memory, run: RunRecord) -> str | datetime:
+    samplers = [each for each in memory.samplers.values() if (each.model_id, each.tenant) == (run.model_id, run.tenant)]
+    names = {each.sampling_session_id for each in samplers}
+    pending = memory.pending(run.model_id)
+    pending += [each for each in memory.unfinished.values() if each.record.subject_id in names]
+    if pending:
+        return pending[0].record.request_id
+    newest = max(samplers, key=lambda each: each.created_at, default=None)
+    of_newest = {} if newest is None else memory.log(newest.sampling_session_id)
+    last = memory.log(run.model_id).get(run.applied_seq_id), of_newest[max(of_newest)] if of_newest else None
+    times = run.last_request_at, *(each.record.finished_at for each in last if each is not None)
+    return max(filter(None, times))
 
 
 def is_awaited(memory: Memory, model_id: str, seq_id: int) -> bool:

@@ -32,6 +32,18 @@ class TrainingRunList(BaseModel):
     cursor: Cursor
 
 
+class WaitsFor(BaseModel):
+    """What comes next of a run, and what that waits for now.
+
+    `kind`: engine (it is not ready), sampler (it is down), place (on the backend), number (a seq_id that has not
+    arrived), turn (of the devices), queue, compile, run (it waits for nothing), or client (nothing is pending).
+    """
+
+    kind: str
+    text: str  # as its tenant may read it
+    since_s: float  # since it runs, or else arrived; of the client, since the last request or result
+
+
 class RunSummary(BaseModel):
     run_id: str
     base_model: str
@@ -47,6 +59,7 @@ class RunSummary(BaseModel):
     tags: list[str]
     user_metadata: dict[str, str] | None = None
     ended: str | None = None
+    waits_for: WaitsFor | None = None  # of a run that has not ended
 
 
 class RunSummaries(BaseModel):

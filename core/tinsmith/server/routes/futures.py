@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -19,9 +18,9 @@ from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.server.request_trace import note_answered
 from tinsmith.server.results import as_told, finished_result
 from tinsmith.server.routes import custom_losses
-from tinsmith.server.waiting_reasons import explain, with_causes
+from tinsmith.server.waiting_reasons import reason_of, with_causes
 from tinsmith.stopping import unless_stopped
-from tinsmith.store import EngineState, FinishedSample, OperationRecord
+from tinsmith.store import FinishedSample, OperationRecord
 
 router = APIRouter(prefix=API_PREFIX, tags=["futures"], route_class=JsonRoute)
 
@@ -111,12 +110,8 @@ def spread_hold_s(context: ServerContext) -> float:
 
 
 async def _still_pending(context: ServerContext, caller: Principal, operation: OperationRecord) -> JSONResponse:
-    waiting = await context.store.waiting(operation.request_id)
     engines = await context.engines.records()
-    engine = engines.get(operation.base_model)
-    if engine is not None and engine.state is EngineState.SILENT:
-        waiting = replace(waiting, engine=engine)
-    reason = explain(operation, waiting, context.settings.quotas)
+    reason = await reason_of(operation, context.store, engines, context.settings.quotas)
     content = {
         "type": "try_again",
         "request_id": operation.request_id,

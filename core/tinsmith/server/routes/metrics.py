@@ -52,7 +52,9 @@ async def list_runs(
 
     This and the other routes that the page reads need no key on a server without keys: they show all runs then.
     """
-    return await list_summaries(context.store, visible_tenant(caller, access_scope), limit=limit, offset=offset)
+    tenant, operator = visible_tenant(caller, access_scope), context.is_operator(caller)
+    waits = await context.waits.get()
+    return await list_summaries(context.store, tenant, waits, limit=limit, offset=offset, operator=operator)
 
 
 @router.post("/runs/{model_id}/metrics")
@@ -111,7 +113,14 @@ async def get_log(
     """Return a run and the operations in its log, from a seq_id on, by default the last ones."""
     run = await readable_run(context, caller, model_id)
     read = partial(
-        report, context.store, model_id, visible_tenant(caller, "accessible"), from_seq_id=from_seq_id, limit=limit
+        report,
+        context.store,
+        model_id,
+        visible_tenant(caller, "accessible"),
+        await context.waits.get(),
+        from_seq_id=from_seq_id,
+        limit=limit,
+        operator=context.is_operator(caller),
     )
     return await context.large_answers.build(run.tenant, read, lambda found: found)
 

@@ -4,6 +4,7 @@ The cost of saying why one is pending does not depend on the rest of the queue.
 """
 
 from collections import Counter
+from datetime import datetime
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from sqlalchemy import Connection
 
 from tinsmith.sql_store import transaction
 from tinsmith.sql_store.connections import Connections
-from tinsmith.sql_store.statements import Change, Query
+from tinsmith.sql_store.statements import Change, Query, chunks
 from tinsmith.sql_store.subjects import engines, log, models, places
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction
@@ -44,6 +45,24 @@ class _Counted(NamedTuple):
     num_bytes: int
 
 
+class _Next(NamedTuple):
+    model_id: str
+    request_id: str | None
+    last_request_at: datetime
+    finished_at: datetime | None  # None: its last operation is past its retention
+    sampled_at: datetime | None
+
+
+class _Sample(NamedTuple):
+    model_id: str
+    id: int
+
+
+class _Name(NamedTuple):
+    id: int
+    request_id: str
+
+
 _AFTER = Query(
     f"SELECT FIELDS FROM finished_samples WHERE {transaction.OF_CLIENT} AND number > :cursor ORDER BY number "
     "LIMIT :at_most",
@@ -67,6 +86,31 @@ _LIST_PENDING = Query(
     ),
     PendingWork,
 )
+_NEXT = Query(
+    "SELECT runs.model_id, runs.last_request_at, "
+    "(SELECT operations.request_id FROM operations WHERE operations.subject_id = runs.model_id "
+    "AND operations.seq_id > runs.applied_seq_id AND operations.state IN ('queued', 'running') "
+    "ORDER BY operations.seq_id LIMIT 1) AS request_id, "
+    "(SELECT operations.finished_at FROM operations WHERE operations.subject_id = runs.model_id "
+    "AND operations.seq_id = runs.applied_seq_id) AS finished_at, "
+    "(SELECT operations.finished_at FROM operations WHERE operations.subject_id = "
+    "(SELECT sampling_session_id FROM sampling_sessions WHERE sampling_sessions.model_id = runs.model_id "
+    "AND sampling_sessions.tenant = runs.tenant ORDER BY sampling_sessions.created_at DESC LIMIT 1) "
+    "ORDER BY operations.seq_id DESC LIMIT 1) AS sampled_at "
+    f"FROM runs WHERE {models.IS_LIVE} ORDER BY runs.created_at, runs.model_id",
+    _Next,
+)
+_OLDEST_SAMPLES = Query(
+    " UNION ALL ".join(
+        "SELECT sampling_sessions.model_id, min(operations.id) AS id FROM operations "
+        "JOIN sampling_sessions ON sampling_sessions.sampling_session_id = operations.subject_id "
+        "JOIN runs ON runs.model_id = sampling_sessions.model_id AND runs.tenant = operations.tenant "
+        f"WHERE operations.state = '{state}' AND NOT operations.ordered GROUP BY sampling_sessions.model_id"
+        for state in (OperationState.QUEUED, OperationState.RUNNING)
+    ),
+    _Sample,
+)
+_NAMES = Query("SELECT FIELDS FROM operations WHERE id IN :ids", _Name)
 _BEHIND = Query(
     "SELECT id FROM operations WHERE subject_id = :model AND seq_id > :seq_id AND state = 'queued' LIMIT 1", int
 )
@@ -145,6 +189,20 @@ def _first_missing(run: Run, seq_id: int) -> int | None:
     """The session may have ended, and an UnloadModel may have taken the missing seq_id."""
     missing = run.arrived_seq_id + 1 if run.unload_seq_id is None else min(run.arrived_seq_id + 1, run.unload_seq_id)
     return missing if seq_id > missing else None
+
+
+def next_requests(connection: Connection) -> dict[str, str | datetime]:
+    """Other tenants' samples from a run's weights are none of its business."""
+    samples: dict[str, int] = {}
+    for each in _OLDEST_SAMPLES.all(connection):
+        samples[each.model_id] = min(each.id, samples.get(each.model_id, each.id))
+    chosen = chunks(list(samples.values()))
+    names = {row.id: row.request_id for chunk in chosen for row in _NAMES.all(connection, ids=chunk)}
+    found: dict[str, str | datetime] = {}
+    for row in _NEXT.all(connection):
+        times = row.last_request_at, row.finished_at, row.sampled_at
+        found[row.model_id] = row.request_id or names.get(samples.get(row.model_id, -1)) or max(filter(None, times))
+    return found
 
 
 def is_awaited(connection: Connection, model_id: str, seq_id: int) -> bool:
