@@ -142,12 +142,22 @@ class HostReport(msgspec.Struct, frozen=True, array_like=True):
     processes: int = 1
 
 
+class MemoryPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What trainer and sampler of an engine were to take of memory when it started, on all of their devices."""
+
+    parts: tuple[tuple[str, int], ...]  # bytes by purpose, with as many models as there are places
+    total: int  # of trainer and sampler that take turns, the larger
+    limit: int | None  # all that they may take; None: not known
+    devices: tuple[str, ...] = ()  # numbers or UUIDs of GPUs of this machine; none: the memory is the machine's
+
+
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """What an engine reports."""
 
     series: tuple[Series, ...]
     host: HostReport
     workers: tuple[HostReport, ...] = ()  # the engine's workers, one report for each host
+    memory: MemoryPlan | None = None  # None: nothing was planned
 
 
 class WorkerTime(NamedTuple):
@@ -181,6 +191,7 @@ class Figures:
     """The figures of one process. Thread-safe; counting takes a few microseconds."""
 
     def __init__(self) -> None:
+        self.memory: MemoryPlan | None = None
         self._lock = threading.Lock()
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
         self._counts: dict[tuple[str, tuple[str, ...]], list[int]] = {}

@@ -109,6 +109,22 @@ def test_the_last_failure_stays_visible_and_its_cause_is_for_operators(queued: R
     assert "last failure, 3 restarts: it ended (reference 1f2e)" in shown["tml-ann"].output
 
 
+def test_memory_is_for_operators(server: RunningServer) -> None:
+    """The toy backend plans none. The report of its process comes a little after it is ready."""
+
+    def memory(key: str) -> dict[str, object] | None:
+        answer = httpx.get(f"{server.url}/api/v1/engines", headers={"X-API-Key": key})
+        found: dict[str, object] | None = answer.json()["engines"][0].get("memory")
+        return found
+
+    while (found := memory("tml-admin")) is None:
+        pass
+    assert (found["planned"], found["used_of"]) == ({}, "processes")
+    assert isinstance(found["used"], int)
+    assert found["used"] > 0
+    assert memory("tml-ann") is None
+
+
 def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tinsmith", "status", "--url", "http://127.0.0.1:9"])
     with pytest.raises(SystemExit) as exited:

@@ -16,12 +16,14 @@ from tinsmith.figures import (
     Gpu,
     HostReport,
     Interface,
+    MemoryPlan,
     Report,
     decode_report,
     encode_report,
 )
 from tinsmith.host_usage import Gpus, interfaces
-from tinsmith.server.figure_views import hosts_of, times_of
+from tinsmith.protocol import wire
+from tinsmith.server.figure_views import hosts_of, times_of, with_figures
 from tinsmith.server.kept import rarely
 from tinsmith.store import PendingWork, ReportedFigures
 
@@ -172,6 +174,31 @@ def test_hosts_of_workers_are_shown_beside_the_engines() -> None:
     assert exported["tinsmith_workers_cpu_seconds_total", ("a", "node-1")] == 4.0
     figures.workers_ended([("node-2", 11), ("node-2", 12)])
     assert [each.host for each in figures.workers()] == ["node-1"]
+
+
+def memory_view(report: Report, *, operator: bool = True) -> wire.MemoryView | None:
+    found = ReportedFigures(base_model="a", reported_at=datetime.now(UTC), report=encode_report(report))
+    engine = wire.EngineView(base_model="a", state="ready", restarts=0, work=[])
+    return with_figures(engine, [found], operator=operator).memory
+
+
+def test_memory_by_the_plan_is_beside_what_is_used() -> None:
+    """Of the plan's GPUs if the driver tells of all of them, else of the engine and its workers."""
+    cards = tuple(Gpu(f"GPU-{number}", number, "H200", 0.5, 7 + number, 10) for number in range(3))
+    workers = HostReport("node-1", 50, 1.0), HostReport("node-2", 200, 1.0)
+    plan = MemoryPlan((("weights", 6), ("keys and values", 3)), 9, 16, ("0", "GPU-2"))
+    report = Report((), HostReport("node-1", 100, 1.0, cards), workers, plan)
+    found = memory_view(report)
+    assert found is not None
+    assert (found.planned, found.planned_total, found.limit) == ({"weights": 6, "keys and values": 3}, 9, 16)
+    assert (found.used, found.used_of) == (7 + 9, "devices")
+    assert memory_view(report, operator=False) is None
+    silent = memory_view(Report((), HostReport("node-1", 100, 1.0, cards[:2]), workers, plan))
+    assert silent is not None
+    assert (silent.used, silent.used_of) == (350, "processes")
+    unplanned = memory_view(Report((), HostReport("node-1", 100, 1.0, cards)))
+    assert unplanned is not None
+    assert (unplanned.planned, unplanned.limit, unplanned.used) == ({}, None, 100)
 
 
 def test_interfaces_are_read_as_the_system_lists_them(tmp_path: Path) -> None:

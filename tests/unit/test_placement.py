@@ -17,10 +17,11 @@ from tinsmith.backend import AnyBackendSpec, AnySamplerSpec
 from tinsmith.commands import cli
 from tinsmith.commands.load_settings import load_settings
 from tinsmith.errors import ConfigError
+from tinsmith.figures import MemoryPlan
 from tinsmith.host import host_memory
 from tinsmith.placement.machine import Machine, this_machine
-from tinsmith.placement.plan import make_plan, with_placement
-from tinsmith.placement.report import lines_of
+from tinsmith.placement.plan import as_told, make_plan, with_placement
+from tinsmith.placement.report import lines_of, memory_of
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes import serve
 from tinsmith.processes.assembly import make_trainer
@@ -129,6 +130,36 @@ def test_what_starts_with_no_setting_on_one_card_and_on_eight() -> None:
     assert placed(cards(8), pair) == [("0,1,2,3", 92), ("4,5,6,7", 92)]
     assert placed(cards(3), pair) == [("0,1", 92), ("2", 92)]
     assert placed(cards(8), a_model({"least": 20})) == [("0,1,2,3,4,5,6,7", 92)]
+
+
+def planned_memory(machine: Machine, *models: ModelSettings, of: str = "m") -> MemoryPlan | None:
+    """Return what the engine of a model tells, once the plan of all models is written into their sections."""
+    settings = Settings(models=models)
+    plan = make_plan(settings, PLUGINS, machine, [model.name for model in models])
+    return memory_of(as_told(with_placement(settings, plan), PLUGINS, of))
+
+
+def test_an_engine_tells_what_the_plan_gave_it_on_all_of_its_devices() -> None:
+    pair = a_model({"least": 20}, {"least": 10})
+    both = (("trainer: weights", 20 * GIB), ("sampler: weights", 10 * GIB))
+    assert planned_memory(cards(3), pair) == MemoryPlan(both, 30 * GIB, 3 * 92 * GIB, ("0", "1", "2"))
+    assert planned_memory(cards(1), pair) == MemoryPlan(both, 30 * GIB, 92 * GIB, ("0",))
+    alone = a_model({"least": 20, "devices": ["1"], "memory": "30GiB"})
+    assert planned_memory(cards(2), alone) == MemoryPlan((("weights", 20 * GIB),), 20 * GIB, 30 * GIB, ("1",))
+    assert planned_memory(cards(2), alone, a_model(name="other"), of="m") == planned_memory(cards(2), alone)
+
+
+def test_what_takes_turns_is_not_planned_twice() -> None:
+    """In turn, each may take all but what the other one keeps."""
+    plan = planned_memory(cards(2), a_model({"least": 60}, {"least": 50, "asleep": 3}, turns=True))
+    assert plan is not None
+    assert [size // GIB for _, size in plan.parts] == [60, 50]
+    assert (plan.total, plan.limit) == (60 * GIB, 2 * (92 - 2) * GIB)
+
+
+def test_nothing_is_planned_of_what_was_told_nothing() -> None:
+    settings = Settings(models=(a_model({"least": 20}), a_model({"plugin": "stranger"}, name="s")))
+    assert [memory_of(as_told(settings, PLUGINS, name)) for name in ("m", "s")] == [None, None]
 
 
 @pytest.mark.parametrize(("sampler", "told"), [(None, "samples as well"), ({}, "only trains")])

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from tinsmith.backend import Placement
 from tinsmith.placement.components import ComponentError, components_of, roles_of
-from tinsmith.placement.machine import Machine
+from tinsmith.placement.machine import Machine, this_machine
 from tinsmith.placement.placing import Placed, place
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DeviceSettings, ModelSettings, PluginSection, Settings
@@ -66,6 +66,21 @@ def with_placement(settings: Settings, plan: Sequence[Placed]) -> Settings:
         index = placed.component.index
         models[index] = _told(models[index], placed)
     return settings.model_copy(update={"models": tuple(models)})
+
+
+def as_told(settings: Settings, plugins: Plugins, model: str) -> list[Placed]:
+    """Return the plan of one model as `with_placement` has written it: what trainer and sampler were told.
+
+    Without those that were told nothing. Raise ConfigError if the model's configuration cannot be read.
+    """
+    plan = []
+    for component in components_of(settings, plugins, [model]):
+        devices, memory = component.named, component.wanted.memory
+        if memory is not None:
+            device_bytes = this_machine().device_bytes if devices else None
+            placement = Placement(devices=devices, memory_bytes=memory, device_bytes=device_bytes)
+            plan.append(Placed(component=component, placement=placement, demand=component.demand(placement)))
+    return plan
 
 
 def _told(model: ModelSettings, placed: Placed) -> ModelSettings:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
+from tinsmith.figures import MemoryPlan
 from tinsmith.placement.machine import Machine
 from tinsmith.placement.placing import Placed, gib
+
+_PREFIXES: Final = {"backend": "trainer: ", "sampler": "sampler: "}
 
 
 def lines_of(plan: Sequence[Placed]) -> Iterator[str]:
@@ -88,6 +92,33 @@ def memory_rows(placed: Placed, tenants: int) -> list[tuple[str, int]]:
     memory = placed.placement.memory_bytes
     left = [] if memory is None or not rows else [("left", memory - sum(size for _, size in rows))]
     return [*rows, *left]
+
+
+def memory_of(plan: Sequence[Placed]) -> MemoryPlan | None:
+    """Return the planned memory of one model's trainer and sampler together. None if nothing was planned.
+
+    It has the same purposes as `memory_rows`, with as many models as there are places.
+    """
+    parts, totals, limits = dict[str, int](), list[int](), list[int | None]()
+    for placed in plan:
+        name, number = _PREFIXES[placed.component.role] if len(plan) > 1 else "", max(1, len(placed.placement.devices))
+        demand, memory = placed.demand, placed.placement.memory_bytes
+        models = demand.max_models or 1
+        own = {f"{part} of {models} models": size * models for part, size in demand.per_model.items()}
+        sizes = {f"{name}{part}": size * number for part, size in {**demand.fixed, **own}.items() if size}
+        parts |= sizes
+        totals.append(sum(sizes.values()))
+        limits.append(None if memory is None else memory * number)
+    if not parts:
+        return None
+    known = [each for each in limits if each is not None]
+    together = max if plan[0].component.by_turns else sum
+    return MemoryPlan(
+        parts=tuple(parts.items()),
+        total=together(totals),
+        limit=together(known) if len(known) == len(limits) else None,
+        devices=tuple(sorted({device for placed in plan for device in placed.placement.devices})),
+    )
 
 
 def _shortage(placed: Placed, tenants: int) -> str:

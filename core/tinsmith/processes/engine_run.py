@@ -19,8 +19,11 @@ from tinsmith.engine.call_watch import LOADING, CallWatch
 from tinsmith.engine.context import EngineContext
 from tinsmith.engine.engine import Engine
 from tinsmith.engine.failures import contained
-from tinsmith.figures import RECOVERY_SECONDS, Figures
+from tinsmith.errors import ConfigError
+from tinsmith.figures import RECOVERY_SECONDS, Figures, MemoryPlan
 from tinsmith.hook_values import OperationFinished
+from tinsmith.placement.plan import as_told
+from tinsmith.placement.report import memory_of
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import capabilities_of, check_routing_replay, make_backends, make_turns
 from tinsmith.processes.deaths import Cause
@@ -96,6 +99,7 @@ class EngineRun:
         try:
             async with self._loaded(thread, stopping) as (backend, sampler):
                 check_routing_replay(self.model, backend, sampler)
+                self.figures.memory = self._planned_memory()
                 await self.serve(backend, sampler, thread, stopping)
         finally:
             thread.shutdown(wait=False)
@@ -131,6 +135,15 @@ class EngineRun:
 
     def _model_path(self) -> Path | None:
         return self.model.path or self.plugins.resolve_base_model(self.model.source)
+
+    def _planned_memory(self) -> MemoryPlan | None:
+        model = self.model.model_copy(update={"path": self._model_path()})
+        settings = self.settings.model_copy(update={"models": (model,)})
+        try:
+            return memory_of(as_told(settings, self.plugins, model.name))
+        except ConfigError as error:  # of a backend that needs no configuration of its model
+            _log.debug("no memory is planned: %s", error)
+            return None
 
     def _progress(self, loop: asyncio.AbstractEventLoop) -> Progress:
         def progress(stage: str, fraction: float | None) -> None:

@@ -53,9 +53,10 @@ class _FigureReports:
         gpus = await asyncio.to_thread(self._gpus.read) if self._gpus.any else ()
         series, workers = self._figures.series(), self._figures.workers()
         own = [each for each in series if not each.name.startswith("store_")]
-        changed = gpus, [each.gpus for each in workers], own
+        memory = self._figures.memory
+        changed = gpus, [each.gpus for each in workers], own, memory
         if changed == self._sent:
             return
-        report = Report(series, usage_of_host(gpus), workers)
+        report = Report(series, usage_of_host(gpus), workers, memory)
         await self._store.report_figures(self._lease, encode_report(report))
         self._sent = changed

@@ -5,15 +5,15 @@ from datetime import datetime
 from itertools import accumulate
 from typing import Final
 
-from tinsmith.figures import RECOVERY_SECONDS, Figure, HostReport, Series, decode_report
+from tinsmith.figures import RECOVERY_SECONDS, Figure, HostReport, Report, Series, decode_report
 from tinsmith.protocol import wire
 from tinsmith.store import ReportedFigures
 
 _MOST: Final = 0.99  # the share of observations that `most_s` bounds
 
 
-def with_figures(engine: wire.EngineView, reported: Sequence[ReportedFigures]) -> wire.EngineView:
-    """Add what an engine last reported of its process."""
+def with_figures(engine: wire.EngineView, reported: Sequence[ReportedFigures], *, operator: bool) -> wire.EngineView:
+    """Add what an engine last reported of its process; for operators, what it uses of its devices."""
     found = next((each for each in reported if each.base_model == engine.base_model), None)
     report = None if found is None else decode_report(found.report)
     if report is None:
@@ -22,8 +22,26 @@ def with_figures(engine: wire.EngineView, reported: Sequence[ReportedFigures]) -
     return engine.model_copy(
         update={
             "resident_bytes": report.host.resident_bytes or None,
+            "memory": _memory(report) if operator else None,
             "recoveries": recoveries if recoveries.number else None,
         }
+    )
+
+
+def _memory(report: Report) -> wire.MemoryView | None:
+    plan, host = report.memory, report.host
+    devices = () if plan is None else plan.devices
+    gpus = [gpu for gpu in host.gpus if {str(gpu.number), gpu.uuid} & set(devices)]
+    if gpus and len(gpus) == len(devices):  # the driver tells of all of them
+        used, used_of = sum(gpu.used_bytes for gpu in gpus), "devices"
+    else:
+        used, used_of = sum(each.resident_bytes for each in (host, *report.workers)), "processes"
+    return wire.MemoryView(
+        planned={} if plan is None else dict(plan.parts),
+        planned_total=None if plan is None else plan.total,
+        limit=None if plan is None else plan.limit,
+        used=used,
+        used_of=used_of,
     )
 
 

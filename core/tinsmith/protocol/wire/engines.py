@@ -1,6 +1,7 @@
 """Engines, the hosts that they run on, and what waits for them."""
 
 from datetime import datetime
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -61,6 +62,16 @@ class TimesView(BaseModel):
     most_s: float | None = None  # 99 % took at most this, a bound of the histogram on /metrics
 
 
+class MemoryView(BaseModel):
+    """Memory of an engine's trainer and sampler, in bytes, on all of their devices together."""
+
+    planned: dict[str, int]  # by purpose, with as many models as there are places; empty: nothing was planned
+    planned_total: int | None = None  # of trainer and sampler that take turns, the larger
+    limit: int | None = None  # all that they may take
+    used: int
+    used_of: Literal["devices", "processes"]  # the engine's whole GPUs, or the engine and its workers on the host
+
+
 class EngineView(BaseModel):
     base_model: str
     state: str
@@ -79,6 +90,7 @@ class EngineView(BaseModel):
     models_waiting: int = 0  # for a place
     max_models: int | None = None  # places; None: not known yet
     resident_bytes: int | None = None  # memory of its process
+    memory: MemoryView | None = None  # for operators; None until the engine has reported
     recoveries: TimesView | None = None  # starts at which it rebuilt models
     work: list[PendingView]
 

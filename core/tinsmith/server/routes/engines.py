@@ -41,7 +41,7 @@ async def list_engines(caller: Viewer, context: Context) -> wire.EngineList:
         for name in names
     ]
     return wire.EngineList(
-        engines=[with_figures(each, figures) for each in engines],
+        engines=[with_figures(each, figures, operator=operator) for each in engines],
         hosts=hosts_of(figures) if operator else None,
         commits=times_of(context.figures.series(), COMMIT_SECONDS),
         storage=None if trouble is None else cleaned(trouble.to(operator=operator)),
