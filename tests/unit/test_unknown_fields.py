@@ -36,6 +36,17 @@ LOSS: dict[str, Any] = {
     "inputs": [{"name": "logprobs", "rank": 1}],
     "graph": {"nodes": [{"op": "output", "name": "output", "target": "output"}]},
 }
+DATUM = {"model_input": PROMPT, "loss_fn_inputs": {"target_tokens": TENSOR}}
+SPANS = {"model_input_spans": [{"prompt_tokens": {"sequence_id": "s", "length": 2}}]}
+PASS = {**NUMBERED, "forward_backward_input": {"data": [{**DATUM, **SPANS}], "loss_fn": "cross_entropy"}}
+IN_DATUM: list[tuple[str | int, ...]] = [
+    (),
+    ("model_input",),
+    ("model_input", "chunks", 0),
+    ("loss_fn_inputs", "target_tokens"),
+    ("model_input_spans", 0),
+    ("model_input_spans", 0, "prompt_tokens"),
+]
 UPLOAD = {"base_model": "toy", "lora_config": {"rank": 4}}
 BODIES: list[tuple[type[BaseModel], dict[str, Any], tuple[str | int, ...]]] = [
     (wire.CreateModelRequest, CREATION, ()),
@@ -55,6 +66,9 @@ BODIES: list[tuple[type[BaseModel], dict[str, Any], tuple[str | int, ...]]] = [
     (wire.SampleRequest, SAMPLE, ("prompt",)),
     (wire.SampleRequest, SAMPLE, ("prompt", "chunks", 0)),
     (wire.SampleRequest, {**SAMPLE, "target_prompt_logprobs": TENSOR}, ("target_prompt_logprobs",)),
+    (wire.ForwardBackwardRequest, PASS, ()),
+    (wire.ForwardBackwardRequest, PASS, ("forward_backward_input",)),
+    *((wire.ForwardBackwardRequest, PASS, ("forward_backward_input", "data", 0, *place)) for place in IN_DATUM),
     (wire.LogMetricsRequest, LOGGED, ()),
     (wire.LogMetricsRequest, LOGGED, ("points", 0)),
     (wire.LogRewardsRequest, {"step": 0, "rewards": {"0" * 32: 1.0}}, ()),
@@ -115,6 +129,10 @@ def test_every_body_that_changes_numbers_is_tried() -> None:
         "ModelInput",
         "Chunk",
         "TensorData",
+        "Datum",
+        "ForwardBackwardInput",
+        "ProvenanceSpan",
+        "TokenSpan",
         "LoggedPoint",
         "SessionCursor",
         "CheckpointCursor",
@@ -216,6 +234,9 @@ LEAST: dict[type[BaseModel], dict[str, Any]] = {
     wire.LoraConfig: {"rank": 4},
     wire.TensorData: TENSOR,
     wire.ModelInput: PROMPT,
+    wire.TokenSpan: {"sequence_id": "s", "length": 2},
+    wire.Datum: DATUM,
+    wire.ForwardBackwardInput: {"data": [DATUM], "loss_fn": "cross_entropy"},
     wire.FinishSessionRequest: {"reason": {"type": "success"}},
     wire.RetrieveFutureRequest: {"request_id": "r"},
     wire.RetrieveFuturesRequest: {"target": {"sampling_session_id": "s"}},

@@ -45,19 +45,19 @@ def answer(result: ops.Result) -> Answer:
         case ops.SampleOutput():
             return Answer(body=sample_response(result).SerializeToString(deterministic=True), media_type=PROTOBUF)
         case ops.Failed():
-            return _json({"error": result.message, "category": result.category})
+            return json_answer({"error": result.message, "category": result.category})
         case ops.ModelCreated():
-            return _json({"model_id": result.model_id})  # of create_model and load_weights: no "type" fits both
+            return json_answer({"model_id": result.model_id})  # of create_model and load_weights: no "type" fits both
         case ops.OptimStepOutput():
-            return _json({"metrics": {key: json_number(value) for key, value in _step_metrics(result).items()}})
+            return json_answer({"metrics": {key: json_number(value) for key, value in _step_metrics(result).items()}})
         case ops.WeightsSaved():
-            return _json(
+            return json_answer(
                 _present(path=result.path, sampling_session_id=result.sampling_session_id, size_bytes=result.size_bytes)
             )
         case ops.WeightsLoaded():
-            return _json({"path": result.path, "model_id": result.model_id})
+            return json_answer({"path": result.path, "model_id": result.model_id})
         case ops.ModelUnloaded():
-            return _json({"model_id": result.model_id})
+            return json_answer({"model_id": result.model_id})
         case _:
             assert_never(result)
 
@@ -77,7 +77,8 @@ def _present(**fields: str | int | None) -> dict[str, str | int]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _json(content: Mapping[str, object]) -> Answer:
+def json_answer(content: Mapping[str, object]) -> Answer:
+    """Encode JSON. Arrays become lists; they hold finite numbers only."""
     return Answer(body=orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
 
 

@@ -34,7 +34,7 @@ MAX_STOP_CHARS: Final = 16 << 10
 """Of all stop strings together."""
 MAX_STOP_TOKENS: Final = 8192
 MAX_NUMBERS: Final = 4 << 20
-"""In a JSON body: the tokens of a prompt, and the values and indices of `target_prompt_logprobs`."""
+"""In a JSON body: tokens, and the values and indices of tensors."""
 MAX_CONTAINERS: Final = 1 << 16
 """Lists and objects in a JSON body."""
 MAX_STRINGS: Final = 1 << 17

@@ -42,7 +42,7 @@ _MODEL_ID: Final = 1 << 3 | _BYTES  # the keys of ForwardBackwardRequest's first
 _SEQ_ID: Final = 2 << 3 | _VARINT
 _FORWARD_ONLY: Final = 6 << 3 | _VARINT
 _MAX_FIELDS: Final = 2048  # that are looked at; the SDK sends at most 1,024 data in a request
-_MAX_JSON_BYTES: Final = 1 << 20  # larger requests with a number are protobuf
+_MAX_JSON_BYTES: Final = 1 << 20  # only passes in JSON may be larger; reading those again would hold up all others
 
 
 class _Field(NamedTuple):
@@ -212,8 +212,10 @@ def address_of(body: bytes) -> tuple[str, int] | None:
 
 
 def asks_forward_only(body: bytes) -> bool:
-    """Return whether a protobuf ForwardBackwardRequest says that it changes no gradient, as far as it can be read."""
-    with suppress(DecodeError):
+    """Return whether a ForwardBackwardRequest says that it changes no gradient, as far as it can be read."""
+    with suppress(DecodeError, ValueError):
+        if body.startswith(b"{"):
+            return len(body) <= _MAX_JSON_BYTES and orjson.loads(body).get("forward_only") is True
         for key, start, end in islice(_fields_in(body), _MAX_FIELDS):
             if key == _FORWARD_ONLY:
                 return _varint(body, start, end)[0] != 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tinsmith import operations as ops
-from tinsmith.errors import UserError
+from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.protocol import wire
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 
@@ -81,10 +81,7 @@ def target_tokens_from_json(name: str, tensor: wire.TensorData) -> ops.IntArray:
     if tensor.dtype != "int64":
         msg = f"{name}: dtype {tensor.dtype!r} is not allowed; send int64"
         raise UserError(msg)
-    if (np.abs(tensor.data) > _EXACT_FLOAT64).any():
-        msg = f"{name}: holds values that are no token ids, such as {np.abs(tensor.data).max()}"
-        raise UserError(msg)
-    values = tensor.data.astype(np.int64)
+    values = _whole(name, tensor.data)
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         return _shaped(name, values, tensor.shape or [values.size])
     return dense_from_csr(
@@ -95,6 +92,38 @@ def target_tokens_from_json(name: str, tensor: wire.TensorData) -> ops.IntArray:
         tensor.shape or [],
         fill=-1,
     )
+
+
+def tensor_to_proto(name: str, tensor: wire.TensorData) -> pb.Tensor:
+    """Return the tensor as the SDK writes it. Raises UserError if its dtype cannot hold a value."""
+    if tensor.dtype == "int64":
+        values, message = to_bytes(_whole(name, tensor.data), "<i8"), pb.Tensor(dtype=pb.DTYPE_INT64)
+    else:
+        values, message = to_bytes(_single(name, tensor.data), "<f4"), pb.Tensor(dtype=pb.DTYPE_FLOAT32)
+    message.shape.extend(tensor.shape or [])
+    layout = layout_from_json(tensor)
+    if layout is None:
+        message.dense = values
+    else:
+        message.sparse_csr.values = values
+        message.sparse_csr.crow_indices = to_bytes(layout.crow_indices, "<i8")
+        message.sparse_csr.col_indices = to_bytes(layout.col_indices, "<i8")
+    return message
+
+
+def tokens_from_json(name: str, chunks: Sequence[wire.Chunk]) -> ops.TokenArray:
+    """Concatenate text chunks."""
+    for chunk in chunks:
+        if chunk.type != "encoded_text":
+            msg = f"{name}: {chunk.type!r} chunks are not offered; send encoded_text"
+            raise UnsupportedError(msg)
+    tokens = np.concatenate([np.zeros(0, np.int64), *(chunk.tokens for chunk in chunks)])
+    bad = (tokens < -(2**31)) | (tokens >= 2**31)
+    if bad.any():
+        msg = f"{name}: token id {tokens[bad.argmax()]} is out of range"
+        raise UserError(msg)
+    tokens_T: ops.TokenArray = tokens.astype(np.int32)
+    return tokens_T
 
 
 def layout_from_json(tensor: wire.TensorData) -> ops.SparseLayout | None:
@@ -189,6 +218,25 @@ def _widened(values: ops.Array, dtype: int) -> ops.Array:
     if dtype == pb.DTYPE_BFLOAT16:  # the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values
+
+
+def _whole(name: str, values: ops.FloatArray) -> ops.IntArray:
+    """Return int64. JSON does not tell 1.0 from 1."""
+    wrong = (np.abs(values) > _EXACT_FLOAT64) | (values != np.trunc(values))
+    if wrong.any():
+        msg = f"{name}: {values[wrong.argmax()]} is no int64, or too large for JSON; send whole numbers up to 2**53"
+        raise UserError(msg)
+    whole: ops.IntArray = values.astype(np.int64)
+    return whole
+
+
+def _single(name: str, values: ops.FloatArray) -> ops.FloatArray:
+    wrong = np.abs(values) > np.finfo(np.float32).max
+    if wrong.any():
+        msg = f"{name}: {values[wrong.argmax()]} is too large for float32"
+        raise UserError(msg)
+    single: ops.FloatArray = values.astype(np.float32)
+    return single
 
 
 def _indices(indices: ops.IntArray | None) -> ops.IntArray:

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import isnan
 
-import numpy as np
-
 from tinsmith import operations as ops
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.custom_losses.graph import read_graph
@@ -333,7 +331,7 @@ def sample(
     NUM_SAMPLES.check("num_samples", request.num_samples)
     if request.record_stability_info and stand_in is None:
         raise stable_reinforce.refuse("record_stability_info")
-    prompt, targets = _prompt(request.prompt), request.target_prompt_logprobs
+    prompt, targets = wire_tensors.tokens_from_json("prompt", request.prompt.chunks), request.target_prompt_logprobs
     return ops.Sample(
         sampling_session_id=sampling_session,
         snapshot_id=snapshot_id,
@@ -357,20 +355,6 @@ def check_targets(request: wire.SampleRequest) -> None:
     targets = request.target_prompt_logprobs
     if targets is not None and targets.sparse_crow_indices is not None:
         wire_tensors.check_sparse_shape("target_prompt_logprobs", targets.shape or [])
-
-
-def _prompt(prompt: wire.ModelInput) -> ops.TokenArray:
-    for chunk in prompt.chunks:
-        if chunk.type != "encoded_text":
-            msg = f"prompt: {chunk.type!r} chunks are not offered; send encoded_text"
-            raise UnsupportedError(msg)
-    tokens = np.concatenate([np.zeros(0, np.int64), *(chunk.tokens for chunk in prompt.chunks)])
-    bad = (tokens < -(2**31)) | (tokens >= 2**31)
-    if bad.any():
-        msg = f"prompt: token id {tokens[bad.argmax()]} is out of range"
-        raise UserError(msg)
-    prompt_P: ops.TokenArray = tokens.astype(np.int32)
-    return prompt_P
 
 
 def _sampling_params(

@@ -26,6 +26,7 @@ SDK_VERSIONS: Final = "0.22.3 to 0.38.0"
 """Of the SDKs whose every field is known here."""
 
 _PROTOCOL: Final = "tinsmith.protocol."  # the modules of the SDK's bodies; all others are of plugins
+_TAGS: Final = ("type", "role")  # the fields that tell objects apart
 _MOST_NAMED: Final = 5
 _SHOWN_CHARS: Final = 100
 
@@ -112,30 +113,40 @@ def _tidied(model: type[BaseModel], content: dict[str, Json], where: str) -> Ite
         elif value is None and not field.is_required() and field.annotation is not float:
             del content[name]
         elif (models := _models_in(model).get(name)) is not None:
-            for at, part in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            for at, part in _parts(value, is_map=get_origin(field.annotation) is dict):
                 if isinstance(part, dict):
-                    yield from _tidied(_meant(models, part), part, f"{where}{name}{'' if at is None else f'[{at}]'}.")
+                    yield from _tidied(_meant(models, part), part, f"{where}{name}{at}.")
+
+
+def _parts(value: Json, *, is_map: bool) -> Iterator[tuple[str, Json]]:
+    """Yield the objects that a field holds, and where: one, a list of them, or several by names of the caller's."""
+    if is_map and isinstance(value, dict):
+        yield from ((f".{name[:_SHOWN_CHARS]}", part) for name, part in value.items())
+    elif isinstance(value, list):
+        yield from ((f"[{at}]", part) for at, part in enumerate(value))
+    else:
+        yield "", value
 
 
 def _is_of_other_type(model: type[BaseModel], content: dict[str, Json]) -> bool:
     field = model.model_fields.get("type")
-    return field is not None and content.get("type") not in (None, field.default, *_literals(field.annotation))
+    return field is not None and content.get("type") not in (None, field.default, *_literals(model, "type"))
 
 
 def _meant(models: tuple[type[BaseModel], ...], content: dict[str, Json]) -> type[BaseModel]:
-    """Return the model that an object is of: the one with its `type`, or else the first."""
-    types = ((each, each.model_fields.get("type")) for each in models)
-    found = (each for each, field in types if field and content.get("type") in _literals(field.annotation))
-    return next(found, models[0])
+    """Return the model that an object is of: the one with its `type` or `role`, or else the first."""
+    return next((each for each in models if any(content.get(tag) in _literals(each, tag) for tag in _TAGS)), models[0])
 
 
-def _literals(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+def _literals(model: type[BaseModel], name: str) -> tuple[Any, ...]:
+    """Return the values that a field may have, if it may have certain ones only."""
+    field = model.model_fields.get(name)
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
 @cache
 def _models_in(model: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ...]]:
-    """Return the models of fields that hold one, or a list of them: several, if an object's `type` tells them apart."""
+    """Return the models of fields that hold one, or several of them: several, if an object's tag tells them apart."""
     found = {name: tuple(_found_in(field.annotation)) for name, field in model.model_fields.items()}
     return {name: models for name, models in found.items() if models}
 

@@ -5,8 +5,9 @@ Large bodies are decoded and validated off the event loop.
 
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import orjson
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -20,8 +21,10 @@ from tinsmith.server.auth import caller_of, identified
 from tinsmith.server.context import context_of
 from tinsmith.server.error_answers import MediaTypeError
 from tinsmith.server.limits.body_budget import lease_of
+from tinsmith_checkpoints.values import Json
 
 Handler = Callable[[Request], Awaitable[Response]]
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _RefusedError(HTTPException):
@@ -47,11 +50,15 @@ class _StrictRequest(Request):
         return await heavy.run(lease_of(self).tenant, len(body), partial(_decoded, body, self.model))
 
 
+def is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == JSON or (kind.startswith("application/") and kind.endswith("+json"))
+
+
 async def _refuse_other_types(request: Request) -> None:
     """Raises MediaTypeError if there is a body that does not claim to be JSON: a route would get its bare bytes."""
     given = request.headers.get("content-type", "")
-    kind = given.partition(";")[0].strip().lower()
-    if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
+    if is_json(given):
         return
     if await request.body():
         identified(request.scope, context_of(request))  # a wrong key is the first thing to report
@@ -63,16 +70,35 @@ async def _refuse_other_types(request: Request) -> None:
 def _decoded(body: bytes, model: type[BaseModel] | None) -> Any:
     try:
         content = bounds.json_content(body)
-        if model is None or not isinstance(content, dict):
-            return content
-        if is_exact(model):
-            bounds.refuse_repeated_names(body, content)
-        return validated(model, content)
-    except UserError as error:
+        return content if model is None or not isinstance(content, dict) else _validated(model, body, content)
+    except (UserError, RequestValidationError) as error:
         raise _RefusedError(error) from error
+
+
+def strictly_read(body: bytes, model: type[Model]) -> Model:
+    """Return the model's instance, for a route whose body may be of another type than JSON.
+
+    Raises UserError, or RequestValidationError.
+    """
+    try:
+        content = bounds.json_content(body)
+    except orjson.JSONDecodeError as error:
+        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "", "ctx": {"error": error.msg}}
+        raise RequestValidationError([problem]) from error
+    if not isinstance(content, dict):
+        problem = {"type": "model_type", "loc": ("body",), "msg": "must be an object", "input": content}
+        raise RequestValidationError([problem])
+    return _validated(model, body, content)
+
+
+def _validated(model: type[Model], body: bytes, content: dict[str, Json]) -> Model:
+    if is_exact(model):
+        bounds.refuse_repeated_names(body, content)
+    try:
+        return validated(model, content)
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
-        raise _RefusedError(RequestValidationError(problems)) from error
+        raise RequestValidationError(problems) from error
 
 
 def _count(request: Request, error: Exception) -> None:
@@ -120,7 +146,7 @@ class JsonRoute(APIRoute):
 
 
 class DirectRoute(JsonRoute):
-    """For the routes that are asked for most: calls an endpoint `(body, caller, context)` itself.
+    """For the routes that are asked for most: calls an endpoint `(request, body, caller, context)` itself.
 
     FastAPI would find out for each request what an endpoint takes, which takes longer than a heartbeat. A request that
     is not as it should be goes that way.
@@ -143,7 +169,7 @@ class DirectRoute(JsonRoute):
                 return await solve(strict)
             if not isinstance(body, model):
                 return await solve(strict)
-            found = await endpoint(body, await caller_of(request, context), context)
+            found = await endpoint(strict, body, await caller_of(request, context), context)
             if isinstance(found, Response):
                 return found
             return Response(found.model_dump_json(), media_type="application/json")

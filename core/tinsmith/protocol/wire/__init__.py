@@ -12,6 +12,7 @@ from tinsmith.protocol.wire.accounts import *  # noqa: F403
 from tinsmith.protocol.wire.engines import *  # noqa: F403
 from tinsmith.protocol.wire.fields import *  # noqa: F403
 from tinsmith.protocol.wire.futures import *  # noqa: F403
+from tinsmith.protocol.wire.passes import *  # noqa: F403
 from tinsmith.protocol.wire.rollouts import *  # noqa: F403
 from tinsmith.protocol.wire.runs import *  # noqa: F403
 from tinsmith.protocol.wire.sampling import *  # noqa: F403

@@ -5,13 +5,14 @@ import random
 from functools import partial
 from typing import Final
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from tinsmith.errors import ServerError
 from tinsmith.hook_values import Principal
 from tinsmith.operations import Failed
 from tinsmith.protocol import answers, translate, wire
+from tinsmith.protocol.json_results import answer_in_json
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
@@ -34,7 +35,9 @@ _COMPLETIONS: Final = 1000
 """The most in one answer. The client fetches the rest at once, with the next cursor."""
 
 
-async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, context: Context) -> Response:
+async def retrieve_future(
+    request: Request, body: wire.RetrieveFutureRequest, caller: Caller, context: Context
+) -> Response:
     try:
         if (custom_loss := translate.custom_loss_of(body.request_id)) is not None:
             return await custom_losses.created(context, caller, *custom_loss)
@@ -50,10 +53,17 @@ async def retrieve_future(body: wire.RetrieveFutureRequest, caller: Caller, cont
     size = len(operation.result or b"")
     if body.allow_metadata_only and size > INLINE_BYTES:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
-    answer = await finished_result(operation, answers.answer)
+    encode = answer_in_json if _wants_json(request) else answers.answer
+    answer = await finished_result(operation, encode)
     if isinstance(answer, Failed):  # a 200 with `error` and `category`, which the SDK turns into a typed exception
         answer = answers.answer(await as_told(context, caller, answer))
     return Response(answer.body, media_type=answer.media_type)
+
+
+def _wants_json(request: Request) -> bool:
+    """Return whether JSON is asked for by name. Whoever accepts anything gets what the SDK gets."""
+    accepted = request.headers.get("accept", "")
+    return answers.JSON in accepted and answers.PROTOBUF not in accepted
 
 
 router.add_api_route("/retrieve_future", retrieve_future, methods=["POST"], route_class_override=DirectRoute)

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from tinsmith.errors import ServerError, StoreFullError, UserError
 from tinsmith.hook_values import Principal
@@ -58,7 +58,10 @@ async def create_session(
     return wire.SessionCreated(session_id=session.session_id, warning_message=warning, error_message=error)
 
 
-async def session_heartbeat(body: wire.SessionRequest, caller: Caller, context: Context) -> wire.SessionHeartbeat:
+async def session_heartbeat(
+    request: Request, body: wire.SessionRequest, caller: Caller, context: Context
+) -> wire.SessionHeartbeat:
+    del request
     session = await hear(context, body.session_id, caller)
     if session.ended is not None:
         msg = f"session {body.session_id!r} has ended ({session.ended}); create a new one"

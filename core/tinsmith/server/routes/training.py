@@ -8,12 +8,14 @@ from fastapi import APIRouter, Request
 from tinsmith import operations as ops
 from tinsmith.checks import check_operation
 from tinsmith.hook_values import Principal
-from tinsmith.protocol import stable_reinforce, training_request, translate, wire
-from tinsmith.protocol.answers import PROTOBUF
+from tinsmith.protocol import json_passes, stable_reinforce, training_request, translate, wire
+from tinsmith.protocol.answers import JSON, PROTOBUF
 from tinsmith.server.auth import Caller, own_known_run, own_session, readable_run
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.error_answers import MediaTypeError
+from tinsmith.server.json_routes import is_json, strictly_read
 from tinsmith.server.kept import KnownOwner, KnownRun
+from tinsmith.server.limits.body_budget import hold_decoded
 from tinsmith.server.model_names import base_of
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.request_trace import traced
@@ -98,14 +100,8 @@ async def unload_model(body: wire.ModelRequest, caller: Caller, context: Context
 
 @router.post("/forward_backward", response_model_exclude_none=True)
 async def forward_backward(request: Request, caller: Caller, context: Context) -> wire.Submitted:
-    """The body is protobuf: `ForwardBackwardRequest`."""
-    if not request.headers.get("content-type", "").startswith(PROTOBUF):
-        msg = (
-            f"content-type {request.headers.get('content-type')!r} is not offered for forward_backward; send "
-            f"{PROTOBUF} (tinker 0.25 or newer does)"
-        )
-        raise MediaTypeError(msg, offered=PROTOBUF)
-    body = await request.body()
+    """The body is `ForwardBackwardRequest`: protobuf, as the SDK sends it, or JSON."""
+    body = await _in_protobuf(request, caller, context)
     parsed = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(training_request.parse, body))
     run = await own_known_run(context, caller, parsed.head.model_id)
     num_bytes = max(_WORK_PER_BYTE * len(body), len(body) + _SPARSE_ELEMENT_BYTES * parsed.sparse_elements)
@@ -123,6 +119,22 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
         names = {"loss_fn": stable_reinforce.NAME, "stand_in": stand_in.loss.name}
         context.metrics.stand_ins.labels(base_model=run.base_model, **names).inc()
     return submitted
+
+
+async def _in_protobuf(request: Request, caller: Principal, context: ServerContext) -> bytes:
+    body, given = await request.body(), request.headers.get("content-type", "")
+    if given.startswith(PROTOBUF):
+        return body
+    if not is_json(given):
+        msg = f"content-type {given[:100]!r} is not offered for forward_backward; send {PROTOBUF} or {JSON}"
+        raise MediaTypeError(msg, offered=f"{PROTOBUF}, {JSON}")
+
+    def converted() -> bytes:
+        return json_passes.as_protobuf(strictly_read(body, wire.ForwardBackwardRequest))
+
+    message = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), converted)
+    await hold_decoded(request, caller.tenant, len(message))
+    return message
 
 
 @router.post("/optim_step", response_model_exclude_none=True)
