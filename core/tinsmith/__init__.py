@@ -1,7 +1,7 @@
 """A self-hosted server for the Tinker API.
 
-This module exports what plugins implement or receive. What only the authors of stores need is in `tinsmith.stores`, and
-the suites for tests are in `tinsmith.testing`.
+This module exports what plugins implement or receive. What fewer plugins need is in `tinsmith.stores`,
+`tinsmith.machine`, `tinsmith.logins` and `tinsmith.tracing`; the suites for tests are in `tinsmith.testing`.
 """
 
 from tinsmith.backend import (

@@ -128,6 +128,8 @@ class SamplingSessionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
+    """A checkpoint that a tenant has, of whatever kind; its files are in `directory`."""
+
     path: str  # tinker://<model_id>/<weights|sampler_weights|external_weights>/<name>
     model_id: str
     tenant: str

@@ -760,6 +760,8 @@ class RequestStore(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreContext:
+    """What core passes to a store's `create` in addition to its config."""
+
     data_dir: Path
     shared: bool = False  # other servers use the directory, and this store, at the same time
     figures: Figures = field(default_factory=Figures)  # of this process: a store may time its commits there

@@ -1,7 +1,7 @@
 """A request store: the SQL store, with its database in a directory of its own.
 
 SQLite wants a local disk; checkpoints may lie on a shared one. A store that is not SQL subclasses
-`tinsmith.stores.RequestStore` instead, and passes the same suite.
+`tinsmith.stores.RequestStore` instead, as `tinsmith.memory_store` does, and passes the same suite.
 """
 
 from pathlib import Path
