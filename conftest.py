@@ -1,10 +1,13 @@
 """Which process runs which test, in what order, and what `make test` leaves to `make test-all`."""
 
+import ast
 import gc
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 def pytest_configure() -> None:
     gc.disable()  # until everything is imported
+    if sys.version_info < (3, 12, 2):
+        _parse_one_at_a_time()
+
+
+def _parse_one_at_a_time() -> None:
+    """Let one thread at a time make a syntax tree.
+
+    CPython before 3.11.8 and 3.12.2 counts the depth of all trees in one place (gh-106905): two threads of a process
+    that make one, such as hypothesis and a server in a test, may both end in SystemError.
+    """
+    parse, lock = ast.parse, threading.RLock()  # noqa: TID251 - what others call
+
+    @wraps(parse)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return parse(*args, **kwargs)
+
+    ast.parse = locked  # noqa: TID251
 
 
 def pytest_collection_finish() -> None:

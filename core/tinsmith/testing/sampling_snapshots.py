@@ -179,12 +179,12 @@ class CompanyContract(SamplingSuite):
     async def test_cancelled_sample_leaves_others_alone(self, backend: SamplingBackend) -> None:
         prompt = random_prompt(46, 9, backend.sampler_capabilities.vocab_size)
         expected = await ask_one(backend, prompt, params(max_tokens=24))
-        doomed = [asyncio.create_task(ask_one(backend, prompt, params(max_tokens=40, seed=n))) for n in range(3)]
+        endless = backend.sampler_capabilities.max_context_tokens - len(prompt)
+        doomed = [asyncio.create_task(ask_one(backend, prompt, params(max_tokens=endless, seed=n))) for n in range(3)]
         staying = asyncio.create_task(ask_one(backend, prompt, params(max_tokens=24)))
         await _let_run()
-        for task in doomed:
-            task.cancel()
-        ended = await asyncio.gather(*doomed, return_exceptions=True)
+        cancelled = [task for task in doomed if task.cancel()]  # on a busy machine, some may have ended before
+        ended = await asyncio.gather(*cancelled, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
         assert_same_draw(backend, await staying, expected, "beside cancelled samples")
         again = await ask_one(backend, prompt, params(max_tokens=24))

@@ -1,6 +1,7 @@
 """Prompts of models with recurrent states that begin alike: read once, where pages and a state were kept."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -134,34 +135,44 @@ async def test_a_step_that_fails_leaves_no_state_that_was_not_written(
     await alone(backend, make_sample(prompt(129, seed=9), "b"))
     forget_all(backend)
     ops = [make_sample(begins(prompt(128), 30 + n, seed=n), "a") for n in range(3)]
-    device, fails = sampling_of(backend), iter([True])
+    device, calls, first_reads, all_are_there = sampling_of(backend), [], threading.Event(), threading.Event()
     prefill = device.prefill
 
     def failing(given: list[PromptTile]) -> None:
-        if next(fails, False):
+        calls.append(given)
+        if len(calls) == 1:  # the others meet while this one is read
+            first_reads.set()
+            all_are_there.wait()
+        elif len(calls) == 2:
             message = "once"
             raise RuntimeError(message)
         prefill(given)
 
     monkeypatch.setattr(device, "prefill", failing)
-    outputs = await sample_all(backend, ops)
+    first = asyncio.ensure_future(sample(backend, make_sample(prompt(5, seed=8))))
+    await asyncio.to_thread(first_reads.wait)
+    together = [asyncio.ensure_future(sample(backend, op)) for op in ops]
+    await asyncio.sleep(0)  # each asks in its first step
+    all_are_there.set()
+    outputs = await asyncio.gather(*together)
+    await first
     for op, output in zip(ops, outputs, strict=True):
         assert_same_sequences(await alone(backend, op), output)
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 12))])
 async def test_nobodys_bits_show_what_was_read_before(seed: int, backend: JaxBackend) -> None:
-    """More beginnings than states are kept, of prompts that branch off anywhere."""
+    """More states are kept than there is room for, of prompts that branch off anywhere."""
     rng = np.random.default_rng(seed)
-    beginnings = [prompt(400, seed=number) for number in range(3)]
+    common = prompt(400, seed=seed)
     ops = []
     for number in range(20):
-        beginning = beginnings[rng.integers(3)][: rng.integers(1, 380)]
+        length = rng.integers(1, 380) if rng.integers(2) else 64 * rng.integers(1, 6)  # states are kept at pages' ends
         ops.append(
             make_sample(
-                begins(beginning, int(rng.integers(1, 100)), seed=number),
-                [None, "a", "b"][rng.integers(3)],
-                session=str(rng.integers(2)),
+                begins(common[:length], int(rng.integers(1, 100)), seed=number),
+                [None, "a"][rng.integers(2)],
+                session="st"[int(rng.integers(4) == 0)],
                 num_samples=int(rng.integers(1, 4)),
                 prompt_logprobs=bool(rng.integers(5) == 0),
             )
