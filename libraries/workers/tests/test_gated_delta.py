@@ -6,8 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
+from tinsmith_checkpoints.huggingface import DeltaRule
+from tinsmith_workers import delta_flops
 from tinsmith_workers.torch import causal_convolution, gated_delta
 
 pytestmark = pytest.mark.slow  # imports torch and transformers
@@ -164,3 +167,17 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_inputs_alone(together
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         gated_delta(*stream, bounds_of([512, 512]), together=together)
     assert sum(kept.values()) < 2 * inputs
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    """But for triangular systems, which torch does not count: one forward, one again, and one backward."""
+    tokens = 1024
+    rule = DeltaRule(key_heads=KEY_HEADS, value_heads=HEADS, key_dim=KEY, value_dim=VALUE, width=4)
+    inputs = [x.requires_grad_() for x in drawn(tokens, 0)]
+    expected, solved = tokens * delta_flops(rule), tokens * HEADS * CHUNKS[0] * (KEY + VALUE)
+    with FlopCounterMode(display=False) as forward:
+        out = gated_delta(*inputs, [(0, tokens)])
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(out.sum(), inputs)
+    assert forward.get_total_flops() + solved == expected
+    assert backward.get_total_flops() + 2 * solved == pytest.approx(3 * expected, rel=0.1)

@@ -7,7 +7,7 @@ names exported here, by `tinsmith_workers.torch` and by `tinsmith_workers.testin
 from tinsmith_workers.adapter_layout import AdapterLayout, ModelPart, Pair, Slot, WholeLayout, holders, whole_model
 from tinsmith_workers.budget import Budget
 from tinsmith_workers.config import TrainingWorkersConfig, WorkersConfig
-from tinsmith_workers.delta_blocks import delta_block_bytes
+from tinsmith_workers.delta_blocks import delta_block_bytes, delta_flops
 from tinsmith_workers.group import WorkerDiedError, WorkerGroup
 from tinsmith_workers.launching import Launch, Launcher, MakeLauncher
 from tinsmith_workers.model_states import AdapterModelState, FullModelState
@@ -77,6 +77,7 @@ __all__ = [
     "combined_outputs",
     "deal",
     "delta_block_bytes",
+    "delta_flops",
     "holders",
     "one_by_one",
     "segments",

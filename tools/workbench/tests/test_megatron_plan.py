@@ -12,13 +12,14 @@ import yaml
 from workbench_harness import typed
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import DecoderShape, known_config
+from tinsmith_checkpoints.huggingface import DecoderShape, DeltaRule, ExpertShape, HybridShape, known_config
 from tinsmith_megatron.config import MegatronConfig
 from tinsmith_megatron.parallel import Layout, Work, check_model, check_ranks
 from tinsmith_workbench.layouts.choosing import layouts, planned
 from tinsmith_workbench.layouts.command import read_shape
 from tinsmith_workbench.layouts.cost import cost
 from tinsmith_workbench.layouts.machine import GB, Machine
+from tinsmith_workers import delta_flops
 
 MACHINE = Machine()
 
@@ -46,9 +47,10 @@ def test_the_configuration_is_ready(rank: int, nodes: int) -> None:
     assert first[4] == ("yes" if config.activation_checkpointing else "no")
 
 
-def test_a_directory_is_planned_as_its_shape_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(known_config("Llama-3-8B")))
-    named, of_directory = (asked("--model", name, "--gpus", "8") for name in ("Llama-3-8B", str(tmp_path)))
+@pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen3.5-4B"])
+def test_a_directory_is_planned_as_its_shape_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(known_config(name)))
+    named, of_directory = (asked("--model", model, "--gpus", "8") for model in (name, str(tmp_path)))
     assert named.splitlines()[1:10] == of_directory.splitlines()[1:10]
 
 
@@ -94,6 +96,27 @@ def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
     assert times == sorted(times)
     slower = planned(read_shape("Qwen3-30B-A3B"), 16, Work(), replace(MACHINE, memory_gb=40))
     assert sum(each.fits for each in slower) < len(fitting)
+
+
+def test_flops_of_a_hybrid_with_experts_by_hand() -> None:
+    """One layer has the gated delta rule, one attends; a token meets two experts, and a shared one."""
+    rule = DeltaRule(key_heads=2, value_heads=4, key_dim=8, value_dim=16, width=4)
+    experts = ExpertShape(num_experts=8, top_k=2, intermediate_size=12, normalized=True, shared_size=20)
+    shape = HybridShape(
+        class_name="Qwen3_5MoeForCausalLM", vocab_size=100, hidden_size=32, intermediate_size=12, num_layers=2,
+        num_heads=4, num_kv_heads=2, head_dim=8, max_position=64, tied=False, experts=experts, delta=rule,
+        delta_layers=(0,),
+    )  # fmt: skip
+    work = Work(rank=4, tenants=1, tokens=64, context=64, step_tokens=64)
+    found = cost(shape, Layout(tp=1, pp=1, ep=1, dp=1, recompute=False), work, MACHINE).flops / 64
+    delta = [(32, 2 * 2 * 8 + 64), (32, 64), (32, 4), (32, 4), (64, 32)]  # queries, keys and values; gate; b; a; output
+    attending = [(32, 2 * 32), (32, 16), (32, 16), (32, 32)]  # with a gate
+    met = [*[(32, 20), (32, 20), (20, 32)], *[(32, 12), (32, 12), (12, 32)] * 2]
+    plain = [*delta, *attending, *met * 2]
+    layers = sum(inputs * outputs for inputs, outputs in plain) + 2 * 32 * (8 + 1)  # routers, and shared experts' gates
+    sides = sum(inputs + outputs for inputs, outputs in plain) + 32 + 100
+    head, attention = 32 * 100, 4 * 32 * 32
+    assert found == 4 * (layers + head) + 3.5 * attention + 4 * delta_flops(rule) + 3 * 2 * 4 * sides
 
 
 def test_time_and_traffic_by_hand() -> None:

@@ -3,9 +3,11 @@
 Legend as in tinsmith_megatron/memory.py; L = layers of a stage, m = micro-batches, p = stages, n, e = ranks of a group,
 w = context / 2, the keys that a token sees on average.
 
-FLOPs of a token forward: 2 for each weight that it meets, 4wq for scores and values in each layer, and 2r(in + out) for
-each adapter's module. Backward: as much again for the gradients of the inputs, 2.5 times as much in attention; with all
-weights trained, as much again for theirs; twice as much for adapters. Recomputation repeats the layers' forward pass.
+FLOPs of a token forward: 2 for each weight that it meets, 4wq for scores and values in each layer that attends, those
+of the gated delta rule in the others, and 2r(in + out) for each adapter's module. Backward: as much again for the
+gradients of the inputs, 2.5 times as much in attention, and 3 times in the delta rule, which is computed again; with
+all weights trained, as much again for theirs; twice as much for adapters. Recomputation repeats the layers' forward
+pass.
 
 Bytes received by one GPU, with rings:
 
@@ -23,10 +25,11 @@ Nothing is taken to overlap. A pipeline works for m + p - 1 turns on m micro-bat
 import math
 from dataclasses import dataclass
 
-from tinsmith_checkpoints.huggingface import DecoderShape, LatentShape
+from tinsmith_checkpoints.huggingface import DecoderShape, HybridShape, LatentShape
 from tinsmith_megatron.memory import adapter_sizes, weights_of
 from tinsmith_megatron.parallel import Layout, Work
 from tinsmith_workbench.layouts.machine import GB, Machine
+from tinsmith_workers import delta_flops
 
 _F32 = 4
 
@@ -87,12 +90,13 @@ def _rate(span: int, machine: Machine) -> float:
 
 
 def _flops_of_a_token(shape: DecoderShape, layout: Layout, work: Work) -> float:
-    attention = 4 * shape.num_layers * work.context / 2 * shape.q_size
+    attention = 4 * shape.attending_layers * work.context / 2 * shape.q_size
+    rule = len(shape.delta_layers) * delta_flops(shape.delta) if isinstance(shape, HybridShape) else 0.0
     layers, head = 2 * _weights_met(shape), 2 * shape.vocab_size * shape.hidden_size
     adapters = 0.0 if work.full else 2 * work.rank * _sides_met(shape)
     passes = 3 if work.full else 2
-    again = layers + attention + adapters if layout.recompute else 0
-    return passes * (layers + head) + 3.5 * attention + 3 * adapters + again
+    again = layers + attention + rule + adapters if layout.recompute else 0
+    return passes * (layers + head) + 3.5 * attention + 4 * rule + 3 * adapters + again
 
 
 def _weights_met(shape: DecoderShape) -> float:
@@ -101,7 +105,7 @@ def _weights_met(shape: DecoderShape) -> float:
     for layer in range(shape.num_layers):
         found += sum(math.prod(linear[path]) for path in _plain_modules(shape, layer))
         if shape.experts is not None and shape.has_experts(layer):
-            found += shape.hidden_size * shape.experts.num_experts
+            found += shape.hidden_size * (shape.experts.num_experts + shape.experts.shared_gate)
             found += 3 * shape.hidden_size * shape.experts.intermediate_size * shape.experts.top_k
     return found
 
