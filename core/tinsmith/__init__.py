@@ -69,6 +69,7 @@ from tinsmith.operations import (
     StopReason,
     TokenArray,
     TopLogprobs,
+    WeightsSpan,
 )
 from tinsmith.references import log_privately
 from tinsmith.scheduler import Batch, Limits, Pending, Scheduler, SchedulerSpec
@@ -139,6 +140,7 @@ __all__ = [
     "TrainingBackend",
     "UnsupportedError",
     "UserError",
+    "WeightsSpan",
     "are_finite",
     "diverged",
     "expert_metrics",

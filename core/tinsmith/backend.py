@@ -99,6 +99,7 @@ class SamplerCapabilities(Capabilities):
     returns_routed_experts: bool = False  # with sampled sequences, if `BackendContext.routing_replay` asks for them
     max_sequences: int = 256  # drawn at a time; the engine holds back the rest, so that tenants take turns
     max_snapshots: int | None = None  # loaded at a time, without the one being loaded; None: as many as core likes
+    inflight: Literal["between_requests", "between_tokens"] = "between_requests"  # new weights of inflight sessions
 
 
 class Snapshot(ABC):
@@ -332,7 +333,8 @@ class SamplingBackend(ABC):
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         """Draw the sequences. If the task is cancelled, free its slots at the next step.
 
-        The result depends only on the operation and the snapshot, not on other requests or later training.
+        The result depends only on the operation and the snapshot, not on other requests or later training, and where
+        the sampler offers `move_samples` on the tokens before which it was called.
         """
 
     async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
@@ -342,6 +344,18 @@ class SamplingBackend(ABC):
         """
         del on_tokens
         return await self.sample(op)
+
+    async def move_samples(self, snapshot_id: str, newer_id: str) -> None:
+        """Optional: draw the further tokens of one snapshot's samples from another. Both are loaded.
+
+        Called if `sampler_capabilities.inflight` is "between_tokens". Every sample whose `Sample.snapshot_id` is
+        `snapshot_id` goes on with the weights of `newer_id` from its next step, at the latest once its prompt is read,
+        and so do later ones; a later call moves them again. What has been computed of a sequence stays: its keys and
+        values are of the weights that made them, and no other request may find those of drawn tokens. The result of a
+        sample that was moved says in `SampledSequence.weights` which snapshot drew each token. A prompt is scored by
+        one snapshot's weights. Nothing else may change, for samples of other snapshots in particular.
+        """
+        raise NotImplementedError
 
     async def sleep_sampler(self) -> None:
         """Optional, with `wake_sampler`: lend the devices to a trainer. Free their memory. Idempotent.

@@ -6,9 +6,10 @@ Array suffixes: T = tokens of one sequence, K = targets per position or alternat
 L = layers with experts, C = experts of a token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 from typing import Final, Literal
 
 import numpy as np
@@ -348,10 +349,20 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSpan:
-    """The next `length` tokens of a sequence were drawn with the weights that were saved for this sampling session."""
+    """The next `length` tokens of a sequence were drawn from this snapshot."""
 
-    sampling_session_id: str
+    snapshot_id: str
     length: int
+
+    @property
+    def sampling_session_id(self) -> str:
+        """The session for which these weights were saved, if they are of an inflight snapshot."""
+        return self.snapshot_id.removesuffix(INFLIGHT)
+
+    @classmethod
+    def of_tokens(cls, snapshot_ids: Iterable[str]) -> tuple["WeightsSpan", ...]:
+        """Return the spans of a sequence, given the snapshot of each of its tokens."""
+        return tuple(cls(snapshot_id=name, length=len(list(run))) for name, run in groupby(snapshot_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,7 +374,7 @@ class SampledSequence:
     stop_reason: StopReason
     top_logprobs: TopLogprobs | None = None
     routed_experts: ExpertArray | None = None  # [P + T - 1, L, C]: of prompt and tokens, but for the last; see Datum
-    weights: tuple[WeightsSpan, ...] = ()  # of all tokens, set by the engine for inflight sessions; samplers leave it
+    weights: tuple[WeightsSpan, ...] = ()  # of all tokens; samplers leave it if `Sample.snapshot_id` drew them all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from tinsmith.operations import (
     SampledSequence,
     SampleOutput,
     TopLogprobs,
+    WeightsSpan,
 )
 
 _CATEGORIES: Final = ("user", "server", "unknown")
@@ -126,12 +127,27 @@ def _check_sequence(operation: Sample, sequence: SampledSequence, vocab_size: in
         raise _wrong("stop_reason", sequence.stop_reason, " or ".join(_STOP_REASONS))
     top = (len(tokens), operation.topk_sample_logprobs)
     _check_top("top_logprobs", sequence.top_logprobs, top, vocab_size)
+    _check_weights(sequence)
     experts, num_computed = sequence.routed_experts, len(operation.prompt_P) + len(tokens) - 1
     if experts is None:
         return
     _check_other("routed_experts", experts)
     if experts.dtype != np.uint16 or experts.ndim != 3 or len(experts) != num_computed:
         msg = f"routed_experts is {experts.dtype} {list(experts.shape)}, expected uint16 [{num_computed}, L, C]"
+        raise WrongResultError(msg)
+
+
+def _check_weights(sequence: SampledSequence) -> None:
+    """Check whose weights drew the tokens, if the sampler tells."""
+    _check_type("weights", sequence.weights, tuple)
+    for span in sequence.weights:
+        _check_type("a span of weights", span, WeightsSpan)
+        _check_type("the snapshot of a span", span.snapshot_id, str)
+        if type(span.length) is not int or span.length < 1:
+            raise _wrong("the length of a span", span.length, "an int above 0")
+    spanned = sum(span.length for span in sequence.weights)
+    if sequence.weights and spanned != len(sequence.tokens):
+        msg = f"weights of {spanned} tokens, for {len(sequence.tokens)} tokens"
         raise WrongResultError(msg)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinsmith.backend import BackendContext, HostSnapshot, ModelState, Snapshot
+from tinsmith.backend import BackendContext, HostSnapshot, ModelState, OnTokens, Snapshot
 from tinsmith.builtin import toy_backend, toy_sampling, toy_training
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
-from tinsmith.builtin.toy_model import Adapter
+from tinsmith.builtin.toy_model import Activations, Adapter, ToyModel
+from tinsmith.builtin.toy_sampling import Loaded
 from tinsmith.builtin.toy_training import Scored, TrainedModel
 from tinsmith.divergence import refuses_step
 from tinsmith.losses import BUILTIN_LOSSES
@@ -427,19 +428,24 @@ def samples_raise_if(condition: Callable[[Sample], bool]) -> Fault:
 
 
 def streams_skip_the_first_token(patch: Patch) -> None:
-    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
-        shifted = [
-            lambda sequence, first, tokens, tell=tell: tell(sequence, first + 1, tokens) for tell in told if tell
-        ]
-        return await _sample(model, adapter, op, vocab_size, *shifted)
+    async def sample(
+        model: Any, adapter: Any, op: Sample, vocab_size: int, tell: OnTokens | None, *rest: Any
+    ) -> SampleOutput:
+        def shifted(sequence: int, first: int, tokens: Sequence[int]) -> None:
+            if tell is not None:
+                tell(sequence, first + 1, tokens)
+
+        return await _sample(model, adapter, op, vocab_size, shifted, *rest)
 
     patch.setattr(toy_sampling, "sample", sample)
 
 
 def streams_draw_otherwise(patch: Patch) -> None:
-    async def sample(model: Any, adapter: Any, op: Sample, vocab_size: int, *told: Any) -> SampleOutput:
-        op = replace(op, params=replace(op.params, seed=op.params.seed + 1)) if any(told) else op
-        return await _sample(model, adapter, op, vocab_size, *told)
+    async def sample(
+        model: Any, adapter: Any, op: Sample, vocab_size: int, tell: OnTokens | None, *rest: Any
+    ) -> SampleOutput:
+        op = op if tell is None else replace(op, params=replace(op.params, seed=op.params.seed + 1))
+        return await _sample(model, adapter, op, vocab_size, tell, *rest)
 
     patch.setattr(toy_sampling, "sample", sample)
 
@@ -668,6 +674,55 @@ def unknown_snapshots_are_the_base_model(patch: Patch) -> None:
     patch.setattr(ToyBackend, "sample", sample)
 
 
+async def stay(self: ToyBackend, snapshot_id: str, newer_id: str) -> None:
+    self.device.newer[snapshot_id] = Loaded(newer_id, self.device.snapshots[snapshot_id])
+
+
+async def move_everybody(self: ToyBackend, snapshot_id: str, newer_id: str) -> None:
+    del snapshot_id
+    newer = Loaded(newer_id, self.device.snapshots[newer_id])
+    self.device.newer.update(dict.fromkeys(self.device.snapshots, newer))
+
+
+def moves(move: Callable[..., Any]) -> Fault:
+    return lambda patch: patch.setattr(ToyBackend, "move_samples", move)
+
+
+def moved_sequences_forget(patch: Patch) -> None:
+    """As if keys and values were thrown away with the weights that made them."""
+    forward = ToyModel.forward
+    began_with: list[Adapter] = []
+
+    def forgetful(self: ToyModel, tokens_T: Any, adapter: Adapter, memory_H: Any = None) -> Activations:
+        if memory_H is None:
+            began_with[:] = [adapter]
+        elif adapter is not began_with[0]:
+            memory_H = np.zeros_like(memory_H)
+        return forward(self, tokens_T, adapter, memory_H)
+
+    patch.setattr(ToyModel, "forward", forgetful)
+
+
+def moves_are_not_told(patch: Patch) -> None:
+    def hide(out: SampleOutput, op: Sample) -> SampleOutput:
+        del op
+        return replace(out, sequences=tuple(replace(each, weights=()) for each in out.sequences))
+
+    change_answers(patch, hide)
+
+
+def drawn_tokens_are_cached(patch: Patch) -> None:
+    known: list[list[int]] = []
+
+    def look_up(out: SampleOutput, op: Sample) -> SampleOutput:
+        prompt = op.prompt_P.tolist()
+        hits = max((len(each) for each in known if prompt[: len(each)] == each), default=0)
+        known.append([*prompt, *out.sequences[0].tokens[:-2].tolist()])
+        return replace(out, prompt_cache_hit_tokens=hits)
+
+    change_answers(patch, look_up)
+
+
 def more_is_sampled_than_trained_on(patch: Patch) -> None:
     capabilities = ToyBackend.trainer_capabilities.fget  # type: ignore[attr-defined]  # a property
     patch.setattr(
@@ -812,6 +867,12 @@ FAULTS: list[tuple[Fault, str, dict[str, Any]]] = [
     (streams_skip_the_first_token, "test_a_stream_tells_what_is_sampled", {}),
     (streams_draw_otherwise, "test_a_stream_tells_what_is_sampled", {}),
     (cancelling_is_swallowed, "test_cancelled_sample_leaves_others_alone", {}),
+    (moves(stay), "test_running_samples_go_on_with_newer_weights", {}),
+    (moves(stay), "test_later_samples_are_drawn_with_newer_weights", {}),
+    (moves_are_not_told, "test_running_samples_go_on_with_newer_weights", {}),
+    (moved_sequences_forget, "test_what_has_been_computed_stays", {}),
+    (drawn_tokens_are_cached, "test_nobody_finds_what_several_weights_computed", {}),
+    (moves(move_everybody), "test_moves_of_others_make_no_difference", {}),
 ]
 
 

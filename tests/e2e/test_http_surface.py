@@ -625,10 +625,7 @@ def test_what_needs_no_engine(server: RunningServer, http: httpx.Client) -> None
     assert ready.json()["engines"] == {"toy": {"state": "starting"}}
     assert ok(http.post("client/config", json={"sdk_version": "0.38.0"}))["pjwt_auth_enabled"] is True
     assert ok(http.post("client/dynamic_config", json={"sdk_version": "0.38.0"}))["sample_cancel_enabled"] is True
-    assert ok(http.get("get_server_capabilities")) == {
-        "supported_models": [{"model_name": "toy"}],
-        "inflight": "request",
-    }
+    assert ok(http.get("get_server_capabilities")) == {"supported_models": [{"model_name": "toy"}]}
     assert ok(http.post("telemetry", json={"events": [{"event": "X"}], "session_id": "s"})) == {"status": "accepted"}
     assert ok(http.get("auth/apikey/me"))["details"]["org_details"]["name"].startswith("key-")
     metrics = httpx.get(f"{server.url}/metrics", timeout=300).text

@@ -1,6 +1,9 @@
 """Inflight samplers, over HTTP: all of a model's follow the newest of its inflight saves, and answers say which."""
 
+import asyncio
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -8,7 +11,10 @@ import numpy as np
 import pytest
 import tinker
 
+from tinsmith.builtin import toy_sampling
+from tinsmith.builtin.toy_backend import ToyBackend
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
+from tinsmith.testing.engine_driver import WAIT_S
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import TOKENS, datum
 
@@ -27,6 +33,11 @@ class Client:
 
     def ok(self, path: str, **body: Any) -> Any:
         answer = self.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def ok_of(self, path: str) -> Any:
+        answer = self.http.get(path)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -69,17 +80,24 @@ class Client:
         return str(saved["sampling_session_id"])
 
     def sample(self, sampler: str, seq_id: int) -> pb.SampleResponse:
+        return self.sampled(self.submit_sample(sampler, seq_id))
+
+    def sampled(self, request_id: str) -> pb.SampleResponse:
+        found: pb.SampleResponse = pb.SampleResponse.FromString(self.finished(request_id).content)
+        return found
+
+    def submit_sample(self, sampler: str, seq_id: int, *, num_samples: int = 2, max_tokens: int = 3) -> str:
         request = {
             "sampling_session_id": sampler,
             "seq_id": seq_id,
-            "num_samples": 2,
+            "num_samples": num_samples,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": TOKENS}]},
-            "sampling_params": {"max_tokens": 3, "seed": 7, "stop": []},
+            "sampling_params": {"max_tokens": max_tokens, "seed": 7, "stop": []},
             "prompt_logprobs": True,
         }
         submitted = self.ok("asample", **request)
         assert self.ok("asample", **request) == submitted  # whatever the weights, a repeat is the first request
-        return pb.SampleResponse.FromString(self.finished(submitted["request_id"]).content)
+        return str(submitted["request_id"])
 
 
 def weights(answer: pb.SampleResponse) -> list[list[tuple[str, int]]]:
@@ -109,6 +127,70 @@ def test_samplers_follow_the_newest_save(tmp_path: Path) -> None:
         client.train()
         newest = client.save(3)
         assert weights(client.sample(old, 5)) == weights(client.sample(new, 2)) == [[(newest, 3)]] * 2
+
+
+class Pause:
+    """Holds the first long sample after some tokens, until it has been moved to other weights."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+        self.reached, self._moved = threading.Event(), threading.Event()
+        self._left = tokens
+        move = ToyBackend.move_samples
+
+        async def moved(toy: ToyBackend, snapshot_id: str, newer_id: str) -> None:
+            await move(toy, snapshot_id, newer_id)
+            self._moved.set()
+
+        monkeypatch.setattr(ToyBackend, "move_samples", moved)
+        monkeypatch.setattr(toy_sampling, "asyncio", SimpleNamespace(sleep=self._after_token))
+
+    async def _after_token(self, delay_s: float) -> None:
+        del delay_s
+        self._left -= 1
+        if self._left == 0:
+            self.reached.set()
+            assert await asyncio.to_thread(self._moved.wait, WAIT_S), "the running sample was not moved"
+
+
+def test_each_token_of_a_running_sequence_tells_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server(tmp_path) as running:
+        client = Client(running)
+        models = client.ok_of("get_server_capabilities")["supported_models"]
+        assert [each["inflight"] for each in models] == ["between_tokens"]
+        old = client.save(0)
+        pause = Pause(monkeypatch, 5)
+        asked = client.submit_sample(old, 0, num_samples=1, max_tokens=12)
+        assert pause.reached.wait(WAIT_S)
+        client.train()
+        new = client.save(1)
+        assert weights(client.sampled(asked)) == [[(old, 5), (new, 7)]]
+
+
+def test_a_sample_of_the_sdk_goes_on_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        running_server(tmp_path) as running,
+        tinker.ServiceClient(base_url=running.url, api_key="tml-ann") as client,
+    ):
+        model = client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=WAIT_S)
+        frozen = model.save_weights_and_get_sampling_client().result(timeout=WAIT_S)
+        sampler = model.save_weights_and_get_sampling_client(kind="inflight").result(timeout=WAIT_S)
+        prompt = tinker.ModelInput.from_ints(TOKENS)
+        params = tinker.SamplingParams(max_tokens=30, seed=3, stop=[])
+        (expected,) = frozen.sample(prompt, 1, params).result(timeout=WAIT_S).sequences
+        pause = Pause(monkeypatch, 10)
+        sampling = sampler.sample(prompt, 1, params)
+        assert pause.reached.wait(WAIT_S)
+        model.forward_backward([datum(TOKENS)], "cross_entropy").result(timeout=WAIT_S)
+        model.optim_step(tinker.AdamParams(learning_rate=0.5)).result(timeout=WAIT_S)
+        model.save_weights_and_get_sampling_client(kind="inflight").result(timeout=WAIT_S)
+        (moved,) = sampling.result(timeout=WAIT_S).sequences
+        assert moved.logprobs is not None
+        assert expected.logprobs is not None
+        assert (moved.tokens[:10], moved.logprobs[:10]) == (expected.tokens[:10], expected.logprobs[:10])
+        assert moved.logprobs[10] != expected.logprobs[10]
+        assert len(moved.tokens) == 30
+        (again,) = frozen.sample(prompt, 1, params).result(timeout=WAIT_S).sequences
+        assert (again.tokens, again.logprobs) == (expected.tokens, expected.logprobs)
 
 
 def test_the_sdk_samples_inflight(tmp_path: Path) -> None:

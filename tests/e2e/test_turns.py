@@ -157,6 +157,9 @@ class Restless(SamplingBackend):
     async def drop_snapshot(self, snapshot_id: str) -> None:
         await self._toy.drop_snapshot(snapshot_id)
 
+    async def move_samples(self, snapshot_id: str, newer_id: str) -> None:
+        await self._toy.move_samples(snapshot_id, newer_id)
+
     async def sample(self, op: ops.Sample) -> ops.SampleOutput | ops.Failed:
         return await self._toy.sample(op)
 

@@ -27,6 +27,7 @@ from tinsmith.backend import (
 )
 from tinsmith.builtin import toy_sampling, toy_training
 from tinsmith.builtin.toy_model import Adapter, ToyModel
+from tinsmith.builtin.toy_sampling import Loaded
 from tinsmith.builtin.toy_training import TrainedModel
 from tinsmith.divergence import NOT_FINITE, are_finite, step_result, unless_diverged
 from tinsmith.errors import CapacityError, UserError
@@ -63,6 +64,7 @@ class _Device:
     model: ToyModel
     models: dict[str, TrainedModel] = field(default_factory=dict)
     snapshots: dict[str | None, Adapter]  # None: the base model
+    newer: dict[str | None, Loaded] = field(default_factory=dict)  # with which samples of a snapshot go on
 
 
 class ToyBackend(TrainingBackend, SamplingBackend):
@@ -102,6 +104,7 @@ class ToyBackend(TrainingBackend, SamplingBackend):
             max_prompt_alt_tokens=64,
             stop_strings=True,
             max_sequences=32,
+            inflight="between_tokens",
         )
 
     @property
@@ -191,6 +194,10 @@ class ToyBackend(TrainingBackend, SamplingBackend):
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         self.device.snapshots.pop(snapshot_id, None)  # samples that are running hold the weights themselves
+        self.device.newer.pop(snapshot_id, None)
+
+    async def move_samples(self, snapshot_id: str, newer_id: str) -> None:
+        self.device.newer[snapshot_id] = Loaded(newer_id, self.device.snapshots[newer_id])
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._sample(op)
@@ -203,7 +210,9 @@ class ToyBackend(TrainingBackend, SamplingBackend):
         if adapter is None:
             return Failed(message=f"snapshot {op.snapshot_id!r} is not loaded", category="server")
         vocab_size = self.sampler_capabilities.vocab_size
-        output = await toy_sampling.sample(self.device.model, adapter, op, vocab_size, on_tokens)
+        output = await toy_sampling.sample(
+            self.device.model, adapter, op, vocab_size, on_tokens, lambda: self.device.newer.get(op.snapshot_id)
+        )
         return unless_diverged(op, output)
 
     # Sleep ------------------------------------------------------------------------------------------------------------

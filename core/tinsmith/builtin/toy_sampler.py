@@ -20,6 +20,9 @@ class ToySampler(SamplingBackend):
     async def drop_snapshot(self, snapshot_id: str) -> None:
         await self._toy.drop_snapshot(snapshot_id)
 
+    async def move_samples(self, snapshot_id: str, newer_id: str) -> None:
+        await self._toy.move_samples(snapshot_id, newer_id)
+
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._toy.sample(op)
 

@@ -8,6 +8,8 @@ Array suffixes: V = vocabulary, P = prompt tokens, K = alternatives per token.
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from tinsmith.operations import (
     SampleOutput,
     SamplingParams,
     TopLogprobs,
+    WeightsSpan,
 )
 
 _UNUSED_LOGPROB = -99999.0
@@ -31,24 +34,45 @@ def text_of(token: int, vocab_size: int) -> str:
     return "" if token == vocab_size - 1 else chr(32 + token)
 
 
+class Loaded(NamedTuple):
+    """A loaded snapshot."""
+
+    snapshot_id: str | None
+    adapter: Adapter
+
+
+def _not_moved() -> Loaded | None:
+    return None
+
+
 async def sample(
-    model: ToyModel, adapter: Adapter, op: Sample, vocab_size: int, on_tokens: OnTokens | None = None
+    model: ToyModel,
+    adapter: Adapter,
+    op: Sample,
+    vocab_size: int,
+    on_tokens: OnTokens | None = None,
+    newer: Callable[[], Loaded | None] = _not_moved,
 ) -> SampleOutput:
-    """Answer one request. Touches nothing shared: what it returns depends on its arguments alone."""
+    """Answer one request. Touches nothing shared: what it returns depends on its arguments alone.
+
+    `newer` is asked before each step for the weights with which to go on, instead of `adapter`.
+    """
     asked_at_s = time.monotonic()
-    prompt = model.forward(op.prompt_P, adapter)
+    begun = newer() or Loaded(op.snapshot_id, adapter)
+    prompt = model.forward(op.prompt_P, begun.adapter)
     first_token_s = time.monotonic() - asked_at_s
     logp_PV = log_softmax(prompt.logits_TV)
     sequences = []
     for index in range(op.num_samples):
         rng = np.random.default_rng([op.params.seed, index])  # the same whatever num_samples is
-        drawing = _Drawing(op, rng, vocab_size)
+        drawing, now = _Drawing(op, rng, vocab_size), begun
         memory_H, logits_V = prompt.memory_TH[-1], prompt.logits_TV[-1]
-        while drawing.goes_on(logits_V):
+        while drawing.goes_on(logits_V, now.snapshot_id):
             if on_tokens is not None:
                 on_tokens(index, len(drawing.tokens) - 1, drawing.tokens[-1:])
             await asyncio.sleep(0)  # lets others run, and a cancellation in
-            seen = model.forward(np.array(drawing.tokens[-1:], np.int32), adapter, memory_H)
+            now = newer() or now
+            seen = model.forward(np.array(drawing.tokens[-1:], np.int32), now.adapter, memory_H)
             memory_H, logits_V = seen.memory_TH[-1], seen.logits_TV[-1]
         sequences.append(drawing.result())
     targets = op.target_prompt_logprobs
@@ -68,18 +92,20 @@ class _Drawing:
     def __init__(self, op: Sample, rng: np.random.Generator, vocab_size: int) -> None:
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._drawn_from: list[str | None] = []
         self._logp_V: list[Float64Array] = []  # kept for the alternatives, if they are requested
         self._text = ""
         self._stopped = False
         self._op, self._rng, self._vocab_size = op, rng, vocab_size
 
-    def goes_on(self, logits_V: Float64Array) -> bool:
-        """Draw a token; return whether another one follows."""
+    def goes_on(self, logits_V: Float64Array, snapshot_id: str | None) -> bool:
+        """Draw a token from logits of a snapshot; return whether another one follows."""
         params = self._op.params
         logp_V = log_softmax(logits_V / (params.temperature or 1.0))  # 0 is greedy, reported at 1
         token = int(logp_V.argmax()) if params.temperature == 0 else draw(logp_V, params, self._rng)
         self.tokens.append(token)
         self._logprobs.append(logp_V[token])
+        self._drawn_from.append(snapshot_id)
         if self._op.topk_sample_logprobs:
             self._logp_V.append(logp_V)
         self._text += text_of(token, self._vocab_size)
@@ -98,7 +124,13 @@ class _Drawing:
             logprobs=np.array(self._logprobs, np.float32),
             stop_reason="stop" if self._stopped else "length",
             top_logprobs=top_logprobs(np.array(self._logp_V), k) if k else None,
+            weights=self._weights(),
         )
+
+    def _weights(self) -> tuple[WeightsSpan, ...]:
+        if set(self._drawn_from) == {self._op.snapshot_id}:
+            return ()
+        return WeightsSpan.of_tokens(name for name in self._drawn_from if name is not None)
 
 
 @quiet

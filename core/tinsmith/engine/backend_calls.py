@@ -25,9 +25,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _PROBES: Final = "scoring of probes"
-_LOAD, _DROP, _SAMPLE = "load_snapshot", "drop_snapshot", "sample"
+_LOAD, _DROP, _MOVE, _SAMPLE = "load_snapshot", "drop_snapshot", "move_samples", "sample"
 
-SAMPLER_CALLS: Final = (_LOAD, _DROP, _SAMPLE)
+SAMPLER_CALLS: Final = (_LOAD, _DROP, _MOVE, _SAMPLE)
 
 
 class TrainingThread:
@@ -105,6 +105,10 @@ class WatchedSampler(SamplingBackend):
     async def drop_snapshot(self, snapshot_id: str) -> None:
         async with self._call(_DROP):
             await guarded(partial(self.sampler.drop_snapshot, snapshot_id))
+
+    async def move_samples(self, snapshot_id: str, newer_id: str) -> None:
+        async with self._call(_MOVE):
+            await guarded(partial(self.sampler.move_samples, snapshot_id, newer_id))
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         """Draw. A result that the contract does not allow is a failure of its own request."""

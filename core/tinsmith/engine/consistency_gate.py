@@ -117,6 +117,8 @@ class ConsistencyGate:
                         async with asyncio.timeout(LATEST_S):
                             await due.wait()
                 found = await self.probes.compare(model_id, snapshot.snapshot_id, snapshot.lora, scoring)
+                if not self.refuses(found):
+                    await self.snapshots.passed(snapshot.snapshot_id)
         except TinsmithError as error:  # it had left the sampler's memory, and cannot be read from the disk
             why = told(error, _log, during=f"the check of {snapshot.snapshot_id}").public
             found = Consistency(verdict="inconsistent", reason=why)

@@ -216,8 +216,7 @@ class Sampling:
     async def _drawn(self, operation: ops.Sample, result: ops.SampleOutput, record: OperationRecord) -> Outcome:
         """What its client does not know, such as a sample's experts, is recorded beside the result, never in it."""
         sequences = tuple(
-            replace(each, routed_experts=None, weights=_weights(operation, len(each.tokens)))
-            for each in result.sequences
+            replace(each, routed_experts=None, weights=_weights(operation, each)) for each in result.sequences
         )
         answer = replace(result, sequences=sequences, first_token_s=None)
         model_id, replay = self.snapshots.model_of(operation.snapshot_id), self.engine.model.routing_replay
@@ -250,12 +249,12 @@ class Sampling:
             return await self.sampler.sample_streaming(operation, on_tokens)
 
 
-def _weights(operation: ops.Sample, num_tokens: int) -> tuple[ops.WeightsSpan, ...]:
+def _weights(operation: ops.Sample, sequence: ops.SampledSequence) -> tuple[ops.WeightsSpan, ...]:
     """Return whose weights drew the tokens of a sequence, if that depends on when it was drawn."""
     name = operation.snapshot_id or ""
     if not name.endswith(ops.INFLIGHT):
         return ()
-    return (ops.WeightsSpan(sampling_session_id=name.removesuffix(ops.INFLIGHT), length=num_tokens),)
+    return sequence.weights or (ops.WeightsSpan(snapshot_id=name, length=len(sequence.tokens)),)
 
 
 def _encoded_experts(operation: ops.Sample, output: ops.SampleOutput) -> dict[bytes, bytes]:

@@ -50,6 +50,22 @@ class _Held:
         self.snapshot, self.num_bytes = snapshot, snapshot.num_bytes
 
 
+@dataclass(slots=True, eq=False)
+class _Use:
+    """A sample from a snapshot, or whatever else keeps it in the sampler."""
+
+    snapshot_id: str  # with which it began
+    held: list[_Held]  # of this snapshot, and after it of the one with which the sample goes on
+
+
+@dataclass(slots=True, eq=False)
+class _Inflight:
+    """A snapshot of inflight sessions. It stays known when it is dropped."""
+
+    model_id: str
+    passed: bool  # it is not going to be refused any more
+
+
 class Snapshots:
     """Keeps the snapshots that were used last in the sampler, and those that are being sampled from.
 
@@ -69,7 +85,8 @@ class Snapshots:
         # A superseded engine may write on for a moment, but never to a directory of its successor.
         self._version = f"{VERSION_MARK}{secrets.token_hex(4)}"
         self._held: dict[str, _Held] = {}  # least recently used first
-        self._inflight: dict[str, str] = {}  # the models of all inflight ones, also of those that were dropped since
+        self._uses: set[_Use] = set()
+        self._inflight: dict[str, _Inflight] = {}  # in order of their saves, also those that were dropped since
         self._newest: dict[str, str] = {}  # of the inflight ones, by model_id
         self._writing = asyncio.Lock()  # one writer at a time in the spill root
 
@@ -89,6 +106,7 @@ class Snapshots:
         for name, model_id in models.items():
             if name.endswith(ops.INFLIGHT):
                 self.follow(model_id, name)
+                self._inflight[name].passed = True  # or it is compared again before anybody samples from it
         for name in await asyncio.to_thread(directories_in, self._spill_root):
             snapshot_id = name.partition(VERSION_MARK)[0]
             if snapshot_id in models and snapshot_id not in self._held:
@@ -112,13 +130,45 @@ class Snapshots:
 
     def follow(self, model_id: str, snapshot_id: str) -> None:
         """From now on, samples of the model's inflight sessions are drawn from this snapshot."""
-        self._inflight[snapshot_id] = model_id
+        self._inflight[snapshot_id] = _Inflight(model_id, passed=False)
         self._newest[model_id] = snapshot_id
 
     def newest(self, snapshot_id: str | None) -> str | None:
         """Return the id of the snapshot to sample from: instead of an inflight one, the newest of its model."""
-        model_id = None if snapshot_id is None else self._inflight.get(snapshot_id)
-        return snapshot_id if model_id is None else self._newest[model_id]
+        saved = None if snapshot_id is None else self._inflight.get(snapshot_id)
+        return snapshot_id if saved is None else self._newest[saved.model_id]
+
+    async def passed(self, snapshot_id: str) -> None:
+        """Note that samples of a snapshot may be given away. The caller keeps it in the sampler.
+
+        If it is an inflight one, its model's running samples go on with it, where the sampler can do that: those from
+        earlier snapshots that have passed, unless a later one has passed before it.
+        """
+        saved = self._inflight.get(snapshot_id)
+        if saved is None:
+            return
+        saved.passed = True
+        others = [each for each in self._inflight.values() if each.model_id == saved.model_id and each.passed]
+        if self._sampler.sampler_capabilities.inflight != "between_tokens" or others[-1] is not saved:
+            return
+        for name in {use.snapshot_id for use in self._uses}:
+            earlier = self._inflight.get(name)
+            if earlier in others and earlier is not saved:
+                await self._move(name, snapshot_id)
+
+    async def _move(self, snapshot_id: str, newer_id: str) -> None:
+        """Let the samples of a snapshot go on with a newer one, which stays in the sampler as long as they do.
+
+        So does the one with which they began: by its id the sampler knows them.
+        """
+        await self._sampler.move_samples(snapshot_id, newer_id)
+        newer = self._held[newer_id]
+        for use in self._uses:
+            if use.snapshot_id == snapshot_id:
+                for former in use.held[1:]:
+                    former.users -= 1
+                use.held[1:] = [newer]
+                newer.users += 1
 
     async def persist(self, model_id: str) -> None:
         """Write the model's ephemeral snapshots to disk: a recovery does not replay what precedes its start."""
@@ -188,6 +238,8 @@ class Snapshots:
         held = self._held.pop(snapshot_id, None) or self._entry(snapshot_id)
         self._held[snapshot_id] = held
         held.users += 1
+        use = _Use(snapshot_id, [held])
+        self._uses.add(use)
         try:
             await self._load(snapshot_id, held)
             await self._make_room()
@@ -197,8 +249,10 @@ class Snapshots:
                 self._held.pop(snapshot_id, None)  # it does not exist
             raise
         finally:
-            held.users -= 1
-            held.last_used = time.monotonic()
+            self._uses.remove(use)
+            for each in use.held:
+                each.users -= 1
+                each.last_used = time.monotonic()
 
     async def discard(self, snapshot_id: str) -> None:
         """Drop a snapshot that nobody may use. The files of a persisted one are not touched."""
@@ -211,7 +265,7 @@ class Snapshots:
     async def drop_model(self, model_id: str) -> None:
         """Drop the ephemeral snapshots of a model, after the samples that are being drawn from them."""
         if self._newest.pop(model_id, None) is not None:
-            self._inflight = {name: each for name, each in self._inflight.items() if each != model_id}
+            self._inflight = {name: each for name, each in self._inflight.items() if each.model_id != model_id}
         for snapshot_id, held in list(self._held.items()):
             if held.model_id == model_id and held.root == self._spill_root and self._held.get(snapshot_id) is held:
                 del self._held[snapshot_id]

@@ -16,6 +16,7 @@ Tests of capabilities that the backend does not claim are skipped.
 from tinsmith.testing.abuse_sampling import SamplingAbuseContract
 from tinsmith.testing.sampling_divergence import DivergenceContract
 from tinsmith.testing.sampling_drawing import DrawingContract
+from tinsmith.testing.sampling_inflight import InflightContract
 from tinsmith.testing.sampling_logprobs import LogprobsContract
 from tinsmith.testing.sampling_sleep import SamplerSleepContract
 from tinsmith.testing.sampling_snapshots import CompanyContract, SnapshotsContract
@@ -27,6 +28,7 @@ class SamplingBackendContract(
     SnapshotsContract,
     CompanyContract,
     DivergenceContract,
+    InflightContract,
     SamplerSleepContract,
     SamplingAbuseContract,
 ):

@@ -33,6 +33,9 @@ class FaultySampler(SamplingBackend):
     async def drop_snapshot(self, snapshot_id: str) -> None:
         await self._sampler.drop_snapshot(snapshot_id)
 
+    async def move_samples(self, snapshot_id: str, newer_id: str) -> None:
+        await self._sampler.move_samples(snapshot_id, newer_id)
+
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._sampler.sample(op)
 

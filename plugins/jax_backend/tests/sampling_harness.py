@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.sampling_values import PromptTile
 
 VOCAB = 160
+WAIT_S = 300.0  # a test that waits this long has failed
 
 
 def prompt(length: int, seed: int = 0) -> Array:
@@ -70,6 +72,23 @@ def note_tiles(backend: JaxBackend, monkeypatch: pytest.MonkeyPatch) -> list[Pro
 
     monkeypatch.setattr(device, "prefill", noted)
     return tiles
+
+
+def move_during(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, calls: Mapping[int, tuple[str, str]], step: str = "decode"
+) -> None:
+    """Move samples while the device is in some calls of a step, counted from 1: they go on with the next dispatch."""
+    device, loop, made = sampling_of(backend), asyncio.get_running_loop(), 0
+    original = getattr(device, step)
+
+    def planted(*given: Any, **options: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made in calls:
+            asyncio.run_coroutine_threadsafe(backend.move_samples(*calls[made]), loop).result(WAIT_S)
+        return original(*given, **options)
+
+    monkeypatch.setattr(device, step, planted)
 
 
 def trainer_logprobs(backend: JaxBackend, model_id: str, tokens: Array, targets: Array | None = None) -> Array:

@@ -14,6 +14,7 @@ from sampling_harness import (
     begins,
     forget_all,
     make_sample,
+    move_during,
     note_tiles,
     prompt,
     sample,
@@ -158,6 +159,31 @@ async def test_a_step_that_fails_leaves_no_state_that_was_not_written(
     await first
     for op, output in zip(ops, outputs, strict=True):
         assert_same_sequences(await alone(backend, op), output)
+
+
+async def test_a_sequence_with_newer_weights_goes_on_from_its_state(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moved to equal weights, it has the same bits; moved to others, it leaves nothing behind that others find."""
+    await backend.load_snapshot(backend.publish("a", "same"))
+    op = make_sample(prompt(100), "a", max_tokens=60)
+    expected = await alone(backend, op)
+    move_during(backend, monkeypatch, {3: ("a", "same")})
+    moved = await alone(backend, op)
+    assert [span.snapshot_id for span in moved.sequences[0].weights] == ["a", "same"]
+    assert_same_sequences(moved, expected)
+    monkeypatch.undo()
+    await backend.move_samples("a", "a")
+    move_during(backend, monkeypatch, {3: ("a", "b")})
+    mixed = await alone(backend, op)
+    assert not np.array_equal(mixed.sequences[0].logprobs, moved.sequences[0].logprobs)
+    monkeypatch.undo()
+    await backend.move_samples("a", "a")
+    for name in ("a", "b"):
+        again = make_sample(np.concatenate([op.prompt_P, mixed.sequences[0].tokens]), name, max_tokens=9)
+        found = await sample(backend, again)
+        assert_same_sequences(found, await alone(backend, again))
+    await backend.drop_snapshot("same")
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 12))])

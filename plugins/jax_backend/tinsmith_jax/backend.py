@@ -114,6 +114,7 @@ class JaxBackend(Trainer, SamplingBackend):
             returns_routed_experts=shape.returns_experts,
             max_sequences=shape.num_slots,
             max_snapshots=facts.budget.max_snapshots,
+            inflight="between_tokens",
         )
 
     @property
@@ -129,6 +130,9 @@ class JaxBackend(Trainer, SamplingBackend):
 
     async def drop_snapshot(self, snapshot_id: str) -> None:
         await self.sampler.drop_snapshot(snapshot_id)
+
+    async def move_samples(self, snapshot_id: str, newer_id: str) -> None:
+        await self.sampler.move_samples(snapshot_id, newer_id)
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self.sampler.sample(op)

@@ -113,6 +113,11 @@ class Inbox:
         while self._dropped:
             yield self._dropped.popleft()
 
+    def note_newest(self) -> None:
+        """Let each request go on with its newest snapshot, which stays the same until the next call."""
+        for request in self._waiting:
+            request.snapshot = request.newest
+
     def __contains__(self, request: Request) -> bool:
         return request in self._waiting
 

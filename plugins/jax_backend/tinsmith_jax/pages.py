@@ -155,6 +155,9 @@ class AdapterRows:
         """Return whether an adapter is in a row, or there is one that it may take."""
         return serial in self._rows or bool(self._free) or not all(map(self._users.get, self._rows))
 
+    def holds(self, serial: int) -> bool:
+        return serial in self._rows
+
     def find(self, serial: int) -> int | None:
         """Return the row with this adapter, for one more user, or None."""
         if serial not in self._rows:
@@ -181,6 +184,10 @@ class AdapterRows:
     def name(self, row: int, serial: int) -> None:
         """Note the adapter that has been written to a row. The row then has one user."""
         self._rows[serial], self._users[serial] = row, 1
+
+    def rename(self, serial: int, newer: int) -> None:
+        """Note that another adapter has been written over one. Its users are now of that one."""
+        self._rows[newer], self._users[newer] = self._rows.pop(serial), self._users.pop(serial)
 
     def release(self, serial: int) -> None:
         self._users[serial] -= 1

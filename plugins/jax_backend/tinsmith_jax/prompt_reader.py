@@ -89,7 +89,7 @@ class PromptReader:
             self._go_on_from_kept(prompt)
         while not prompt.ready:
             start, tokens, key = prompt.num_read, prompt.next_tokens, prompt.next_key
-            is_read = recurrent or prompt.request.scores_tile(start, start + len(tokens))
+            is_read = recurrent or prompt.scores_tile(start, start + len(tokens))
             page = None if key is None or is_read else pages.find(key)
             if page is not None:
                 prompt.add(page)
@@ -148,12 +148,13 @@ class PromptReader:
             self._experts.write(experts)
         for prompt, tile in work:
             request, end = prompt.request, tile.start + len(tile.tokens)
-            if request.scores_tile(tile.start, end):
+            if prompt.scores_tile(tile.start, end):
                 self._suspects.involved = (request,)
                 scores = request.scores
                 targets, draws = scores.targets[tile.start : end], scores.draws(tile.start, end)
                 scores.fill(tile.start, self._device.score(tile, targets, want_top=scores.wants_top, draws=draws))
-            request.scored_tokens = max(request.scored_tokens, end)
+            if prompt.serial == request.scored_by:
+                request.scored_tokens = max(request.scored_tokens, end)
 
     def _begin_sequences(self) -> None:
         """Give each sequence whose prompt is read a copy of the prompt's last page, which it goes on to fill."""

@@ -20,6 +20,7 @@ from tinsmith import (
     SampleOutput,
     StopReason,
     TopLogprobs,
+    WeightsSpan,
 )
 from tinsmith_checkpoints.huggingface import StopRules, StopWatch
 from tinsmith_jax.adapters import Adapter
@@ -53,6 +54,7 @@ class Draw:
         self.tokens: list[int] = []
         self.num_told = 0  # of a sample that is streamed
         self.logprobs: list[float] = []
+        self.drawn_from: list[str | None] = []  # the snapshot of each token
         self.top_ids: list[IntArray] = []
         self.top_logprobs: list[FloatArray] = []
         self.experts: list[Array] = []  # [L, C], of the prompt's last token and of all drawn ones but the last
@@ -65,18 +67,19 @@ class Draw:
         """Return where the latest token lies, which is not in the cache yet."""
         return len(self.request.op.prompt_P) - 1 + len(self.tokens)
 
-    def push(self, token: int, logprob: float) -> None:
+    def push(self, token: int, logprob: float, snapshot_id: str | None) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.drawn_from.append(snapshot_id)
         self.stop_reason = self._watch.push(token)
 
-    def take(self, drawn: Drawn, row: int) -> None:
-        """Take over what a dispatch has drawn in a row, up to the end of the sequence."""
+    def take(self, drawn: Drawn, row: int, snapshot_id: str | None) -> None:
+        """Take over what a dispatch has drawn in a row from a snapshot, up to the end of the sequence."""
         top_k = self.request.op.topk_sample_logprobs
         for step, token in enumerate(drawn.tokens_XB[:, row]):
             if token < 0 or self.stop_reason is not None:
                 return
-            self.push(int(token), float(drawn.logprobs_XB[step, row]))
+            self.push(int(token), float(drawn.logprobs_XB[step, row]), snapshot_id)
             if top_k and drawn.top_ids_XBK is not None and drawn.top_logprobs_XBK is not None:
                 self.top_ids.append(drawn.top_ids_XBK[step, row, :top_k])
                 self.top_logprobs.append(drawn.top_logprobs_XBK[step, row, :top_k])
@@ -98,7 +101,13 @@ class Draw:
             stop_reason=self.stop_reason,
             top_logprobs=top,
             routed_experts=experts,
+            weights=self._weights(),
         )
+
+    def _weights(self) -> tuple[WeightsSpan, ...]:
+        if set(self.drawn_from) == {self.request.op.snapshot_id}:
+            return ()
+        return WeightsSpan.of_tokens(name for name in self.drawn_from if name is not None)
 
 
 class PromptScores:
@@ -174,27 +183,27 @@ class PromptScores:
 
 
 class Request:
-    """A sample operation in progress. Another thread may set `cancelled`; it is read between dispatches."""
+    """A sample operation in progress.
+
+    Another thread may set `cancelled` and `newest`; they are read between dispatches.
+    """
 
     def __init__(
         self, op: Sample, snapshot: LoadedSnapshot | None, rules: StopRules, on_tokens: OnTokens | None = None
     ) -> None:
         self.op = op
         self.on_tokens = on_tokens  # called from the event loop
-        self.snapshot = snapshot
+        self.snapshot = snapshot  # with which its sequences go on
+        self.newest = snapshot  # which takes its place, at a point that suits the thread
         self.cancelled = False
         self.asked_at_s = time.monotonic()
         self.first_token_s: float | None = None  # from then until the first token of any sequence was drawn
         self.stop_tokens = rules.stop_tokens(op.params)
         self.draws = [Draw(self, index, rules.watch(op.params)) for index in range(op.num_samples)]
         self.scores = PromptScores(op)
+        self.scored_by = 0  # the serial of the adapter that scores the prompt
         self.scored_tokens = 0  # of the prompt, which is scored once even if several shards read it
         self.cached_tokens = 0  # of the prompt, that the first sequence found in the cache
-
-    @property
-    def serial(self) -> int:
-        """Return the serial of the adapter, 0 for the base model."""
-        return 0 if self.snapshot is None else self.snapshot.serial
 
     @property
     def num_prefill(self) -> int:
@@ -206,9 +215,17 @@ class Request:
         """The most tokens of a sequence that are in the cache. The last one that is drawn is not."""
         return len(self.op.prompt_P) + self.op.params.max_tokens - 1
 
-    def scores_tile(self, first: int, last: int) -> bool:
-        """Return whether these positions of the prompt are still to be scored."""
-        return last > self.scored_tokens and self.scores.wants(first, last)
+    def read_with(self, serial: int) -> None:
+        """Note that the prompt is about to be read with an adapter, from its beginning.
+
+        The first one that reads it scores it. If a newer one reads it before that is done, it scores all of it.
+        """
+        if serial != self.scored_by and self.scored_tokens < self.num_prefill:
+            self.scored_by, self.scored_tokens = serial, 0
+
+    def scores_tile(self, first: int, last: int, serial: int) -> bool:
+        """Return whether an adapter that reads these positions of the prompt is still to score them."""
+        return serial == self.scored_by and last > self.scored_tokens and self.scores.wants(first, last)
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,7 @@
 """The rounds of the sampler's thread, until it has to end.
 
-In each round, it drops cancelled requests, fills slots from the queue, reads some prompt tiles, decodes a few steps
-and returns finished sequences.
+In each round, it drops cancelled requests, fills slots from the queue, reads some prompt tiles, gives sequences the
+newest weights of their requests, decodes a few steps and returns finished sequences.
 
 Requests share these steps. If one fails, all go back to where they were before it, and those who were in it are tried
 one by one: the one that fails alone is refused, and the others get the bits that they would have had.
@@ -84,8 +84,11 @@ class Rounds:
         self._suspects.involved = ()
         self._drop_cancelled()
         self._forget_dropped()
+        self._inbox.note_newest()
         self.slots.fill(self._queue)
         self._reader.read()
+        self._inbox.note_newest()
+        self.slots.catch_up()
         self._decode()
         self._tell_drawn()
         self._release_ended()

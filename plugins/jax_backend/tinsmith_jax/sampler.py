@@ -32,13 +32,46 @@ from tinsmith_jax.slots import Slots
 from tinsmith_jax.tiles import TILE
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Users:
-    """The running samples of a snapshot. `idle` is set while there are none."""
+    """The running samples of a snapshot: those that asked for it, and those that were moved to it."""
 
     snapshot: LoadedSnapshot
-    count: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    moved_to: "_Users | None" = None  # with which those that asked for it go on
+    asked: set[Request] = field(default_factory=set)
+    moved: set[Request] = field(default_factory=set)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # whenever one has ended or left
+
+    @property
+    def current(self) -> LoadedSnapshot:
+        """Return the snapshot from which those that ask for this one are drawn."""
+        return self.snapshot if self.moved_to is None else self.moved_to.snapshot
+
+    def begin(self, request: Request) -> None:
+        self.asked.add(request)
+        if self.moved_to is not None:
+            self.moved_to.moved.add(request)
+
+    def move(self, newer: "_Users") -> None:
+        former, self.moved_to = self.moved_to, newer
+        newer.moved |= self.asked
+        for request in self.asked:
+            request.newest = newer.snapshot
+        if former is not None and former is not newer:
+            former.moved -= self.asked
+            former.changed.set()
+
+    def end(self, request: Request) -> None:
+        self.asked.remove(request)
+        self.changed.set()
+        if self.moved_to is not None:
+            self.moved_to.moved.discard(request)
+            self.moved_to.changed.set()
+
+    async def ended(self) -> None:
+        while self.asked or self.moved:
+            self.changed.clear()
+            await self.changed.wait()
 
 
 class Sampler(SamplingBackend):
@@ -100,9 +133,12 @@ class Sampler(SamplingBackend):
         users = self._snapshots.pop(snapshot_id, None)
         if users is None:
             return
-        if users.count:
-            await users.idle.wait()
+        await users.ended()
         self._inbox.drop(users.snapshot.serial)
+
+    async def move_samples(self, snapshot_id: str, newer_id: str) -> None:
+        """The thread takes the newer snapshot before its next dispatch."""
+        self._snapshots[snapshot_id].move(self._snapshots[newer_id])
 
     async def sample(self, op: Sample) -> SampleOutput | Failed:
         return await self._sample(op)
@@ -118,21 +154,18 @@ class Sampler(SamplingBackend):
         if not op.fits(context):
             return Failed(message=f"prompt length plus max_tokens is {wanted}, the context window is {context} tokens")
         try:
-            request = Request(op, None if users is None else users.snapshot, self._rules, on_tokens)
+            request = Request(op, None if users is None else users.current, self._rules, on_tokens)
         except UnsupportedError as error:
             return Failed(message=str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
             return fails_alone(error)
         if users is not None:
-            users.count += 1
-            users.idle.clear()
+            users.begin(request)
         try:
             return await self._inbox.ask(request, self._begin)
         finally:
             if users is not None:
-                users.count -= 1
-                if not users.count:
-                    users.idle.set()
+                users.end(request)
 
     def close(self) -> None:
         """Stop after the current dispatch. Every unfinished request fails with a server error."""

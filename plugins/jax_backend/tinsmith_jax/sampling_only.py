@@ -57,6 +57,7 @@ class JaxSampler(Sampler):
             returns_routed_experts=device.shape.returns_experts,
             max_sequences=device.shape.num_slots,
             max_snapshots=budget.max_snapshots,
+            inflight="between_tokens",
         )
         super().__init__(
             device,

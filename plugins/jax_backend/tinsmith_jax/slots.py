@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tinsmith import TokenArray
 from tinsmith_jax.pages import AdapterRows, Pages, PrefixKey
-from tinsmith_jax.requests import Draw, DrawQueue, Request
+from tinsmith_jax.requests import Draw, DrawQueue, LoadedSnapshot, Request
 from tinsmith_jax.sampling_values import BASE_MODEL, NO_STATE, PAGE, STOP_TABLE, Drawn, SamplerDevice, SlotInput
 from tinsmith_jax.suspects import Suspects
 
@@ -19,12 +19,16 @@ class Prompt:
 
     It exists as long as one of them has a slot. `pages` are its full ones, in order; then comes `rest`, if the prompt
     does not fill its last page. The samples copy it, as they go on in it.
+
+    One snapshot's weights read all of it, so its pages can be found by others. Afterwards its samples may go on with
+    newer weights. Their own pages then hold keys and values of both, which nobody finds.
     """
 
     def __init__(self, request: Request, shard: int, adapter: int) -> None:
         self.request = request
         self.shard = shard
-        self.adapter = adapter  # the adapter's row on the shard
+        self.snapshot = request.snapshot  # that reads it, and that its samples then draw from
+        self.adapter = adapter  # the row of its adapter on the shard
         self.pages: list[int] = []
         self.rest: int | None = None
         self.num_cached = 0  # tokens of pages that had been read before
@@ -33,7 +37,22 @@ class Prompt:
         self.own_state = 0  # the row that is its own
         self.kept: list[int] = []  # rows of kept states that it uses: to go on from, or to write
         self.keeps_at: frozenset[int] = frozenset()  # the numbers of pages after which others may go on
-        self._key = PrefixKey.first(request.serial, request.op.sampling_session_id)
+        self._key = PrefixKey.first(self.serial, request.op.sampling_session_id)
+        request.read_with(self.serial)
+
+    @property
+    def serial(self) -> int:
+        """Return the serial of the adapter, 0 for the base model."""
+        return 0 if self.snapshot is None else self.snapshot.serial
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether it has been read, and there is a newer snapshot for its samples."""
+        return self.ready and self.snapshot is not self.request.snapshot
+
+    def scores_tile(self, first: int, last: int) -> bool:
+        """Return whether these positions are still to be scored when they are read."""
+        return self.request.scores_tile(first, last, self.serial)
 
     @property
     def num_read(self) -> int:
@@ -70,7 +89,7 @@ class Prompt:
     def full_keys(self) -> Iterator[PrefixKey]:
         """Yield the keys of the pages that the prompt fills and that need not be scored, from the next one on."""
         key, page = self._key, len(self.pages)
-        while (end := (page + 1) * PAGE) <= self.request.num_prefill and not self.request.scores_tile(end - PAGE, end):
+        while (end := (page + 1) * PAGE) <= self.request.num_prefill and not self.scores_tile(end - PAGE, end):
             key, page = key.then(self.request.op.prompt_P[end - PAGE : end]), page + 1
             yield key
 
@@ -113,7 +132,8 @@ class Slot:
     def take(self, drawn: Drawn, row: int) -> None:
         """Take over what a dispatch has drawn in a row."""
         assert self.draw is not None, "a running slot is occupied"
-        self.draw.take(drawn, row)
+        assert self.prompt is not None, "a running slot is occupied"
+        self.draw.take(drawn, row, None if self.prompt.snapshot is None else self.prompt.snapshot.snapshot_id)
         self.states, self.decoded = self.states[::-1], True
 
     @property
@@ -218,13 +238,38 @@ class Slots:
         if not prompt.num_users:
             del self._prompts[prompt.request, prompt.shard]
             prompt.release(self.pages[slot.shard], self.states[slot.shard])
-            if prompt.request.snapshot is not None:
-                self._rows[slot.shard].release(prompt.request.serial)
+            if prompt.snapshot is not None:
+                self._rows[slot.shard].release(prompt.serial)
 
     def give_up_own(self, slot: Slot) -> None:
         for page in slot.own or ():
             self.pages[slot.shard].release(page)
         slot.own = None
+
+    def catch_up(self) -> None:
+        """Let sequences go on with the newest snapshots of their requests, from the next dispatch on."""
+        for prompt in self.prompts:
+            if prompt.is_behind:
+                self._suspects.involved = (prompt.request,)
+                self._catch_up(prompt)
+
+    def _catch_up(self, prompt: Prompt) -> None:
+        """Write the newer adapter over the former one, if nobody else needs that, else to another row.
+
+        If there is no other row, the sequences wait, at most until the prompts that need the former one are read.
+        """
+        rows, newer = self._rows[prompt.shard], prompt.request.snapshot
+        assert newer is not None, "the base model does not change"
+        sharing = [each for each in self.prompts if each.shard == prompt.shard and each.serial == prompt.serial]
+        if not rows.holds(newer.serial) and all(p.is_behind and p.request.snapshot is newer for p in sharing):
+            self._write(prompt.adapter, prompt.shard, newer)
+            rows.rename(prompt.serial, newer.serial)
+            for each in sharing:
+                each.snapshot = newer
+        elif rows.has_room(newer.serial):
+            former, prompt.adapter = prompt.serial, self._adapter_row(newer, prompt.shard)
+            prompt.snapshot = newer
+            rows.release(former)
 
     def in_rows(self, running: Sequence[Slot]) -> dict[int, Slot]:
         """Give each slot a row of a dispatch, the first ones of its shard."""
@@ -252,7 +297,7 @@ class Slots:
         """Return whether a shard has pages for one more sequence of a request, whatever it draws, and its adapter."""
         running = [slot.draw.request for slot in self._slots if slot.shard == shard and slot.draw is not None]
         pages = sum(self._shape.pages_at_most(each.num_kept) for each in (*running, request))
-        has_row = request.snapshot is None or self._rows[shard].has_room(request.serial)
+        has_row = request.snapshot is None or self._rows[shard].has_room(request.snapshot.serial)
         return has_row and pages < self._shape.pages_per_shard
 
     def _choose(self, free: list[Slot], request: Request) -> Slot:
@@ -263,25 +308,28 @@ class Slots:
     def _prompt(self, request: Request, shard: int) -> Prompt:
         known = self._prompts.get((request, shard))
         if known is None:
-            known = Prompt(request, shard, self._adapter_row(request, shard))
+            known = Prompt(request, shard, self._adapter_row(request.snapshot, shard))
             taken = {prompt.own_state for prompt in self.prompts if prompt.shard == shard}
             known.own_state = next(row for row in range(1, self._shape.slots_per_shard + 1) if row not in taken)
             self._prompts[request, shard] = known
         return known
 
-    def _adapter_row(self, request: Request, shard: int) -> int:
-        """Return a row of the shard with the request's adapter, written first if it is in none."""
-        snapshot, rows = request.snapshot, self._rows[shard]
+    def _adapter_row(self, snapshot: LoadedSnapshot | None, shard: int) -> int:
+        """Return a row of the shard with a snapshot's adapter, written first if it is in none."""
+        rows = self._rows[shard]
         if snapshot is None:
             return BASE_MODEL
         row = rows.find(snapshot.serial)
         if row is None:
             row = rows.take()
             try:
-                row_on_all = shard * self._shape.adapters_per_shard + row
-                self._device.write_adapter(row_on_all, snapshot.arrays, snapshot.scale)
+                self._write(row, shard, snapshot)
             except BaseException:
                 rows.put_back(row)
                 raise
             rows.name(row, snapshot.serial)
         return row
+
+    def _write(self, row: int, shard: int, snapshot: LoadedSnapshot) -> None:
+        row_on_all = shard * self._shape.adapters_per_shard + row
+        self._device.write_adapter(row_on_all, snapshot.arrays, snapshot.scale)

@@ -374,7 +374,7 @@ FAULTS = {
     ),
     "inflight samplers stay behind": Fault(
         "tinsmith.engine.snapshots",
-        "else self._newest[model_id]",
+        "else self._newest[saved.model_id]",
         "else snapshot_id",
         "A sampler of kind 'inflight' follows later saves of this kind, or is refused by name",
     ),

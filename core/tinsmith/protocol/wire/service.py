@@ -43,12 +43,12 @@ class SupportedModel(BaseModel):
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None
+    inflight: Literal["between_requests", "between_tokens"] | None = None  # when its inflight samplers take new weights
 
 
 class ServerCapabilities(BaseModel):
     supported_models: list[SupportedModel]
     stand_ins: dict[str, str] | None = None  # by the loss that clients ask for: the one that is computed
-    inflight: str = "request"  # inflight samplers take new weights when a request starts, not while it is drawn
 
 
 class TelemetryRequest(Body):

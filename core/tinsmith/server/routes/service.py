@@ -83,6 +83,7 @@ def _supported(name: str, record: EngineRecord | None) -> wire.SupportedModel:
         max_context_length=capabilities.trainer.max_context_tokens,
         trainable=capabilities.trainer.trains,
         sampleable=capabilities.sampler is not None,
+        inflight=None if capabilities.sampler is None else capabilities.sampler.inflight,
     )
 
 
