@@ -12,6 +12,8 @@ from its documented start:
 - It computes in float32. In bfloat16, which the model's config.json asks for, training on a CPU takes a tenth longer,
   and sampling as long. There is no setting for that, so it is given the model with another config.json.
 - Compiled programs are kept between runs, as tinsmith's are.
+- `--xla-flags` are for XLA. Its program for a hybrid waits for itself forever on two cores, unless it is told
+  `--xla_cpu_enable_concurrency_optimized_scheduler=false`.
 - The C library is told to keep memory in large pages, as tinsmith tells it in its engines.
 """
 
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--python", type=Path, required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
+    parser.add_argument("--xla-flags", default=os.environ.get("XLA_FLAGS", ""))
     options = parser.parse_args()
     work_dir = options.work_dir / options.dtype
     bin_dir = _write_helpers(work_dir, options.python)
@@ -57,13 +60,18 @@ def main() -> None:
     launch.run(
         command,
         log=work_dir / "server.log",
-        environ=_environ(options.checkout, work_dir, bin_dir),
+        environ=_environ(options.checkout, work_dir, bin_dir, options.xla_flags),
         url=lambda _: _healthy(f"http://127.0.0.1:{port}"),
         description={
             "name": "SkyRL" if options.dtype == "float32" else f"SkyRL in {options.dtype}",
             "version": _revision(options.checkout),
             "base_model": base_model,
-            "configuration": {**backend, "dtype": options.dtype, **_versions(options.python)},
+            "configuration": {
+                **backend,
+                "dtype": options.dtype,
+                **({"XLA_FLAGS": options.xla_flags} if options.xla_flags else {}),
+                **_versions(options.python),
+            },
         },
     )
 
@@ -93,7 +101,7 @@ def _copied(model: Path, dtype: str, work_dir: Path) -> Path:
     return copy.resolve()
 
 
-def _environ(checkout: Path, work_dir: Path, bin_dir: Path) -> dict[str, str]:
+def _environ(checkout: Path, work_dir: Path, bin_dir: Path, xla_flags: str) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
@@ -101,6 +109,7 @@ def _environ(checkout: Path, work_dir: Path, bin_dir: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "GLIBC_TUNABLES": with_pages_that_stay(""),
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags,
         "JAX_COMPILATION_CACHE_DIR": str((work_dir / "cache").absolute()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
