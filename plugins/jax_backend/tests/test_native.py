@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from sampling_harness import assert_same_sequences, make_sample, prompt, sample, trainer_logprobs
 
 from tinsmith import LoraConfig, ModelState, Sample, SampleOutput
+from tinsmith_checkpoints.huggingface import save_as_published, tiny_causal_lm
 from tinsmith_checkpoints.huggingface.int8 import Int8
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_jax import head, native, runtime
@@ -38,6 +39,12 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++
 # With norms of heads and a tied head, and with neither; with matrices of bfloat16, which are widened.
 KINDS = ("qwen3", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("llama3", "narrow")))
 BFLOAT16 = ("bfloat16", pytest.param("bfloat16_untied", marks=pytest.mark.thorough))
+CONTEXT = {"max_position_embeddings": 320}
+HYBRIDS: Mapping[str, Mapping[str, int]] = {
+    "hybrid": {},
+    "odd_hybrid": {"linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 3},
+}
+"""By which XLA trains and the kernels sample: heads of whole vectors, and of parts of one."""
 LORAS = {"a": LoraConfig(rank=3, seed=1, alpha=9), "b": LoraConfig(rank=16, seed=2)}
 LIMITS: Mapping[str, Any] = {"max_context_tokens": 320, "max_batch_tokens": 512, "decode_slots": 4}
 
@@ -50,6 +57,8 @@ def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     write_tiny_model(directory / "narrow", replace(shape, hidden_size=80, intermediate_size=208, vocab_size=4112))
     write_tiny_model(directory / "bfloat16", shape)
     write_tiny_model(directory / "bfloat16_untied", replace(shape, tied=False, family="llama"))
+    for name, sizes in HYBRIDS.items():
+        save_as_published(tiny_causal_lm("Qwen3_5ForCausalLM", {**CONTEXT, **sizes}), directory / name)
     return {**tiny_models, **{path.name: path for path in directory.iterdir()}}
 
 
@@ -95,15 +104,34 @@ def test_gradients_are_those_of_xla(pair: tuple[JaxBackend, JaxBackend]) -> None
 
 @pytest.mark.usefixtures("quick_compilation")
 async def test_samples_are_those_of_xla(pair: tuple[JaxBackend, JaxBackend]) -> None:
+    await assert_same_samples(pair)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("kind", ["odd_hybrid", pytest.param("hybrid", marks=pytest.mark.thorough)])
+async def test_samples_of_a_hybrid_are_those_of_xla(models: dict[str, Path], jax_cache: Path, kind: str) -> None:
+    """XLA trains it."""
+    backends = [make_backend(models[kind], jax_cache, **LIMITS, kernels=k) for k in ("device", "reference")]
+    for backend in backends:
+        for name, lora in LORAS.items():
+            add_model(backend, name, lora, random_B=True)
+    assert [backend.limits.native for backend in backends] == [True, False]
+    assert not backends[0].limits.kernels.native
+    await assert_same_samples(backends)
+    for backend in backends:
+        backend.close()
+
+
+async def assert_same_samples(backends: Sequence[JaxBackend]) -> None:
     """Tokens, as random numbers are the same, and all logprobs that can be asked for."""
-    for backend in pair:
+    for backend in backends:
         for name in LORAS:
             await backend.load_snapshot(backend.publish(name, name))
     for number, (length, adapter) in enumerate([(1, None), (64, "a"), (150, "b"), (65, "a")]):
         for given in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 9, "top_p": 0.8}):
             asked = {"max_tokens": 9, "seed": number, "prompt_logprobs": True, "topk_sample_logprobs": 3, **given}
             op = make_sample(prompt(length, seed=length), adapter, num_samples=2, **asked)
-            found, expected = [await sample(backend, op) for backend in pair]
+            found, expected = [await sample(backend, op) for backend in backends]
             np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=1e-4)
             for left, right in zip(found.sequences, expected.sequences, strict=True):
                 assert left.tokens.tolist() == right.tokens.tolist()
@@ -230,7 +258,8 @@ def test_what_xla_trains_in_bfloat16_it_samples_as_well(models: dict[str, Path],
         ("qwen3", 16),
         ("qwen3", 8),
         ("bfloat16", 16),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("qwen3", 4), ("narrow", 16))),
+        ("odd_hybrid", 16),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("qwen3", 4), ("narrow", 16), ("hybrid", 16))),
     ],
 )
 async def test_a_sequence_has_the_bits_that_it_has_alone(

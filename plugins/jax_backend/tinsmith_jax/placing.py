@@ -98,7 +98,7 @@ def _budget(
 
 def _suits_kernels(config: JaxConfig, shape: ModelConfig) -> bool:
     """Return whether the kernels in C++ can be compiled, and compute this model."""
-    return native.suits(config, shape) and not config.recompute and find_compiler() is not None
+    return native.suits(config, shape) and native.trains(config, shape) and find_compiler() is not None
 
 
 def _fixed(budget: Budget, program: str) -> dict[str, int]:

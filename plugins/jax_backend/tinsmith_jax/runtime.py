@@ -46,7 +46,8 @@ class Limits:
     max_targets: int  # per token
     recompute: bool
     reference_kernels: bool = False
-    native: bool = False  # the kernels in C++ are there, and compute such a model
+    native: bool = False  # the kernels in C++ are there, and sample such a model
+    trains_natively: bool = False  # and train it
     call_tokens: int = 32  # the cost of starting a call, in tokens of work; weighs padding against more calls
 
     @property
@@ -65,7 +66,7 @@ class Limits:
     @property
     def kernels(self) -> Kernels:
         chosen = choose(self.platform, longest=self.max_context_tokens, reference=self.reference_kernels)
-        native = self.native and not self.recompute
+        native = self.native and self.trains_natively
         return replace(chosen, native=native, rounds=native and self.dtype == "bfloat16")
 
 
@@ -196,6 +197,7 @@ def decide(config: JaxConfig, model: ModelConfig, platform: str | None = None, b
         max_targets=targets_of(config),
         reference_kernels=config.kernels == "reference",
         native=_suits_native(config, model, dtype, platform),
+        trains_natively=native.trains(config, model),
         recompute=budget.costs.computing.recompute,
         call_tokens=32 if on_cpu else 4096,  # a few thousand tokens are needed to keep an accelerator busy
     )
@@ -211,7 +213,7 @@ def _computing(config: JaxConfig, model: ModelConfig, platform: str, *, alone: b
     pays = alone and config.dtype is None and native.multiplies_bfloat16()
     if pays and stored == "bfloat16" and _suits_native(config, model, "bfloat16", platform):
         computing = replace(computing, dtype="bfloat16")
-    if config.recompute or not _suits_native(config, model, computing.dtype, platform):
+    if not (native.trains(config, model) and _suits_native(config, model, computing.dtype, platform)):
         return computing
     return replace(computing, native=True, stored="bfloat16" if stored == "bfloat16" else None)
 

@@ -5,6 +5,7 @@ longer than importing jax, so it begins before.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -57,28 +58,38 @@ def multiplies_bfloat16() -> bool:
 
 
 def suits(config: JaxConfig, shape: ModelConfig, dtype: str = "float32") -> bool:
-    """Return whether the kernels compute such a model with these settings, on a CPU that has them.
+    """Return whether the kernels sample such a model with these settings, on a CPU that has them.
 
-    With `recompute`, XLA trains and they only sample; not in bfloat16, as XLA would round more than they do.
+    Where they do not train it, not in bfloat16, as XLA would round more than they do.
     """
     suited = config.mesh is None and _know(shape) and config.kernels != "reference"
     if dtype == "bfloat16":
         columns = (shape.hidden_size, shape.intermediate_size, shape.q_size, shape.kv_size)
         even = shape.vocab_size % 2 == 0 and not any(size % _BFLOAT16_COLUMNS for size in columns)
-        suited = suited and even and not config.recompute
+        suited = suited and even and trains(config, shape)
     return suited
+
+
+def trains(config: JaxConfig, shape: ModelConfig) -> bool:
+    """Return whether the kernels, if they sample such a model, train it as well; otherwise XLA does."""
+    return not config.recompute and shape.delta is None
 
 
 def _know(model: ModelConfig) -> bool:
     """Return whether the kernels have code for all that such a model computes."""
-    (kind, *others) = model.kinds
-    attention = model.attention in (Attention(), Attention(qk_norm="head"))
-    rotates = kind.rope is not None and 2 * len(kind.rope.inv_freq) == model.head_dim
-    plain = model.norms == Norms() and model.activation == "silu" and not model.mlp_bias and model.logits_cap is None
+    recurs = model.delta is not None
+    attending = [kind for kind in model.kinds if kind.delta is None]
+    same = len(attending) == 1 and attending[0].attends and attending[0].window is None
+    whole = all(kind.mlp for kind in model.kinds)
+    angles = [len(kind.rope.inv_freq) for kind in attending if kind.rope is not None]
+    rotates = bool(angles) and (recurs or 2 * angles[0] == model.head_dim)
+    normed = Attention(qk_norm="head")
+    attention = model.attention in ((replace(normed, gated=True),) if recurs else (Attention(), normed))
+    norms = replace(model.norms, offset=0.0) if recurs else model.norms  # weights have it added already
+    plain = norms == Norms() and model.activation == "silu" and not model.mlp_bias and model.logits_cap is None
     scales = {model.embedding_scale, model.residual_scale, model.logits_scale}
-    same = not others and kind.window is None and rotates
     mlp = model.experts is None and model.gated and not model.parallel
-    return mlp and attention and same and plain and scales == {1.0}
+    return mlp and attention and same and whole and rotates and plain and scales == {1.0}
 
 
 def widens(shape: ModelConfig) -> bool:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tinsmith_jax import adapters
+from tinsmith_jax import adapters, gated_delta
 from tinsmith_jax.jax_types import Jax
-from tinsmith_jax.layers import angles_of_kinds
+from tinsmith_jax.layers import rope_angles
 from tinsmith_jax.mesh import ONE, Axes, Spec
 from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.native import head, loading, memory
@@ -26,15 +26,16 @@ from tinsmith_jax.tiles import Tiles
 
 _NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
 _MATRICES = ("qkv", "o", "gate_up", "down")
+_DELTA_MATRICES = (gated_delta.IN, gated_delta.OUT)
 _ABSENT = np.zeros((1, 0), np.float32)  # in place of norms that a model does not have
 
 
 class _Rows:
-    """Tokens [B, T] of sequences, their positions or -1 if not in use, and each sequence's pages and adapter."""
+    """Tokens [B, T] of sequences, their positions or -1 if not in use, and each one's pages, adapter and states."""
 
-    def __init__(self, token_BT: Jax, position_BT: Jax, table_BG: Jax, adapter_B: Jax) -> None:
+    def __init__(self, token_BT: Jax, position_BT: Jax, table_BG: Jax, adapter_B: Jax, state_B2: Jax) -> None:
         self.token_N, self.position_N = token_BT.reshape(-1), position_BT.reshape(-1)
-        self.table_BG, self.adapter_B = table_BG, adapter_B
+        self.table_BG, self.adapter_B, self.state_B2 = table_BG, adapter_B, state_B2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Sampling:
     def read(self, weights: Weights, cache: Cache, tiles: TokenTiles) -> tuple[Cache, jax.Array, None]:
         index_T = jnp.arange(tiles.tokens_NT.shape[1])
         position_NT = jnp.where(tiles.tokens_NT >= 0, tiles.start_N[:, None] + index_T, -1)
-        rows = _Rows(jnp.maximum(tiles.tokens_NT, 0), position_NT, tiles.table_NG, tiles.adapter_N)
+        rows = _Rows(jnp.maximum(tiles.tokens_NT, 0), position_NT, tiles.table_NG, tiles.adapter_N, tiles.state_N2)
         cache, hidden_NH = self._layers(weights, cache, rows, self.config.hidden_size, gives_logits=False)
         return cache, hidden_NH.reshape(*tiles.tokens_NT.shape, -1), None
 
@@ -111,7 +112,7 @@ class Sampling:
 
         def draw_next(cache: Cache, now: SlotState) -> tuple[Cache, tuple[jax.Array, ...], None]:
             position_B = jnp.where(jnp.arange(num_rows) < num_used, now.position_B, -1)
-            rows = _Rows(now.token_B, position_B, now.table_BG, now.adapter_B)
+            rows = _Rows(now.token_B, position_B, now.table_BG, now.adapter_B, now.state_B2)
             cache, logits_BV = self._layers(weights, cache, rows, self.config.vocab_size, gives_logits=True)
             token_B, logprob_B, logp_BV = _draw(
                 logits_BV, given.params, now.position_B + 1, num_used, any_truncated=given.switches.any_truncated
@@ -124,30 +125,46 @@ class Sampling:
     def _layers(
         self, weights: Weights, cache: Cache, rows: _Rows, width: int, *, gives_logits: bool
     ) -> tuple[Cache, jax.Array]:
-        """Write the rows' keys and values. Return the normed hidden states [N, H], zeros for rows not in use.
+        """Write the rows' keys, values and states. Return the normed hidden states [N, H], zeros for rows not in use.
 
         Or the logits [N, V], which mean nothing for these.
         """
         config, (base, resident) = self.config, weights
         x_NH = base["embed"][rows.token_N].astype(jnp.float32)
-        ((cos_ND, sin_ND),) = angles_of_kinds(rows.position_N, config)
+        (rope,) = [kind.rope for kind in config.kinds if kind.rope is not None]
+        cos_ND, sin_ND = rope_angles(rows.position_N, rope.inv_freq, rope.factor)
         norms = [*(base["layers"].get(name, _ABSENT) for name in _NORMS), base["final_norm"]]
         matrices = [*(base["layers"][name] for name in _MATRICES), base["head"]]
         factors = [factor for name in adapters.HF_MODULES for factor in resident["layers"][name]]
         arguments = (
             *(x_NH, rows.position_N, rows.table_BG, rows.adapter_B, resident["rank"], resident["scale"]),
             *(cos_ND, sin_ND, *(norm.astype(np.float32) for norm in norms)),
-            *(*matrices, *factors, *resident["head"], *cache.pages),
+            *(*matrices, *factors, *resident["head"]),
+            *(() if config.delta is None else self._recurrence(weights, rows)),
         )
-        results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cache.pages]
+        kept, tree = jax.tree.flatten(cache)
+        results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in kept]
         call = jax.ffi.ffi_call(
             loading.LAYERS,
             (*results, jax.ShapeDtypeStruct((len(x_NH), width), jnp.float32)),
-            input_output_aliases={len(arguments) - 2: 0, len(arguments) - 1: 1},
+            input_output_aliases={len(arguments) + n: n for n in range(len(kept))},
         )
-        eps, rounds = np.float32(config.rms_norm_eps), self.shape.rounds
-        k_LPJDC, v_LPJCD, out = call(*arguments, eps=eps, gives_logits=gives_logits, rounds=rounds)
-        return Cache(k_LPJDC, v_LPJCD), out
+        eps, rounds, recurs = np.float32(config.rms_norm_eps), self.shape.rounds, config.delta is not None
+        *kept, out = call(*arguments, *kept, eps=eps, gives_logits=gives_logits, rounds=rounds, recurs=recurs)
+        return jax.tree.unflatten(tree, kept), out
+
+    def _recurrence(self, weights: Weights, rows: _Rows) -> tuple[Jax, ...]:
+        """Return what the kernels take besides of a model with layers of the gated delta rule."""
+        config, (base, resident) = self.config, weights
+        of_layers = np.array([config.kinds[kind].delta is not None for kind in config.pattern], np.int32)
+        modules = (*gated_delta.INPUTS, gated_delta.OUT)
+        convolution_LwC = jnp.swapaxes(base["layers"][gated_delta.CONVOLUTION], 1, 2)
+        vectors = (convolution_LwC, *(base["layers"][name] for name in ("delta_decay", "delta_step", "delta_norm")))
+        return (
+            *(of_layers, rows.state_B2, *(base["layers"][name] for name in _DELTA_MATRICES)),
+            *(factor for name in modules for factor in resident["layers"][name]),
+            *(vector.astype(np.float32) for vector in vectors),
+        )
 
 
 def _factors(resident: Jax) -> Jax:

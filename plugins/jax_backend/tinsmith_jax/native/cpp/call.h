@@ -86,6 +86,7 @@ struct Call {
   float eps = 0;              // of RMSNorm
   bool gives_logits = false;  // rather than hidden states
   bool rounds = false;        // to bfloat16, what matrices of the model multiply, which must be of that type
+  bool recurs = false;        // some layers mix tokens by a recurrence
   int32_t adapters = 0;       // that come one by one
 };
 

@@ -1,4 +1,5 @@
-// The layers of a dense model over rows, each a token of some sequence, and the draw of tokens from logits.
+// The layers of a dense model over rows, each a token of some sequence, and the draw of tokens from logits. Some layers
+// may mix tokens by a recurrence, in place of attention.
 //
 // decode.py documents the arguments, and computes the same for what these do not support. A row's bits depend on its
 // own sequence alone: every number is one sum in a fixed order, however many rows and threads there are.
@@ -19,13 +20,14 @@
 #include "call.h"
 #include "frozen.h"
 #include "products.h"
+#include "recurrence.h"
 #include "team.h"
 #include "vectors.h"
 
 namespace tinsmith {
 namespace {
 
-constexpr int64_t kRowBlock = 8;
+constexpr int64_t kRowBlock = 8, kChannels = 64;
 
 // A LoRA module of all layers and adapters: A [L, R, inputs, rank] and B [L, R, rank, outputs]. Each adapter has a rank
 // of its own, beyond which nothing is read, and a scale, which is not in A or B.
@@ -55,9 +57,11 @@ struct Columns {
 struct Row {
   int64_t number;  // among all rows
   int64_t position;
+  int64_t tile;  // tokens of a sequence that come together
   const int32_t* pages;
   int32_t adapter;
   const float *cos, *sin;
+  int64_t rotated;  // dimensions of a head
 };
 
 // A matrix of all layers [L, inputs, outputs].
@@ -73,20 +77,28 @@ struct Model {
   Floats input_norm, q_norm, k_norm, post_norm, final_norm;
   Matrix qkv, o, gate_up, down;
   Array head;                // [V, H]
-  std::vector<Module> lora;  // q, k, v, o, gate, up, down, head
+  std::vector<Module> lora;  // q, k, v, o, gate, up, down, head; then the recurrence's
   const int32_t* rank;       // of each adapter
   const float* scale;        // likewise
   float eps;
   bool rounds;
+  bool recurs;  // some layers do, and what follows is there
+  Ints is_recurrent;  // [L]
+  Matrix delta_in, delta_o;
+  Recurrence recurrence;
 };
-enum { kQ, kK, kV, kO, kGate, kUp, kDown, kHead };
+enum { kQ, kK, kV, kO, kGate, kUp, kDown, kHead, kDeltaMixed, kDeltaGate, kDeltaBeta, kDeltaDecay, kDeltaO };
 
 class Pass {
  public:
-  Pass(Team& team, const Model& model, std::vector<Row> rows, float* keys, float* values, Dims cache)
+  // `runs` of a recurrence: unless they `follow` each other, no state is common to two of them.
+  Pass(Team& team, const Model& model, std::vector<Row> rows, std::vector<Run> runs, bool follow, float* keys,
+       float* values, Dims cache)
       : team_(team),
         m_(model),
         rows_(std::move(rows)),
+        runs_(std::move(runs)),
+        follow_(follow),
         keys_(keys),
         values_(values),
         pages_(cache[1]),
@@ -96,11 +108,12 @@ class Pass {
         H_(model.final_norm.dims[0]),
         Q_(model.o.inputs()),
         KV_(J_ * D_),
+        of_queries_(model.lora[kQ].outputs),
         I_(model.down.inputs()),
         N_(static_cast<int64_t>(rows_.size())),
         normed_(N_ * H_),
         packed_(model.rounds ? N_ * std::max({H_, Q_, I_}) / 2 : 0),
-        low_(N_ * 3 * model.lora[kQ].rank) {
+        low_(N_ * (model.recurs ? 4 : 3) * model.lora[kQ].rank) {
     for (int64_t n = 0; n < N_; ++n) {
       const bool begins =
           blocks_.empty() || blocks_.back().adapter != rows_[n].adapter || blocks_.back().count == kRowBlock;
@@ -111,29 +124,15 @@ class Pass {
 
   // x [N, H] becomes the normed hidden states.
   void layers(float* x) {
-    std::vector<float> qkv(N_ * (Q_ + 2 * KV_)), attended(N_ * Q_), inner(N_ * I_);
-    const auto of_layer = [](const Floats& all, int64_t layer) {
-      return all.data + layer * (all.count() / all.dims[0]);
-    };
-    for (int64_t layer = 0; layer < m_.qkv.array.dims[0]; ++layer) {
+    std::vector<float> inner(N_ * I_);
+    int64_t attending = 0, recurring = 0;
+    for (int64_t layer = 0; layer < m_.gate_up.array.dims[0]; ++layer) {
       norm(x, of_layer(m_.input_norm, layer));
-      const Inputs before = inputs(normed_.data(), H_);
-      lower(before, layer, {kQ, kK, kV});
-      const auto projections = split({{kQ, Q_}, {kK, KV_}, {kV, KV_}});
-      team_.each(projections.size(), [&](int64_t at) {
-        const Columns& c = projections[at];
-        multiply(before, m_.qkv, Q_ + 2 * KV_, c, layer, c.module - kQ, qkv.data() + c.place, Q_ + 2 * KV_, false);
-      });
-      const bool norms_heads = m_.q_norm.count() > 0;
-      team_.each(N_ * J_, [&](int64_t at) {
-        write(rows_[at / J_], layer, at % J_, qkv.data() + at / J_ * (Q_ + 2 * KV_) + Q_,
-              norms_heads ? of_layer(m_.k_norm, layer) : nullptr);
-      });
-      team_.each(N_ * J_, [&](int64_t at) {
-        attend(rows_[at / J_], layer, at % J_, qkv.data() + at / J_ * (Q_ + 2 * KV_),
-               norms_heads ? of_layer(m_.q_norm, layer) : nullptr, attended.data() + at / J_ * Q_);
-      });
-      add(inputs(attended.data(), Q_), m_.o, kO, layer, x);
+      if (m_.recurs && m_.is_recurrent.data[layer] != 0) {
+        recur(recurring++, x);
+      } else {
+        attend(attending++, x);
+      }
       norm(x, of_layer(m_.post_norm, layer));
       const Inputs middle = inputs(normed_.data(), H_);
       lower(middle, layer, {kGate, kUp});
@@ -184,6 +183,68 @@ class Pass {
   static std::vector<float>& of_thread() {
     thread_local std::vector<float> floats;
     return floats;
+  }
+
+  static const float* of_layer(const Floats& all, int64_t layer) {
+    return all.data + layer * (all.count() / all.dims[0]);
+  }
+
+  // Adds to x what a layer's attention makes of the normed rows. `layer` counts those that attend.
+  void attend(int64_t layer, float* x) {
+    const int64_t size = of_queries_ + 2 * KV_;
+    std::vector<float> qkv(N_ * size), attended(N_ * Q_);
+    const Inputs before = inputs(normed_.data(), H_);
+    lower(before, layer, {kQ, kK, kV});
+    const auto projections = split({{kQ, of_queries_}, {kK, KV_}, {kV, KV_}});
+    team_.each(projections.size(), [&](int64_t at) {
+      const Columns& c = projections[at];
+      multiply(before, m_.qkv, size, c, layer, c.module - kQ, qkv.data() + c.place, size, false);
+    });
+    const bool norms_heads = m_.q_norm.count() > 0;
+    team_.each(N_ * J_, [&](int64_t at) {
+      write(rows_[at / J_], layer, at % J_, qkv.data() + at / J_ * size + of_queries_,
+            norms_heads ? of_layer(m_.k_norm, layer) : nullptr);
+    });
+    team_.each(N_ * J_, [&](int64_t at) {
+      attend(rows_[at / J_], layer, at % J_, qkv.data() + at / J_ * size,
+             norms_heads ? of_layer(m_.q_norm, layer) : nullptr, attended.data() + at / J_ * Q_);
+    });
+    add(inputs(attended.data(), Q_), m_.o, kO, layer, x);
+  }
+
+  // Adds to x what a layer's recurrence makes of the normed rows. `layer` counts those that have one.
+  void recur(int64_t layer, float* x) {
+    const Recurrence& rule = m_.recurrence;
+    const int64_t size = rule.projected(), C = rule.channels(), V = rule.values(), heads = rule.heads();
+    std::vector<float> projected(N_ * size), convolved(N_ * C), out(N_ * V);
+    const Inputs before = inputs(normed_.data(), H_);
+    lower(before, layer, {kDeltaMixed, kDeltaGate, kDeltaBeta, kDeltaDecay});
+    const auto projections = split({{kDeltaMixed, C}, {kDeltaGate, V}, {kDeltaBeta, heads}, {kDeltaDecay, heads}});
+    team_.each(projections.size(), [&](int64_t at) {
+      const Columns& c = projections[at];
+      multiply(before, m_.delta_in, size, c, layer, c.module - kDeltaMixed, projected.data() + c.place, size, false);
+    });
+    each_run((C + kChannels - 1) / kChannels, [&](const Run& run, int64_t block) {
+      const int64_t first = block * kChannels;
+      rule.convolve(layer, run, projected.data(), first, std::min(kChannels, C - first), convolved.data());
+    });
+    each_run(heads, [&](const Run& run, int64_t head) {
+      rule.advance(layer, run, head, projected.data(), convolved.data(), out.data());
+    });
+    add(inputs(out.data(), V), m_.delta_o, kDeltaO, layer, x);
+  }
+
+  // Calls step(run, part) for all runs and parts.
+  template <typename Step>
+  void each_run(int64_t parts, Step step) {
+    const int64_t number = static_cast<int64_t>(runs_.size());
+    if (follow_) {
+      team_.each(parts, [&](int64_t part) {
+        for (const Run& run : runs_) step(run, part);
+      });
+    } else {
+      team_.each(number * parts, [&](int64_t at) { step(runs_[at / parts], at % parts); });
+    }
   }
 
   void norm(const float* x, const float* weight) {
@@ -270,7 +331,7 @@ class Pass {
     float* key = keys + head * D_;
     const float* value = keys + KV_ + head * D_;
     if (weight != nullptr) normed(key, weight, D_, m_.eps, key);
-    rotate(key, row.cos, row.sin, D_);
+    rotate(key, row.cos, row.sin, row.rotated);
     const int64_t page = page_of(row, layer, head, row.position / C_), place = row.position % C_;
     for (int64_t d = 0; d < D_; ++d) keys_[page + d * C_ + place] = key[d];
     std::copy_n(value, D_, values_ + page + place * D_);
@@ -280,17 +341,18 @@ class Pass {
   void attend(const Row& row, int64_t layer, int64_t head, float* queries, const float* weight, float* to) {
     const int64_t group = Q_ / KV_, seen = row.position + 1, num_pages = (seen + C_ - 1) / C_, room = num_pages * C_;
     const float shrink = 1.0f / std::sqrt(static_cast<float>(D_));
-    queries += head * group * D_;
+    const int64_t size = of_queries_ / (Q_ / D_);  // of a head: its query, and its gate if there are gates
+    queries += head * group * size;
     for (int64_t q = 0; q < group; ++q) {
-      float* query = queries + q * D_;
+      float* query = queries + q * size;
       if (weight != nullptr) normed(query, weight, D_, m_.eps, query);
-      rotate(query, row.cos, row.sin, D_);
+      rotate(query, row.cos, row.sin, row.rotated);
       for (int64_t d = 0; d < D_; ++d) query[d] *= shrink;
     }
     std::vector<float>& scores = of_thread();
     scores.resize(group * room);
     for (int64_t page = 0; page < num_pages; ++page) {
-      product({queries, D_}, group, keys_ + page_of(row, layer, head, page), C_, D_, scores.data() + page * C_, room,
+      product({queries, size}, group, keys_ + page_of(row, layer, head, page), C_, D_, scores.data() + page * C_, room,
               C_);
     }
     to += head * group * D_;
@@ -298,6 +360,14 @@ class Pass {
     for (int64_t page = 0; page < num_pages; ++page) {
       product({scores.data() + page * C_, room}, group, values_ + page_of(row, layer, head, page), D_,
               std::min(C_, seen - page * C_), to, D_, D_, page > 0);
+    }
+    if (size == D_) return;
+    for (int64_t q = 0; q < group; ++q) gate(to + q * D_, queries + q * size + D_, D_);
+  }
+
+  static void gate(float* attended, const float* gates, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      store(attended + i, load(attended + i, count - i) / (exp(-load(gates + i, count - i)) + 1.0f), count - i);
     }
   }
 
@@ -318,8 +388,10 @@ class Pass {
   Team& team_;
   const Model& m_;
   const std::vector<Row> rows_;
+  const std::vector<Run> runs_;
+  const bool follow_;
   float *const keys_, *const values_;
-  const int64_t pages_, J_, D_, C_, H_, Q_, KV_, I_, N_;
+  const int64_t pages_, J_, D_, C_, H_, Q_, KV_, of_queries_, I_, N_;
   std::vector<RowBlock> blocks_;
   std::vector<float> normed_;
   std::vector<Pair> packed_;  // what a product by bfloat16 reads
@@ -402,22 +474,46 @@ void sampling_layers(Call& call) {
     const Floats A = given.floats();
     model.lora.emplace_back(A, given.floats());
   }
-  given.skip(2);  // keys and values, which become results
-  const Floats keys = call.results.floats(), values = call.results.floats(), out = call.results.floats();
+  model.recurs = call.recurs;
+  Ints states{};
+  if (model.recurs) {
+    model.is_recurrent = given.ints(), states = given.ints();
+    model.delta_in.array = given.any(), model.delta_o.array = given.any();
+    for (int module = kDeltaMixed; module <= kDeltaO; ++module) {
+      const Floats A = given.floats();
+      model.lora.emplace_back(A, given.floats());
+    }
+    Recurrence& rule = model.recurrence;
+    rule.convolution = given.floats(), rule.decay = given.floats(), rule.step = given.floats();
+    rule.norm = given.floats(), rule.eps = call.eps;
+  }
+  given.skip(model.recurs ? 4 : 2);  // keys and values, states and tails, which become results
+  const Floats keys = call.results.floats(), values = call.results.floats();
+  if (model.recurs) model.recurrence.states = call.results.floats(), model.recurrence.tails = call.results.floats();
+  const Floats out = call.results.floats();
   const int64_t every = x.dims[0], H = x.dims[1], half = cos.dims[1];
   const int64_t of_table = every / tables.dims[0], G = tables.dims[1];
   std::vector<Row> rows;
   for (int64_t n = 0; n < every; ++n) {
     const int32_t position = positions.data[n];
     if (position < 0) continue;
-    rows.push_back({n, position, tables.data + n / of_table * G, adapters.data[n / of_table], cos.data + n * half,
-                    sin.data + n * half});
+    const int64_t tile = n / of_table;
+    rows.push_back({n, position, tile, tables.data + tile * G, adapters.data[tile], cos.data + n * half,
+                    sin.data + n * half, 2 * half});
   }
   std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.adapter < b.adapter; });
   std::vector<float> hidden(rows.size() * H);
   for (size_t n = 0; n < rows.size(); ++n) std::copy_n(x.data + rows[n].number * H, H, hidden.data() + n * H);
+  std::vector<Run> runs;
+  for (size_t n = 0; model.recurs && n < rows.size(); ++n) {
+    if (n == 0 || rows[n].tile != rows[n - 1].tile) {
+      const int32_t* of_run = states.data + 2 * rows[n].tile;
+      runs.push_back({static_cast<int64_t>(n), 0, of_run[0], of_run[1]});
+    }
+    ++runs.back().count;
+  }
   Team team(call.threads);
-  Pass pass(team, model, rows, keys.data, values.data, keys.dims);
+  Pass pass(team, model, rows, runs, of_table > 1, keys.data, values.data, keys.dims);
   pass.layers(hidden.data());
   if (call.gives_logits) {
     pass.logits(hidden.data(), out.data);

@@ -99,6 +99,7 @@ XLA_FFI_Error* run(Kernel* kernel, XLA_FFI_CallFrame* frame) {
     read(frame->attrs, "eps", &call.eps);
     read(frame->attrs, "gives_logits", &call.gives_logits);
     read(frame->attrs, "rounds", &call.rounds);
+    read(frame->attrs, "recurs", &call.recurs);
     read(frame->attrs, "adapters", &call.adapters);
     kernel(call);
     if (call.arguments.left() + call.results.left() > 0) {
