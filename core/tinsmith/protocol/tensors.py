@@ -220,7 +220,7 @@ def _widened(values: ops.Array, dtype: int) -> ops.Array:
     return values
 
 
-def _whole(name: str, values: ops.FloatArray) -> ops.IntArray:
+def _whole(name: str, values: ops.Array) -> ops.IntArray:
     """Return int64. JSON does not tell 1.0 from 1."""
     wrong = (np.abs(values) > _EXACT_FLOAT64) | (values != np.trunc(values))
     if wrong.any():
@@ -230,7 +230,7 @@ def _whole(name: str, values: ops.FloatArray) -> ops.IntArray:
     return whole
 
 
-def _single(name: str, values: ops.FloatArray) -> ops.FloatArray:
+def _single(name: str, values: ops.Array) -> ops.FloatArray:
     wrong = np.abs(values) > np.finfo(np.float32).max
     if wrong.any():
         msg = f"{name}: {values[wrong.argmax()]} is too large for float32"

@@ -118,6 +118,18 @@ def test_a_prompt_is_that_of_the_template_and_is_counted(ann: anthropic.Anthropi
     assert ann.messages.count_tokens(**asked).input_tokens == len(expected) + len("[assistant] ")
 
 
+def test_blocks_may_come_back_with_their_nulls(ann: anthropic.Anthropic) -> None:
+    """As `model_dump()` of an answer writes them."""
+
+    def counted(block: dict[str, Any], result: dict[str, Any]) -> int:
+        call = {"type": "tool_use", "id": "t", "name": "add", "input": {"a": 1}, **block}
+        back: Any = {"type": "tool_result", "tool_use_id": "t", "content": "2", **result}
+        turns: Any = [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [back]}]
+        return ann.messages.count_tokens(model="toy", messages=turns, tools=[TOOL]).input_tokens
+
+    assert counted({"caller": None}, {"is_error": None}) == counted({}, {})
+
+
 @pytest.mark.parametrize(
     ("stops", "reason", "text"), [([], "max_tokens", "kkkkkk"), (["zz", "kkk"], "stop_sequence", "")]
 )
@@ -168,6 +180,7 @@ def test_a_call_of_a_tool_is_a_block_and_comes_whole() -> None:
         ({"max_tokens": 0}, 422, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 422, "image"),
         ({"messages": [*HI, {"role": "assistant", "content": "The answer is"}]}, 422, "continuing it is not offered"),
+        ({"messages": [{"role": "user", "content": []}]}, 422, "at least 1 item"),
         ({"model": "other"}, 404, "other"),
         ({"model": "tinker://no path"}, 404, "no path"),
     ],

@@ -152,6 +152,29 @@ def test_a_stream_says_what_an_answer_says(ann: openai.OpenAI, path: str, includ
         ann.completions.create(model=f"{path}-absent", prompt="ab", stream=True)
 
 
+@pytest.mark.parametrize(
+    "message", [{"role": "user", "content": None}, {"role": "tool"}, {"role": "assistant", "tool_calls": []}]
+)
+def test_a_message_that_says_nothing_is_refused(ann: openai.OpenAI, message: ChatCompletionMessageParam) -> None:
+    with pytest.raises(openai.UnprocessableEntityError, match="content is missing"):
+        ann.chat.completions.create(model="toy", messages=[message])
+
+
+def test_a_message_may_say_that_it_is_text(ann: openai.OpenAI) -> None:
+    """lm-eval says so. Nothing is answered otherwise."""
+    plain, typed = (
+        ann.chat.completions.create(
+            model="toy",
+            messages=[{"role": "user", "content": "hi", **more}],  # type: ignore[list-item]
+            max_tokens=1,
+            temperature=0,
+            extra_body=IDS,
+        )
+        for more in ({}, {"type": "text"})
+    )
+    assert (typed.model_extra or {})["prompt_token_ids"] == (plain.model_extra or {})["prompt_token_ids"] == HI_TOKENS
+
+
 def test_a_role_that_no_template_knows_is_refused(ann: openai.OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match="'uer'"):
         ann.chat.completions.create(model="toy", messages=[{"role": "uer", "content": "hi"}])  # type: ignore[list-item]
@@ -160,7 +183,7 @@ def test_a_role_that_no_template_knows_is_refused(ann: openai.OpenAI) -> None:
 class Patient(ToyBackend):
     """Draws, tells three tokens of each sequence, and ends when it may."""
 
-    may_end = threading.Event()
+    may_end, cancelled = threading.Event(), threading.Event()
     fails = False
 
     async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
@@ -170,7 +193,11 @@ class Patient(ToyBackend):
             on_tokens(index, 0, sequence.tokens[:2].tolist())
             on_tokens(index, 0, sequence.tokens[:1].tolist())
             on_tokens(index, 1, sequence.tokens[1:3].tolist())
-        await asyncio.to_thread(self.may_end.wait)
+        try:
+            await asyncio.to_thread(self.may_end.wait)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
         return Failed(message="lost on the way") if self.fails else output
 
 
@@ -226,7 +253,8 @@ def test_a_client_that_leaves_a_stream_cancels_its_sample(patient: RunningServer
         stream.close()
     while any(each.tenant == tenant_of("tml-leaving") for each in patient.call(patient.store.list_pending())):
         time.sleep(0.01)
-    Patient.may_end.set()  # ends the thread of the sampler
+    assert Patient.cancelled.wait(300), "the sampler draws no further"
+    Patient.may_end.set()  # ends its thread
 
 
 def test_a_call_of_a_tool_is_streamed_whole() -> None:
@@ -277,6 +305,8 @@ def test_a_stop_string_ends_a_text_and_is_not_part_of_it(ann: openai.OpenAI, pat
         ({"model": "tinker://no path", "prompt": "a"}, 404, "model"),
         ({"model": "toy", "prompt": ""}, 400, None),
         (b"{", 422, None),
+        ({"model": "", "prompt": "a"}, 404, "model"),
+        ({"model": "toy", "prompt": "a", "temperature": None, "top_p": None, "n": None, "max_tokens": 1}, 200, None),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(

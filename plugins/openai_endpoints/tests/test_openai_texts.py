@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from openai_served import write_model
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback
+from tokenizers.models import BPE
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tinsmith import UserError
@@ -133,6 +136,34 @@ def test_room_for_transcripts_is_taken_from_the_oldest_and_from_the_ends() -> No
     assert kept.tokens("ann", b"4") == [1, 2, 3, 4, 9, 10, 11]
     assert kept.tokens("bob", b"3") == [1] * 10
     assert kept.tokens("bob", b"4") is None
+
+
+def test_bytes_of_tokens_make_up_the_text_although_characters_are_divided(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", TinyShape(num_layers=1, hidden_size=16))
+    text, said = ModelText("tiny", tmp_path / "model"), "naïve 漢字 🫖!\n"
+    tokens = text.encode(said, special=False)
+    assert any("\N{REPLACEMENT CHARACTER}" in text.piece(token) for token in tokens)
+    assert b"".join(text.bytes_of(token) or b"" for token in tokens).decode() == said
+
+
+def test_bytes_of_sentencepiece(tmp_path: Path) -> None:
+    """It has a token for each byte, in which a character that is not in the vocabulary is written."""
+    words = {"<unk>": 0, "a": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    tokenizer = Tokenizer(BPE(words, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = ByteFallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = ModelText("tiny", tmp_path)
+    assert b"".join(text.bytes_of(token) or b"" for token in text.encode("aé", special=False)) == "aé".encode()
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].role }}", "{{ messages[0].role }}{# developer #}"])
+def test_a_developers_words_are_the_systems_where_a_template_knows_no_developer(tmp_path: Path, source: str) -> None:
+    directory = write_model(tmp_path / "toy")
+    (directory / "chat_template.jinja").write_text(source)
+    body = ChatRequest.model_validate({"model": "toy", "messages": [{"role": "developer", "content": "hi"}]})
+    text = ModelText("toy", directory)
+    expected = "developer" if "developer" in source else "system"
+    assert text.decode(read_conversation(text, Transcripts(), "ann", body).tokens) == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

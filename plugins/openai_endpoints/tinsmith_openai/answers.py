@@ -99,8 +99,8 @@ def _top(text: ModelText, top: TopLogprobs, at: int, num_top: int) -> list[Json]
 
 
 def _scored(text: ModelText, token: int, logprob: float) -> Object:
-    piece = text.piece(token)
-    return {"token": piece, "logprob": logprob, "bytes": [*piece.encode()]}
+    spelled = text.bytes_of(token)
+    return {"token": text.piece(token), "logprob": logprob, "bytes": None if spelled is None else [*spelled]}
 
 
 def chat_message(content: str | None, calls: Sequence[ToolCall]) -> Object:

@@ -6,7 +6,7 @@ Fields that would change what is sampled and are not offered are left out, so th
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tinsmith_checkpoints.huggingface import Json
 
@@ -14,7 +14,8 @@ _MOST_PROMPTS = 1024
 MOST_STOPS = 256
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Float = Annotated[float, Field(allow_inf_nan=False)]
+Float = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(lambda value: 1.0 if value is None else value)]
+"""A temperature or a share of the probability. Both APIs take null for the default, which is 1."""
 Name = Annotated[str, Field(max_length=1024)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
@@ -99,12 +100,21 @@ class TextPart(_Body):
 class Message(_Body):
     """One message. Which fields count for which role is up to the model's chat template."""
 
+    type: Literal["text"] = "text"  # says nothing; some releases of lm-eval send it
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     reasoning_content: str | None = None
     name: Name | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Name | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        """A template would drop such a message, or write the word None."""
+        if self.content is None and not self.tool_calls:
+            msg = "content is missing; only a message of the assistant with tool_calls needs none"
+            raise ValueError(msg)
+        return self
 
     @property
     def text(self) -> str | None:

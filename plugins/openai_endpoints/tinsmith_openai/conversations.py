@@ -27,7 +27,7 @@ class Conversation:
 
 def read_conversation(text: ModelText, kept: Transcripts, tenant: str, body: ChatRequest) -> Conversation:
     """Make the prompt. Raise UserError if the template refuses the messages. Takes long for long ones."""
-    messages = [_for_template(message) for message in body.messages]
+    messages = [_for_template(text, message) for message in body.messages]
     tools: list[Json] = [] if body.tool_choice == "none" else [tool.model_dump() for tool in body.tools]
     options = dict(body.chat_template_kwargs)
     of_all: Json = [text.base_model, tools, options]
@@ -84,10 +84,15 @@ def _as_sent(message: Message) -> Json:
     return sent
 
 
-def _for_template(message: Message) -> Object:
-    """Return the message as templates expect it: text in one piece, the arguments of calls as objects."""
-    given: Object = message.model_dump(exclude_none=True)
+def _for_template(text: ModelText, message: Message) -> Object:
+    """Return the message as templates expect it: text in one piece, the arguments of calls as objects.
+
+    Most templates would drop a message of the developer, OpenAI's later name for the system.
+    """
+    given: Object = message.model_dump(exclude_none=True, exclude={"type"})
     given["content"] = message.text
+    if message.role == "developer" and message.role not in text.template.source:
+        given["role"] = "system"
     calls: list[Json] = []
     for call in message.tool_calls or ():
         arguments: Json = call.function.arguments

@@ -26,6 +26,9 @@ async def open_model(sampling: tinsmith.RouteSampling, caller: tinsmith.Principa
     base, separator, path = name.partition(";")
     if not separator and name.startswith(_PATH):
         base, path = "", name
+    if not base and not path:
+        msg = f"no model named {name!r}; GET /v1/models lists those that there are"
+        raise NoSuchModelError(msg)
     try:
         return await sampling.open(caller, base_model=base or None, model_path=path or None)
     except tinsmith.UserError as error:

@@ -1,15 +1,30 @@
 """Text and tokens of a base model: its tokenizer and chat template, read once."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from tinsmith import UnsupportedError
 from tinsmith_openai.chat_template import ChatTemplate
+
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_BYTE_FALLBACK: Final = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Return what GPT-2 and its followers write for each byte: printable Latin-1 as itself, the others from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES: Final = _bytes_of_characters()
 
 
 class ModelText:
@@ -50,6 +65,17 @@ class ModelText:
     def piece(self, token: int) -> str:
         """Return the text of one token. Of a part of a character, it is a replacement character."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the UTF-8 of one token, which may be a part of a character. None if the tokenizer does not tell."""
+        piece = self.piece(token)
+        if _REPLACEMENT not in piece:
+            return piece.encode()
+        spelled = self._tokenizer.id_to_token(token) or ""  # an unused row of the output layer has no name
+        if (byte := _BYTE_FALLBACK.fullmatch(spelled)) is not None:
+            return bytes([int(byte[1], 16)])
+        found = [_BYTES.get(character) for character in spelled]
+        return bytes(byte for byte in found if byte is not None) if found and None not in found else None
 
     def is_special(self, token: int) -> bool:
         return token in self._special

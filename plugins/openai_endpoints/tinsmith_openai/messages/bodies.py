@@ -44,7 +44,9 @@ class ToolResultBlock(_Body):
 
 class UserMessage(_Body):
     role: Literal["user"]
-    content: str | list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
+    content: (
+        str | Annotated[list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(min_length=1)]
+    )
 
 
 class AssistantMessage(_Body):
