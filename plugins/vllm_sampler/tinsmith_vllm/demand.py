@@ -12,23 +12,40 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinsmith import ConfigError, Demand, Placement
-from tinsmith_checkpoints.huggingface import DecoderShape, Json, adapter_weights, decoder_shape, weight_counts
+from tinsmith_checkpoints.huggingface import (
+    DecoderShape,
+    HybridShape,
+    Json,
+    adapter_weights,
+    decoder_shape,
+    hybrid_shape,
+    language_config,
+    weight_counts,
+)
 from tinsmith_vllm.config import VllmConfig
 
-_KNOWN: Final = (
+_DECODERS: Final = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+_FLOAT32_STATES: Final = (
+    *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+)
+_HYBRIDS: Final = (*_FLOAT32_STATES, "Qwen3NextForCausalLM")
+"""Recurrent states are of the model's dtype, but for those classes whose configurations ask for float32."""
 _ALLOWANCE: Final = 3 << 30  # of a GPU, with steps of _SHORT_STEP tokens
 _SHORT_STEP: Final = 2048
 _LONG_STEP: Final = 8192  # prompts are read in fewer steps
 _WHOLE: Final = 0.92  # of a device: what a part gets that has it for itself
 _ROOM: Final = 0.45  # of a device that weights may take, if there are more devices to divide them over
 _LONG: Final = 8192  # tokens that a sequence may have, whatever the memory
-_BLOCK: Final = 128  # tokens of a block of vLLM's cache, at most
+_BLOCK: Final = 128  # tokens of a block of vLLM's cache, at most; on CPUs, unless blocks must be larger
+_GPU_BLOCK: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,28 @@ class ReplicaLayout:
     @property
     def num_devices(self) -> int:
         return (self.replicas + self.full_replicas) * self.tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """vLLM's cache on one device, in blocks.
+
+    In hybrids, a block holds tokens of the layers that attend, or a sequence's states of as many other layers. It has
+    as many tokens as make it as large as the states. With prefix caching, vLLM keeps two states of a sequence: the one
+    that is read, and the one that is written.
+    """
+
+    block_tokens: int
+    block_bytes: int  # in all layers that attend
+    other_bytes: int  # of a sequence's states, and of a block that vLLM keeps empty
+
+    def holding(self, tokens: int) -> int:
+        """Return the bytes that a sequence needs, with the token that vLLM draws after it."""
+        return -(-(tokens + 1) // self.block_tokens) * self.block_bytes + self.other_bytes
+
+    def tokens(self, num_bytes: int) -> int:
+        """Return the tokens of all blocks for one sequence."""
+        return max(0, num_bytes - self.other_bytes) // self.block_bytes * self.block_tokens
 
 
 def layout_of(config: VllmConfig, shape: DecoderShape | None, placement: Placement) -> ReplicaLayout:
@@ -82,19 +121,19 @@ def demand(config: VllmConfig, model: Mapping[str, Json] | None, placement: Plac
     if shape is None:
         return Demand(num_devices=num_devices, asleep_bytes=asleep, layout=told)
     fixed = _fixed(config, shape, layout, placement, step_tokens(config, shape, layout, placement))
-    each, longest = key_value_bytes(config, shape, layout, placement), _least_tokens(config, shape)
+    cache, longest = _cache(config, shape, layout, placement), _least_tokens(config, shape)
     tokens = 0
     if placement.memory_bytes is not None:
-        tokens = max(0, placement.memory_bytes - sum(fixed.values())) // each
+        tokens = cache.tokens(placement.memory_bytes - sum(fixed.values()))
     short = int(config.engine_args.get("max_num_batched_tokens", _SHORT_STEP))
-    least = sum(_fixed(config, shape, layout, placement, short).values()) + _with_one_more(longest) * each
+    least = sum(_fixed(config, shape, layout, placement, short).values()) + cache.holding(longest)
     if config.gpu_memory_utilization and placement.device_bytes:
         least = max(least, int(config.gpu_memory_utilization * placement.device_bytes))
     return Demand(
         num_devices=num_devices,
         least_bytes=least,
         asleep_bytes=asleep,
-        fixed={**fixed, "keys and values": (tokens or _with_one_more(longest)) * each},
+        fixed={**fixed, _name_of_cache(shape): cache.holding(tokens - 1 if tokens else longest)},
         max_models=config.max_loras,
         batch_tokens=tokens or longest,
         replicas=layout.replicas,
@@ -102,9 +141,8 @@ def demand(config: VllmConfig, model: Mapping[str, Json] | None, placement: Plac
     )
 
 
-def _with_one_more(tokens: int) -> int:
-    """Return the tokens of all blocks that hold a sequence, and the token that vLLM draws after it."""
-    return -(-(tokens + 1) // _BLOCK) * _BLOCK
+def _name_of_cache(shape: DecoderShape) -> str:
+    return "keys, values and states" if isinstance(shape, HybridShape) else "keys and values"
 
 
 def _counted(number: int, what: str) -> str:
@@ -113,10 +151,12 @@ def _counted(number: int, what: str) -> str:
 
 def known_shape(model: Mapping[str, Json] | None) -> DecoderShape | None:
     """Return the sizes of the model. None: its weights cannot be counted here; vLLM may serve it all the same."""
-    if model is None or next(iter(model.get("architectures") or [""])) not in _KNOWN:
+    class_name = next(iter((model or {}).get("architectures") or [""]))
+    if model is None or class_name not in (*_DECODERS, *_HYBRIDS):
         return None
+    read = hybrid_shape if class_name in _HYBRIDS else decoder_shape
     try:
-        return decoder_shape(model, Path("config.json"), supported=_KNOWN)
+        return read(language_config(model), Path("config.json"), supported=[class_name])
     except ConfigError:  # quantised in a way that vLLM may know: it checks the configuration itself
         return None
 
@@ -126,7 +166,7 @@ def context_that_fits(config: VllmConfig, model: Mapping[str, Any] | None, place
     shape = known_shape(model)
     if shape is None or placement.memory_bytes is None or config.max_model_len is not None:
         return None
-    tokens = demand(config, model, placement).batch_tokens // _BLOCK * _BLOCK - 1
+    tokens = demand(config, model, placement).batch_tokens - 1
     return tokens if tokens < shape.max_position else None
 
 
@@ -139,7 +179,8 @@ def planned_key_values(config: VllmConfig, model: Mapping[str, Any] | None, plac
         return None
     if placement.devices and (config.gpu_memory_utilization or (placement.share or 1.0) >= _WHOLE - 0.001):
         return None
-    return demand(config, model, placement).fixed.get("keys and values")
+    shape = known_shape(model)
+    return None if shape is None else demand(config, model, placement).fixed[_name_of_cache(shape)]
 
 
 def step_tokens(config: VllmConfig, shape: DecoderShape | None, layout: ReplicaLayout, placement: Placement) -> int:
@@ -150,7 +191,7 @@ def step_tokens(config: VllmConfig, shape: DecoderShape | None, layout: ReplicaL
         return _LONG_STEP
     fixed = sum(_fixed(config, shape, layout, placement, _LONG_STEP).values())
     rest = placement.memory_bytes - fixed
-    room = 4 * _least_tokens(config, shape) * key_value_bytes(config, shape, layout, placement)
+    room = 4 * _cache(config, shape, layout, placement).holding(_least_tokens(config, shape))
     return _LONG_STEP if rest >= room else _SHORT_STEP
 
 
@@ -173,8 +214,13 @@ def _fixed(
 def _activations(shape: DecoderShape, layout: ReplicaLayout, steps: int, item: int) -> int:
     """Return what the widest layer of a step takes beyond one of _SHORT_STEP tokens, which the allowance holds."""
     experts = shape.experts
-    inner = shape.intermediate_size if experts is None else experts.top_k * experts.intermediate_size
-    divided = (shape.q_size + 2 * shape.kv_size + 3 * inner) // layout.tensor_parallel
+    inner = shape.intermediate_size
+    if experts is not None:
+        inner = experts.top_k * experts.intermediate_size + experts.shared_size
+    mixed = shape.q_size + 2 * shape.kv_size
+    if isinstance(shape, HybridShape):
+        mixed = max(mixed + shape.q_size, sum(shape.delta.sizes))
+    divided = (mixed + 3 * inner) // layout.tensor_parallel
     return max(0, steps - _SHORT_STEP) * (4 * shape.hidden_size + divided) * item
 
 
@@ -187,11 +233,29 @@ def _least_tokens(config: VllmConfig, shape: DecoderShape) -> int:
     return config.max_model_len or min(shape.max_position, _LONG)
 
 
-def key_value_bytes(config: VllmConfig, shape: DecoderShape, layout: ReplicaLayout, placement: Placement) -> int:
-    """Return the size of one token's keys and values on one device, each of which has one head at least."""
+def _cache(config: VllmConfig, shape: DecoderShape, layout: ReplicaLayout, placement: Placement) -> _Cache:
+    """Return the cache on one device, each of which has one head at least."""
     heads = max(1, shape.num_kv_heads // layout.tensor_parallel)
-    item = 1 if config.kv_cache_dtype.startswith("fp8") else _item(config, placement)
-    return 2 * shape.num_layers * heads * shape.head_dim * item
+    item = _item(config, placement)
+    token = 2 * heads * shape.head_dim * (1 if config.kv_cache_dtype.startswith("fp8") else item)
+    if not isinstance(shape, HybridShape):
+        block = _BLOCK * shape.num_layers * token
+        return _Cache(_BLOCK, block, block)
+    least = int(config.engine_args.get("block_size") or (_GPU_BLOCK if placement.devices else _BLOCK))
+    tokens = least * -(-_state_bytes(shape, layout, item) // (least * token))
+    attending, others = shape.attending_layers, len(shape.delta_layers)
+    fewer, more = sorted((attending, others))
+    together = more if more < 1.5 * fewer else fewer  # layers of a block
+    blocks, states = (-(-layers // together) for layers in (attending, others))
+    one = tokens * token * together
+    return _Cache(tokens, blocks * one, (states * (2 if config.prefix_caching else 1) + 1) * one)
+
+
+def _state_bytes(shape: HybridShape, layout: ReplicaLayout, item: int) -> int:
+    """Return the size of a sequence's state in one layer: what the convolution has seen, and the rule's matrices."""
+    rule = shape.delta
+    of_rule = rule.value_size * rule.key_dim * (4 if shape.class_name in _FLOAT32_STATES else item)
+    return (rule.mixed_size * (rule.width - 1) * item + of_rule) // layout.tensor_parallel
 
 
 def _item(config: VllmConfig, placement: Placement) -> int:

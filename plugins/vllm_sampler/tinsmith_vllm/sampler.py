@@ -48,6 +48,8 @@ from tinsmith_vllm.messages import Abort, Count, Counted, Drawn, Load, Loaded, R
 from tinsmith_vllm.replica import Answer, Replica, ReplicaDiedError, ReplicaGoneError
 from tinsmith_vllm.routing import WORTH, Prefixes
 
+_TOLD: Final = ("Qwen3MoeForCausalLM",)
+"""The classes for which it is tested that vLLM tells each token's experts."""
 _ISOLATION_ERROR: Final = 2e-5  # at temperature 1, on CPU in float32
 
 _log = logging.getLogger(__name__)
@@ -466,9 +468,9 @@ def _refused(answer: Refused) -> Failed:
 
 
 def _experts_of_token(model_path: Path) -> tuple[int, int] | None:
-    """Return the layers with experts, and the experts of a token in each; None if the model has none."""
+    """Return the layers with experts, and the experts of a token in each; None: vLLM is not asked for them."""
     shape = known_shape(read_model_config(model_path))
-    if shape is None or shape.experts is None:
+    if shape is None or shape.experts is None or shape.class_name not in _TOLD:
         return None
     return shape.num_layers, shape.experts.top_k
 
