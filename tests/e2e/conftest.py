@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,17 +33,25 @@ def api_key() -> str:
 
 
 @pytest.fixture
-def new_client(toy_server: RunningServer, api_key: str) -> Iterator[Callable[[], tinker.ServiceClient]]:
-    """Make sessions of this test's tenant; all are closed at its end."""
+def connect() -> Iterator[Callable[[str, str], tinker.ServiceClient]]:
+    """Make sessions, by URL and API key, at servers that outlive the test. All are closed at its end."""
     made: list[tinker.ServiceClient] = []
 
-    def make() -> tinker.ServiceClient:
-        made.append(tinker.ServiceClient(base_url=toy_server.url, api_key=api_key))
+    def connect(url: str, api_key: str) -> tinker.ServiceClient:
+        made.append(tinker.ServiceClient(base_url=url, api_key=api_key))
         return made[-1]
 
-    yield make
+    yield connect
     for client in made:
         client.close("success").result(timeout=300)
+
+
+@pytest.fixture
+def new_client(
+    toy_server: RunningServer, api_key: str, connect: Callable[[str, str], tinker.ServiceClient]
+) -> Callable[[], tinker.ServiceClient]:
+    """Make sessions of this test's tenant."""
+    return partial(connect, toy_server.url, api_key)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,9 @@ def trained(training: tinker.TrainingClient, steps: int) -> list[float]:
 class Curves:
     """A run of three steps, and requests for its curves."""
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, server: RunningServer, client: tinker.ServiceClient) -> None:
         self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-ann"}, timeout=WAIT_S)
         self.url, self.store, self.app = server.url, server.store, server.app
-        client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
         self.training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
         self.run_id = self.training.get_info().model_id
         self.path = f"/runs/{self.run_id}/metrics"
@@ -58,8 +57,11 @@ class Curves:
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Curves]:
-    with running_server(tmp_path_factory.mktemp("curves")) as server:
-        yield Curves(server)
+    with (
+        running_server(tmp_path_factory.mktemp("curves")) as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-ann") as client,
+    ):
+        yield Curves(server, client)
 
 
 def test_a_run_has_the_curves_of_what_it_measured(curves: Curves) -> None:
@@ -73,10 +75,11 @@ def test_a_run_has_the_curves_of_what_it_measured(curves: Curves) -> None:
     assert (run["steps"], run["base_model"], run["state"]) == (3, "toy", "ready")
 
 
-def test_a_pass_of_reinforcement_learning_shows_how_far_sampler_and_trainer_are_apart(curves: Curves) -> None:
+def test_a_pass_of_reinforcement_learning_shows_how_far_sampler_and_trainer_are_apart(
+    curves: Curves, connect: Callable[[str, str], tinker.ServiceClient]
+) -> None:
     """The client is told nothing else than before."""
-    client = tinker.ServiceClient(base_url=curves.url, api_key="tml-rl")
-    training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+    training = connect(curves.url, "tml-rl").create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
     sampler = training.save_weights_and_get_sampling_client().result(WAIT_S)
     params = tinker.SamplingParams(max_tokens=4, seed=1)
     (drawn,) = sampler.sample(tinker.ModelInput.from_ints([1, 2, 3]), 1, params).result(WAIT_S).sequences

@@ -22,9 +22,8 @@ KEYS = [{"key": f"tml-{name}", "tenant": name, "admin": name == "root"} for name
 class Family:
     """A run with a published checkpoint; from it came another run, a copy with a run of its own, and a run of bob's."""
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, server: RunningServer, ann: tinker.ServiceClient, bob: tinker.ServiceClient) -> None:
         self.server = server
-        ann, bob = (tinker.ServiceClient(base_url=server.url, api_key=f"tml-{name}") for name in ("ann", "bob"))
         first = ann.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
         self.first = first.get_info().model_id
         for _ in range(2):
@@ -59,8 +58,12 @@ class Family:
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
-    with running_server(tmp_path_factory.mktemp("lineage"), server={"api_keys": KEYS}) as server:
-        yield Family(server)
+    with (
+        running_server(tmp_path_factory.mktemp("lineage"), server={"api_keys": KEYS}) as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-ann") as ann,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-bob") as bob,
+    ):
+        yield Family(server, ann, bob)
 
 
 def told(origins: list[dict[str, Any]]) -> list[tuple[str, str | None, int, int]]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import rl_datum
 
 Take = Callable[[str], None]
+Connect = Callable[[str, str], tinker.ServiceClient]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,8 @@ def test_the_page_needs_no_key_and_no_other_host(server: RunningServer) -> None:
         assert httpx.get(server.url + secret, timeout=WAIT_S).status_code == 404
 
 
-def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, take: Take) -> None:
-    client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+def test_a_run_is_seen_while_it_trains(server: RunningServer, connect: Connect, browser: Browser, take: Take) -> None:
+    client = connect(server.url, "tml-ann")
     first, second = (client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S) for _ in range(2))
     trained(first, 2)
     browser.look(width=1280, height=800, dark=False)
@@ -73,8 +75,8 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, browser: Browser, 
     assert browser.problems == []
 
 
-def test_a_run_is_read_by_keyboard_alone(server: RunningServer, browser: Browser) -> None:
-    client = tinker.ServiceClient(base_url=server.url, api_key="tml-key")
+def test_a_run_is_read_by_keyboard_alone(server: RunningServer, connect: Connect, browser: Browser) -> None:
+    client = connect(server.url, "tml-key")
     run = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
     trained(run, 3)
     browser.look(width=1280, height=800, dark=False)
@@ -104,9 +106,11 @@ HIDE = "Object.defineProperty(document, 'hidden', { value: %s, configurable: tru
 )
 
 
-def test_a_hidden_page_holds_no_connection_and_misses_no_step(server: RunningServer, browser: Browser) -> None:
+def test_a_hidden_page_holds_no_connection_and_misses_no_step(
+    server: RunningServer, connect: Connect, browser: Browser
+) -> None:
     """Beyond six streams of one browser, hidden pages would keep all others of the server from loading."""
-    client = tinker.ServiceClient(base_url=server.url, api_key="tml-dot")
+    client = connect(server.url, "tml-dot")
     run = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
     trained(run, 1)
     browser.open(f"{server.url}/?hidden#run={run.get_info().model_id}")
@@ -136,9 +140,9 @@ def report_host(server: RunningServer) -> None:
 
 def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser, take: Take) -> None:
     keys = [{"key": f"tml-{name}", "tenant": name, "admin": name == "root"} for name in ("ann", "bob", "root")]
-    with running_server(tmp_path, server={"api_keys": keys}, engines=False) as server:
+    with running_server(tmp_path, server={"api_keys": keys}, engines=False) as server, ExitStack() as clients:
         for name in ("ann", "bob"):
-            client = tinker.ServiceClient(base_url=server.url, api_key=f"tml-{name}")
+            client = clients.enter_context(tinker.ServiceClient(base_url=server.url, api_key=f"tml-{name}"))
             client.create_lora_training_client(base_model="toy", rank=4)  # waits: no engine runs
         shown = "[...document.querySelectorAll('#cards tbody tr')].map((row) => row.cells[0].textContent).join()"
         browser.look(width=1280, height=800, dark=False)
@@ -188,8 +192,10 @@ def test_a_server_with_keys_asks_for_one_until_it_is_known(tmp_path: Path, brows
 
 def test_health_shows_recoveries_verdicts_commits_and_quotas(tmp_path: Path, browser: Browser, take: Take) -> None:
     keys = [{"key": f"tml-{name}", "tenant": name, "admin": name == "root"} for name in ("ann", "root")]
-    with running_server(tmp_path, server={"api_keys": keys}) as server:
-        client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+    with (
+        running_server(tmp_path, server={"api_keys": keys}) as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-ann") as client,
+    ):
         training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
         training.save_weights_and_get_sampling_client().result(WAIT_S)
         found = httpx.get(f"{server.url}/api/v1/engines", headers={"x-api-key": "tml-root"}, timeout=WAIT_S).json()
@@ -209,10 +215,10 @@ def test_health_shows_recoveries_verdicts_commits_and_quotas(tmp_path: Path, bro
         assert browser.problems == []
 
 
-def test_axe_finds_no_serious_fault(server: RunningServer, browser: Browser) -> None:
+def test_axe_finds_no_serious_fault(server: RunningServer, connect: Connect, browser: Browser) -> None:
     """In every view, in light and dark, on a desktop and a phone."""
     axe = Path(pytest.importorskip("axe_core_python").__file__).parent / "axe.min.js"
-    client = tinker.ServiceClient(base_url=server.url, api_key="tml-eve")
+    client = connect(server.url, "tml-eve")
     runs = [client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S) for _ in range(2)]
     for run in runs:
         passed = run.forward_backward([rl_datum([1, 2, 3, 4], [0.0, 0.0, -0.5], 1.0)], "importance_sampling")

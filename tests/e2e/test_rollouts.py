@@ -25,12 +25,13 @@ from tinsmith.testing.sdk_data import datum
 WAIT_S = 300
 PROMPT = [1, 2, 3]
 
+Connect = Callable[[str, str], tinker.ServiceClient]
+
 
 class Script:
     """Three rollouts of one prompt, trained in one step."""
 
-    def __init__(self, server: RunningServer) -> None:
-        client = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+    def __init__(self, server: RunningServer, client: tinker.ServiceClient) -> None:
         self.training = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
         self.run_id = self.training.get_info().model_id
         self.http = httpx.Client(base_url=f"{server.url}/api/v1/runs/{self.run_id}", timeout=WAIT_S)
@@ -79,11 +80,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def script(server: RunningServer) -> Script:
-    script = Script(server)
-    script.step([1.0, -2.0, 0.5], shift=0.25)
-    tinsmith.track(script.training).log_rewards(0, script.data, [0.5, 0.0, 2.5])
-    return script
+def script(server: RunningServer) -> Iterator[Script]:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-ann") as client:
+        script = Script(server, client)
+        script.step([1.0, -2.0, 0.5], shift=0.25)
+        tinsmith.track(script.training).log_rewards(0, script.data, [0.5, 0.0, 2.5])
+        yield script
 
 
 def test_rollouts_of_a_step_are_listed_by_reward(script: Script) -> None:
@@ -108,8 +110,8 @@ def test_one_rollout_shows_what_was_given_and_what_was_sampled(script: Script) -
     assert (found["reward"], found["step"]) == (2.5, 0)
 
 
-def test_a_later_step_without_rewards_is_listed_by_advantage(server: RunningServer) -> None:
-    script = Script(server)
+def test_a_later_step_without_rewards_is_listed_by_advantage(server: RunningServer, connect: Connect) -> None:
+    script = Script(server, connect(server.url, "tml-ann"))
     for advantages in ([0.0], [1.0, 3.0, 2.0]):
         script.step(advantages)
     found = script.get()
@@ -120,8 +122,8 @@ def test_a_later_step_without_rewards_is_listed_by_advantage(server: RunningServ
     assert script.get(step=7)["rollouts"] == []
 
 
-def test_supervised_training_leaves_no_rollouts(server: RunningServer) -> None:
-    script = Script(server)
+def test_supervised_training_leaves_no_rollouts(server: RunningServer, connect: Connect) -> None:
+    script = Script(server, connect(server.url, "tml-ann"))
     script.training.forward_backward([datum()], "cross_entropy").result(WAIT_S)
     assert script.get() == {"run_id": script.run_id, "steps": [], "number": 0, "rollouts": []}
 
@@ -166,8 +168,11 @@ def test_the_command_lists_them_and_prints_one(script: Script, server: RunningSe
 
 
 def test_a_small_budget_keeps_the_newest_and_the_extremes(tmp_path: Path) -> None:
-    with running_server(tmp_path, server={"rollout_bytes": 8 * 2 * 100}) as server:  # two of seven tokens for each pass
-        script = Script(server)
+    with (
+        running_server(tmp_path, server={"rollout_bytes": 8 * 2 * 100}) as server,  # two of seven tokens for each pass
+        tinker.ServiceClient(base_url=server.url, api_key="tml-ann") as client,
+    ):
+        script = Script(server, client)
         for _ in range(12):
             script.step([1.0, 2.0, 3.0, 4.0])
         found = script.get()
@@ -179,8 +184,11 @@ def test_a_small_budget_keeps_the_newest_and_the_extremes(tmp_path: Path) -> Non
 
 
 def test_a_server_without_a_budget_keeps_none(tmp_path: Path) -> None:
-    with running_server(tmp_path, server={"rollout_bytes": 0}) as server:
-        script = Script(server)
+    with (
+        running_server(tmp_path, server={"rollout_bytes": 0}) as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-ann") as client,
+    ):
+        script = Script(server, client)
         script.step([1.0])
         assert script.get()["steps"] == []
         with pytest.raises(ValueError, match=r"server\.rollout_bytes is 0"):

@@ -1,7 +1,7 @@
 """A server on which another loss stands in for `stable_reinforce`, through the SDK: it says so wherever it matters."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -23,9 +23,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def test_samples_are_recorded_and_trained_on(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_are_recorded_and_trained_on(
+    server: RunningServer, connect: Callable[[str, str], tinker.ServiceClient], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        client = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
+        client = connect(server.url, "tml-any")
         training = client.create_lora_training_client(base_model="toy", rank=4, seed=1).result(timeout=300)
     assert "'stable_reinforce' is computed as 'gspo', clip_high_threshold 1.2" in caplog.text
     sampler = training.save_weights_and_get_sampling_client(record_stability_info=True).result(timeout=300)

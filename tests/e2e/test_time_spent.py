@@ -30,10 +30,10 @@ KEYS = [{"key": f"tml-{name}", "tenant": name, "admin": False} for name in ("ann
 class Loop:
     """An RL loop of three iterations, which measures its own part."""
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, server: RunningServer, service: tinker.ServiceClient) -> None:
         self.server = server
         self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-ann"}, timeout=WAIT_S)
-        self.service = tinker.ServiceClient(base_url=server.url, api_key="tml-ann")
+        self.service = service
         training = self.service.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
         self.run_id = training.get_info().model_id
         self.session_id = self.run_id.partition(":")[0]
@@ -61,8 +61,11 @@ class Loop:
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
-    with running_server(tmp_path_factory.mktemp("time"), server={"api_keys": KEYS}) as server:
-        yield Loop(server)
+    with (
+        running_server(tmp_path_factory.mktemp("time"), server={"api_keys": KEYS}) as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-ann") as service,
+    ):
+        yield Loop(server, service)
 
 
 def test_nearly_all_of_an_iteration_is_attributed(loop: Loop) -> None:
