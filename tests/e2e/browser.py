@@ -13,6 +13,7 @@ from typing import Any
 _EXEC = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
 )
+_CODES = {"Tab": 9, "Escape": 27}  # of keys for which the browser itself does something
 _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
 
 
@@ -89,9 +90,7 @@ class Browser:
         assert self._downloads.pop() == "completed"
 
     def press(self, key: str) -> None:
-        more: dict[str, Any] = (
-            {"text": "\r"} if key == "Enter" else {"windowsVirtualKeyCode": 9} if key == "Tab" else {}
-        )
+        more: dict[str, Any] = {"text": "\r"} if key == "Enter" else {"windowsVirtualKeyCode": _CODES.get(key, 0)}
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, **more)
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -90,14 +91,121 @@ def test_a_run_is_read_by_keyboard_alone(server: RunningServer, connect: Connect
                 "document.activeElement.id || document.activeElement.ariaLabel || document.activeElement.textContent"
             )
         )
-        assert len(walked) < 10, walked
-    assert walked[:-1] == ["pick", "axis", "smooth", "Share"]
+        assert len(walked) < 12, walked
+    assert walked[:-1] == ["pick", "axis", "smooth", "from-step", "to-step", "tables", "Share"]
     told = "document.activeElement.ariaLabel.split(': ').slice(1, -1).join()"
     for key, step in (("ArrowLeft", 2), ("ArrowLeft", 1), ("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1), ("End", 2)):
         browser.press(key)
         browser.until(f"{told} === 'step {step}'")
+    browser.press("Enter")
+    browser.until("document.querySelector('#point').open")
+    browser.press("Escape")
+    browser.until(f"!document.querySelector('#point').open && {told} === 'step 2'")
     browser.press("Tab")
     browser.until("document.activeElement.ariaLabel.startsWith('grad_norm: ')")
+    assert browser.problems == []
+
+
+def test_a_script_goes_on_from_a_checkpoint_near_a_point(
+    server: RunningServer, browser: Browser, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By keyboard, on a server without keys: the copy then belongs to the key that is asked for."""
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-fay")
+    run = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+    run_id = run.get_info().model_id
+    trained(run, 2)
+    path = run.save_state("kept").result(WAIT_S).path
+    tinsmith.track(run).log(1, reward=0.123456789)
+    browser.look(width=1280, height=800, dark=False)
+    browser.open(f"{server.url}/?point#run={run_id}")
+    browser.until("document.querySelector('figure .uplot')?.ariaLabel.startsWith('reward: ')")
+    browser.evaluate("document.querySelector('figure .uplot').focus()")
+    browser.press("End")
+    browser.press("Enter")
+    browser.until("document.querySelector('#point').open")
+    exact = "[...document.querySelectorAll('#point-values tr')].map((row) => row.textContent)"
+    assert "reward0.123456789" in browser.evaluate(exact)
+    take("point")
+    browser.look(width=1280, height=800, dark=False)
+    browser.evaluate("document.querySelector('#point-more button').focus()")
+    browser.press("Enter")
+    browser.until("document.querySelector('#branch').open && document.activeElement.id === 'branch-name'")
+    assert path in browser.evaluate("document.querySelector('#branch-about').textContent")
+    browser.send("Input.insertText", text="once more")
+    browser.press("Enter")
+    browser.until("document.activeElement.id === 'branch-key'")
+    take("branch")
+    browser.look(width=1280, height=800, dark=False)
+    browser.send("Input.insertText", text="tml-fay")
+    browser.press("Enter")
+    browser.until("document.activeElement.matches('#branch-made pre')")
+    take("branched")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-fay")
+    made: dict[str, Any] = {}
+    exec(compile(browser.evaluate("document.activeElement.textContent"), "the page's script", "exec"), made)
+    trained(made["training"], 1)
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-fay"}, timeout=WAIT_S) as http:
+        second, branch, _ = http.get("/runs").raise_for_status().json()["runs"]
+        assert (branch["name"], branch["tags"], branch["ended"]) == ("once more", ["branch"], "success")
+        assert second["steps"] == 3
+        runs = {each["run_id"]: each for each in http.get(f"/runs/{run_id}/lineage").json()["runs"]}
+        sources = {name: [origin["source"] for origin in each["origins"]] for name, each in runs.items()}
+        assert sources == {run_id: [], branch["run_id"]: [run_id], second["run_id"]: [branch["run_id"]]}
+    browser.press("Escape")
+    browser.until("!document.querySelector('#branch').open && document.activeElement.matches('#point-more button')")
+    browser.press("Escape")
+    browser.until("!document.querySelector('#point').open")
+    assert run_id.replace(":", "%3A") in browser.evaluate("encodeURIComponent(location.hash)")
+
+
+def test_a_part_of_the_curves_is_shown_in_full(server: RunningServer, browser: Browser, take: Take) -> None:
+    """A chart of 2,000 steps shows about 1,000; those between them come, with all digits that tell them apart."""
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-gil")
+    run = client.create_lora_training_client(base_model="toy", rank=4).result(WAIT_S)
+    path = f"{server.url}/api/v1/runs/{run.get_info().model_id}/metrics"
+    for first in (0, 1000):
+        points = [{"step": step, "values": {"long": 10**6 + step / 1000}} for step in range(first, first + 1000)]
+        httpx.post(path, json={"points": points}, headers={"x-api-key": "tml-gil"}, timeout=WAIT_S).raise_for_status()
+    browser.look(width=1280, height=800, dark=False)
+    browser.open(f"{server.url}/?part#run={run.get_info().model_id}")
+    plot = "(await import('/page/curves.js')).charts.get('long')?.plot"
+    thin = f"Math.trunc({plot}?.data[0].length / 100) === 10"  # with the newest ones, which the stream repeats
+    browser.until(thin)
+    browser.evaluate(
+        "for (const [id, step] of [['from-step', 500], ['to-step', 510]]) {"
+        " document.getElementById(id).value = step; document.getElementById(id).dispatchEvent(new Event('change')); }"
+    )
+    browser.until(f"{plot}.data[0].join() === '{','.join(map(str, range(499, 512)))}'")
+    caption = "document.querySelector('figure .uplot').ariaLabel"
+    browser.evaluate("document.querySelector('figure .uplot').focus()")
+    for told in ("step 510: 1.00000051e+6", "step 509: 1.000000509e+6"):
+        browser.press("ArrowLeft")
+        browser.until(f"{caption} === 'long: {told}'")
+    texts = f"(async () => {plot}.axes[1]._values)()"
+    ticks = browser.evaluate(texts)
+    assert len(set(ticks)) == len(ticks) > 2
+    take("part")
+    browser.look(width=1280, height=800, dark=False)
+    browser.evaluate("document.querySelector('#tables').click()")
+    rows = "[...document.querySelectorAll('#charts tbody tr')]"
+    cells = f"{rows}.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    expected = [[str(step), str(10**6 + step / 1000)] for step in range(510, 499, -1)]
+    browser.until(f"JSON.stringify({cells}) === JSON.stringify({expected})")
+    take("tables")
+    browser.look(width=1280, height=800, dark=False)
+    browser.evaluate("document.querySelector('#tables').click()")
+    browser.evaluate("document.querySelector('#whole-run').click()")
+    browser.until(thin)
+    box = browser.evaluate("document.querySelector('.u-over').getBoundingClientRect().toJSON()")
+    y = box["top"] + box["height"] / 2
+    drawn = (("mousePressed", 0.25), ("mouseMoved", 0.4), ("mouseMoved", 0.5), ("mouseReleased", 0.5))
+    for kind, part in drawn:
+        x = box["left"] + part * box["width"]
+        browser.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+    browser.until("document.querySelector('#to-step').value !== '' && !document.querySelector('#whole-run').hidden")
+    first, last = (int(browser.evaluate(f"document.querySelector('#{end}').value")) for end in ("from-step", "to-step"))
+    assert (abs(first - 500) < 20, abs(last - 1000) < 20) == (True, True)
+    assert not browser.evaluate("document.querySelector('#point').open")
     assert browser.problems == []
 
 
@@ -224,6 +332,7 @@ def test_axe_finds_no_serious_fault(server: RunningServer, connect: Connect, bro
         passed = run.forward_backward([rl_datum([1, 2, 3, 4], [0.0, 0.0, -0.5], 1.0)], "importance_sampling")
         run.optim_step(tinker.AdamParams(learning_rate=0.1)).result(WAIT_S)
         passed.result(WAIT_S)
+    runs[0].save_state("kept").result(WAIT_S)
     one, other = (run.get_info().model_id for run in runs)
     views = {
         "": "document.querySelector('#rows tr')",
@@ -234,9 +343,15 @@ def test_axe_finds_no_serious_fault(server: RunningServer, connect: Connect, bro
         f"#run={one}&view=time": "document.querySelector('#bars .bar-of')",
         "#view=engines": "document.querySelector('#cards article')",
         "#view=health": "document.querySelector('#checks article')",
+        f"#run={one}&with=tables": "document.querySelector('#charts table')",
+        f"#run={one}&view=lineage&with=branch": "document.querySelector('#branch').open",
     }
+    actions = {"tables": "document.querySelector('#tables')", "branch": "document.querySelector('#checkpoints button')"}
     for number, (view, drawn) in enumerate(views.items()):
         browser.open(f"{server.url}/?{number}{view}")
+        if action := actions.get(view.rpartition("with=")[2]):
+            browser.until(action)
+            browser.evaluate(f"{action}.click()")
         browser.until(drawn)
         browser.evaluate(f"{axe.read_text()}; true")
         for width, height, dark in ((1280, 800, False), (390, 844, True)):

@@ -22,6 +22,7 @@ STEP_S: Final = "step_s"
 
 _LOSSES: Final = frozenset({"loss:sum", "forward/loss:sum"})
 _PAGE: Final = 2000  # rows of one read
+_ROWS_OF_STEP: Final = 4  # as many as most steps have, or more
 
 Step = tuple[int, datetime, Mapping[str, float]]
 
@@ -69,16 +70,19 @@ def _summary(run: RunRecord, session: SessionRecord, waits_for: wire.WaitsFor | 
     )
 
 
-async def read_measured(store: RequestStore, model_id: str, from_step: int = 0) -> list[MetricsRow]:
-    """Return all rows of a run's metrics from a step on."""
+async def read_measured(
+    store: RequestStore, model_id: str, from_step: int = 0, num_steps: int | None = None
+) -> list[MetricsRow]:
+    """Return all rows of a run's metrics from a step on, or at least those of so many steps."""
+    limit = _PAGE if num_steps is None else min(_PAGE, _ROWS_OF_STEP * (num_steps + 1))
     rows: list[MetricsRow] = []
-    page = await store.read_metrics(model_id, from_step=from_step, limit=_PAGE)
+    page = await store.read_metrics(model_id, from_step=from_step, limit=limit)
     while page:
         rows += page
         last = page[-1]
-        if len(page) < _PAGE:
+        if len(page) < limit or (num_steps is not None and len({row.step for row in rows}) > num_steps):
             break
-        page = await store.read_metrics(model_id, from_step=last.step, after=last.seq_id, limit=_PAGE)
+        page = await store.read_metrics(model_id, from_step=last.step, after=last.seq_id, limit=limit)
     return rows
 
 

@@ -1,6 +1,7 @@
 // Which runs a run came from, which came from it, and its checkpoints.
 
 import { read } from "./api.js";
+import { branchButton } from "./branch.js";
 import { $, bytes, element, linkTo, moment, table } from "./parts.js";
 
 const MOST_LOADS = 3; // of one run that are named
@@ -8,11 +9,16 @@ const MOST_LOADS = 3; // of one run that are named
 export async function showLineage(id) {
   document.title = `lineage of ${id} - tinsmith`;
   $("lineage-title").textContent = `Lineage of ${id}`;
+  const found = await drawTree(id);
+  $("checkpoints").replaceChildren(...checkpointsOf(found, () => drawTree(id)), ...waysOn(found));
+  $("lineage-title").focus();
+}
+
+async function drawTree(id) {
   const found = await read(`/runs/${encodeURIComponent(id)}/lineage`);
   $("tree").replaceChildren(treeOf(found));
   $("whole").textContent = found.complete ? "" : `Only the nearest ${found.runs.length} runs are shown.`;
-  $("checkpoints").replaceChildren(...checkpointsOf(found), ...waysOn(found));
-  $("lineage-title").focus();
+  return found;
 }
 
 // A run stands below the first one whose weights it took; others are named beside it.
@@ -56,12 +62,12 @@ function waysOn({ run_id: id, checkpoints }) {
   ];
 }
 
-function checkpointsOf({ checkpoints, num_checkpoints: number }) {
+function checkpointsOf({ checkpoints, num_checkpoints: number }, told) {
   if (!number) return [element("p", { className: "quiet", textContent: "It has no checkpoint." })];
   const rows = checkpoints.map((each) => [
-    element("code", { textContent: each.path }), each.kind, each.step.toLocaleString("en"), moment(each.created_at), bytes(each.size_bytes),
+    element("code", { textContent: each.path }), each.kind === "training" ? branchButton(each, told) : "", each.kind, each.step.toLocaleString("en"), moment(each.created_at), bytes(each.size_bytes),
     each.public ? "everybody" : "", each.expires_at ? moment(each.expires_at) : "",
   ]);
   const more = number > rows.length ? [element("p", { className: "quiet", textContent: `The newest ${rows.length} of ${number}.` })] : [];
-  return [table("checkpoints", ["Checkpoint", "Kind", "Step", "Saved", "Size", "Read by", "Expires"], rows), ...more];
+  return [table("checkpoints", ["Checkpoint", "Time travel", "Kind", "Step", "Saved", "Size", "Read by", "Expires"], rows), ...more];
 }

@@ -110,6 +110,7 @@ connectRuns(tell);
 connectCurves();
 addEventListener("hashchange", go);
 addEventListener("keydown", (event) => {
+  if (document.querySelector("dialog[open]")) return;
   const typing = /INPUT|SELECT/.test(document.activeElement?.tagName ?? "");
   if (event.key === "/" && !typing) {
     event.preventDefault();

@@ -40,8 +40,20 @@ export function wordsOf(id) {
   return $(id).value.toLowerCase().split(/\s+/).filter(Boolean);
 }
 
-export function number(value) {
-  return value === null || value === undefined ? "" : Math.abs(value) >= 1e5 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "";
+  const rounded = Number(value.toPrecision(digits));
+  return Math.abs(rounded) >= 1e5 ? rounded.toExponential() : String(rounded);
+}
+
+// A number with as many digits as tell it from those beside it.
+export function told(value, beside = []) {
+  let digits = 4;
+  for (const other of beside) {
+    if (typeof other !== "number" || other === value) continue;
+    while (digits < 17 && number(other, digits) === number(value, digits)) digits += 1;
+  }
+  return number(value, digits);
 }
 
 export function duration(seconds) {

@@ -19,7 +19,7 @@ from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.lineage import lineage_of
 from tinsmith.server.routes.sessions import Limit, Offset
 from tinsmith.server.run_report import report
-from tinsmith.server.run_views import Step, finite, joined, list_summaries, read_measured, series_of
+from tinsmith.server.run_views import Step, finite, joined, list_summaries, read_measured, series_of, summary_of
 from tinsmith.server.share_links import make_link, shared_run, url_of
 from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord, ShareLink
 from tinsmith.store.metrics import MOST_NAMES
@@ -55,6 +55,13 @@ async def list_runs(
     tenant, operator = visible_tenant(caller, access_scope), context.is_operator(caller)
     waits = await context.waits.get()
     return await list_summaries(context.store, tenant, waits, limit=limit, offset=offset, operator=operator)
+
+
+@router.get("/runs/{model_id}", response_model_exclude_none=True)
+async def get_run(model_id: str, caller: Viewer, context: Context) -> wire.RunSummary:
+    """Return a run as it is in the list of runs."""
+    run = await readable_run(context, caller, model_id)
+    return await summary_of(context.store, run, await context.waits.get(), operator=context.is_operator(caller))
 
 
 @router.post("/runs/{model_id}/metrics")
@@ -93,7 +100,7 @@ async def get_metrics(
     run = await shared_run(request, context, model_id)
     names = None if name is None else frozenset(name)
 
-    read = partial(read_measured, context.store, model_id, from_step)
+    read = partial(read_measured, context.store, model_id, from_step, num_steps)
 
     def to_answer(rows: list[MetricsRow]) -> wire.RunCurves:
         series = series_of(joined(rows)[:num_steps], max_points=max_points, names=names)
@@ -206,7 +213,7 @@ async def _follow(store: RequestStore, run: RunRecord, queue: asyncio.Queue[byte
             written = await store.wait_for_metrics(run.model_id, known=known, timeout_s=_STREAM_S)
             if written > known:
                 known = written
-                steps = joined(await read_measured(store, run.model_id, max(newest - _TAIL, 0)))
+                steps = joined(await read_measured(store, run.model_id, max(newest - _TAIL, 0)))[-_TAIL - 1 :]
                 points = {step[0]: _point(step) for step in steps}
                 changed = [point for step, point in points.items() if sent.get(step) != point]
                 newest, sent = max(newest, *points, 0), points
