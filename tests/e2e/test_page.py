@@ -13,7 +13,7 @@ from browser import Browser
 from test_curves import WAIT_S, trained
 
 import tinsmith
-from tinsmith.figures import Figures, Gpu, HostReport, Interface, Report, encode_report
+from tinsmith.figures import Figures, Gpu, HostReport, Interface, MemoryPlan, Report, encode_report
 from tinsmith.store import Lease
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import rl_datum
@@ -242,7 +242,9 @@ def report_host(server: RunningServer) -> None:
     gpu, traffic = Gpu("GPU-1", 1, "H100", 0.75, 20 * 10**9, 80 * 10**9), Interface("eth0", 5 * 10**9, 10**6)
     lease = server.call(server.store.acquire_lease("toy", engine_id="far", duration_s=WAIT_S))
     assert isinstance(lease, Lease)
-    report = Report(Figures().series(), HostReport("node-1", 1000, 2.5, (gpu,), (traffic,)))
+    parts = (("base model", 9 * 10**9), ("adapters of 4 models", 10**9))
+    plan = MemoryPlan(parts=parts, total=10**10, limit=72 * 10**9, devices=("1",))
+    report = Report(Figures().series(), HostReport("node-1", 1000, 2.5, (gpu,), (traffic,)), memory=plan)
     server.call(server.store.report_figures(lease, encode_report(report)))
 
 
@@ -262,17 +264,41 @@ def test_engines_show_what_waits_and_for_whom(tmp_path: Path, browser: Browser, 
         browser.until("document.querySelectorAll('#hosts tbody tr').length === 2")
         assert browser.evaluate("document.querySelector('#hosts tbody').textContent") == "1H10075 %20 GB of 80 GB"
         assert browser.evaluate("document.querySelectorAll('#hosts tbody')[1].rows[0].cells[3].textContent") == "5 GB"
+        memory = "[...document.querySelectorAll('.memory tbody tr')].map((row) => row.textContent)"
+        assert browser.evaluate(memory) == [
+            "base model9 GB",
+            "adapters of 4 models1 GB",
+            "planned in all10 GB",
+            "used of the devices, by all processes20 GB",
+            "limit72 GB",
+        ]
         take("engines")
+        assert browser.evaluate("document.querySelector('#cards').textContent.includes('Most of what')") is False
         figures = httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text
         kind = '{base_model="toy",kind="create_model",state="queued"}'
         assert f"tinsmith_pending_operations{kind} 2.0" in figures
         assert f"tinsmith_pending_oldest_seconds{kind} " in figures
         assert "process_resident_memory_bytes " in figures
+        client.create_lora_training_client(base_model="toy", rank=4)
+        browser.until("document.querySelector('#cards').textContent.includes(`pending is bob's: 2 of 3 operations`)")
         browser.open(f"{server.url}/?again#view=engines&key=tml-ann")
         browser.until(f"{shown} === 'ann'")
         assert browser.evaluate("document.querySelectorAll('#hosts article').length") == 0
         browser.press("Escape")
-        browser.until("!document.querySelector('#runs').hidden")
+        browser.until("document.querySelectorAll('#rows tr').length === 1")
+        now = browser.evaluate("document.querySelector('#rows .now').textContent")
+        assert now.startswith("now: no engine of 'toy' has started yet (")
+        assert browser.evaluate("document.querySelectorAll('#rows .tag').length") == 0
+        browser.evaluate("document.querySelector('#rows a').focus()")
+        tinker.ServiceClient(base_url=server.url, api_key="tml-ann").create_lora_training_client("toy", rank=4)
+        renew = "await (await import('/page/runs.js')).renewRuns()"  # as the page does every few seconds
+        browser.until(f"{renew}, document.querySelectorAll('#rows tr').length === 2")
+        assert browser.evaluate("document.activeElement === document.querySelectorAll('#rows a')[1]")
+        browser.open(f"{server.url}/?list#key=tml-root")
+        tags = "[...document.querySelectorAll('#rows .tag')].map((tag) => tag.textContent).sort().join()"
+        browser.until(f"{tags} === 'ann,ann,bob,bob'")
+        browser.evaluate("document.querySelector('#rows a').click()")
+        browser.until("document.querySelector('#now').textContent.startsWith('0 steps · creating · now: no engine of')")
         assert browser.problems == []
 
 

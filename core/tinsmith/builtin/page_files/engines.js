@@ -50,7 +50,8 @@ function rates(host, each) {
 
 function cardOf(engine) {
   const head = element("h2", {}, engine.base_model, " ", element("span", { className: engine.state, textContent: engine.state }));
-  const work = engine.work.length ? workOf(engine.work) : element("p", { className: "quiet", textContent: "Nothing waits." });
+  const work = engine.work.length ? [...mostOf(engine.work), workOf(engine.work)] : [element("p", { className: "quiet", textContent: "Nothing waits." })];
+  const isPlanned = engine.memory?.planned_total !== undefined;
   const told = facts([
     ["does", engine.detail && engine.progress !== undefined ? `${engine.detail}, ${Math.round(100 * engine.progress)} %` : engine.detail],
     ["before", engine.restarted],
@@ -58,11 +59,40 @@ function cardOf(engine) {
     ["restarts", engine.restarts || undefined],
     ["works since", engine.running_s === undefined ? undefined : duration(engine.running_s)],
     ["devices", engine.turn && `${engine.turn} has them${engine.turn_awaited ? ", the other side waits" : ""}`],
-    ["memory", engine.resident_bytes && bytes(engine.resident_bytes)],
+    ["memory", isPlanned || !engine.resident_bytes ? undefined : bytes(engine.resident_bytes)],
     ["saves compared", engine.saves && `${engine.saves.consistent} agree, ${engine.saves.inconsistent} refused, ${engine.saves.not_compared} not compared`],
     ["largest difference", engine.saves?.largest_difference === undefined ? undefined : `${number(engine.saves.largest_difference)} nats`],
   ]);
-  return element("article", {}, head, told, work);
+  return element("article", {}, head, told, ...work, ...(isPlanned ? [memoryOf(engine.memory)] : []));
+}
+
+// Say which of several tenants has most of the work, if one has.
+function mostOf(work) {
+  const numbers = new Map();
+  for (const each of work) numbers.set(each.tenant, (numbers.get(each.tenant) ?? 0) + each.number);
+  const [[tenant, most], [, next] = [null, most]] = [...numbers].sort((a, b) => b[1] - a[1]);
+  if (most === next) return [];
+  const all = [...numbers.values()].reduce((sum, number) => sum + number);
+  return [element("p", { textContent: `Most of what is pending is ${tenant}'s: ${most.toLocaleString("en")} of ${all.toLocaleString("en")} operations.` })];
+}
+
+// The memory as it was planned, part by part, beside what is used of it.
+function memoryOf({ planned, planned_total: total, limit, used, used_of: of }) {
+  const whole = Math.max(used, total, limit ?? 0);
+  const row = (name, size, kind) => {
+    const bar = element("div", { className: `bar-of ${kind}`, role: "img", ariaLabel: `${Math.round(100 * size / whole)} %` });
+    bar.style.width = `${100 * size / whole}%`;
+    return [name, bytes(size), bar];
+  };
+  const rows = [
+    ...Object.entries(planned).map(([part, size]) => row(part, size, "part")),
+    row("planned in all", total, "planned"),
+    row(of === "devices" ? "used of the devices, by all processes" : "used by the engine and its workers", used, used > total ? "over" : "used"),
+    ...(limit === undefined ? [] : [row("limit", limit, "limit")]),
+  ];
+  const made = table("memory", ["Memory", "Size", "Part"], rows);
+  made.classList.add("memory");
+  return made;
 }
 
 function workOf(work) {

@@ -1,16 +1,17 @@
 // The page: which view is shown, and for whom. Everything comes from the API, with the key of this tab.
 
-import { readKey, unfollow } from "./api.js";
+import { read, readKey, unfollow } from "./api.js";
 import { connect as connectCurves, hideCurves, showCurves } from "./curves.js";
 import { drawEngines, showEngines } from "./engines.js";
 import { drawHealth, showHealth } from "./health.js";
 import { showLineage } from "./lineage.js";
 import { $, MOST_RUNS, element, linkTo } from "./parts.js";
 import { showRollouts } from "./rollouts.js";
-import { connect as connectRuns, showRuns } from "./runs.js";
+import { connect as connectRuns, nowOf, renewRuns, showRuns } from "./runs.js";
 import { drawTime, showTime } from "./time.js";
 
 const REFRESH_MS = 2000; // of views that are read again and again
+const LIST_MS = 5000; // of the list of runs
 const SLOWLY_MS = 10_000; // of what costs the server more
 const OF_RUN = ["curves", "time", "rollouts", "lineage"]; // views of one run
 
@@ -36,14 +37,26 @@ function show(id) {
   for (const each of document.querySelectorAll("[data-view]")) each.hidden = each.id !== id;
   $("forget").hidden = readKey() === null;
   $("run-views").hidden = true;
+  $("now").hidden = true;
 }
+
+const isShared = () => new URLSearchParams(location.hash.slice(1)).has("share");
 
 // Link the views of a run to each other. Who came by a shared link sees its curves alone.
 function linkViews(id, shown) {
-  $("run-views").hidden = new URLSearchParams(location.hash.slice(1)).has("share");
+  $("run-views").hidden = isShared();
   $("run-views").replaceChildren(...OF_RUN.map((view) => element("a", {
     href: linkTo(id, view === "curves" ? {} : { view }), textContent: view, ariaCurrent: view === shown ? "page" : null,
   })));
+}
+
+// Say above every view of a run what it does at this moment.
+async function drawNow(id) {
+  if (isShared()) return;
+  const run = await read(`/runs/${encodeURIComponent(id)}`);
+  const told = [run.name, `${run.steps.toLocaleString("en")} steps`, run.state_reason ?? run.state, nowOf(run)];
+  $("now").textContent = told.filter(Boolean).join(" · ");
+  $("now").hidden = false;
 }
 
 function showForm() {
@@ -77,23 +90,28 @@ async function route() {
   } else if (ids.length && asked.get("view") === "rollouts") {
     show("rollouts");
     linkViews(ids[0], "rollouts");
-    await showRollouts(ids[0], asked.get("step"), asked.get("rollout"));
+    await Promise.all([drawNow(ids[0]), showRollouts(ids[0], asked.get("step"), asked.get("rollout"))]);
+    await refresh(() => drawNow(ids[0]), LIST_MS);
   } else if (ids.length && asked.get("view") === "time") {
     show("time");
     linkViews(ids[0], "time");
-    await showTime(ids[0]);
-    await refresh(() => drawTime(ids[0]), SLOWLY_MS);
+    await Promise.all([drawNow(ids[0]), showTime(ids[0])]);
+    await refresh(() => Promise.all([drawNow(ids[0]), drawTime(ids[0])]), SLOWLY_MS);
   } else if (ids.length && asked.get("view") === "lineage") {
     show("lineage");
     linkViews(ids[0], "lineage");
-    await showLineage(ids[0]);
+    await Promise.all([drawNow(ids[0]), showLineage(ids[0])]);
+    await refresh(() => drawNow(ids[0]), LIST_MS);
   } else if (ids.length) {
     show("curves");
-    if (ids.length === 1) linkViews(ids[0], "curves");
-    await showCurves(ids, tell);
+    if (ids.length > 1) return showCurves(ids, tell);
+    linkViews(ids[0], "curves");
+    await Promise.all([drawNow(ids[0]), showCurves(ids, tell)]);
+    await refresh(() => drawNow(ids[0]), LIST_MS);
   } else {
     show("runs");
-    await showRuns(tell);
+    await showRuns();
+    await refresh(renewRuns, LIST_MS);
   }
 }
 

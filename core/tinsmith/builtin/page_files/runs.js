@@ -1,45 +1,45 @@
 // The list of runs.
 
-import { follow, read } from "./api.js";
-import { $, MOST_RUNS, element, moment, wordsOf } from "./parts.js";
+import { read } from "./api.js";
+import { $, MOST_RUNS, duration, element, moment, wordsOf } from "./parts.js";
 
 const PAGE = 1000; // runs of one answer
 const ROWS = 100; // drawn at a time: a browser takes a second for a thousand
-const FOLLOWED = 16; // by one stream
+const NEWEST = 100; // read again and again
 
-const list = { runs: [], total: 0, rows: ROWS, chosen: new Set() };
+const list = { runs: [], total: 0, rows: ROWS, chosen: new Set(), tenants: new Set() };
 
 export const nameOf = (id) => list.runs.find((run) => run.run_id === id)?.name ?? id;
 
-export async function showRuns(tell) {
+export async function showRuns() {
   document.title = "tinsmith";
   Object.assign(list, { runs: [], rows: ROWS });
-  await older(tell);
+  await older();
   $("main").focus();
 }
 
-async function older(tell) {
+async function older() {
   const answer = await read(`/runs?limit=${PAGE}&offset=${list.runs.length}`);
   list.runs.push(...answer.runs);
   list.total = answer.cursor.total_count;
   drawRuns();
-  const live = list.runs.filter((run) => run.state === "ready").slice(0, FOLLOWED);
-  follow(live.map((run) => run.run_id), count, tell);
 }
 
-// Count the steps of a run up.
-function count(event) {
-  const run = list.runs.find((each) => each.run_id === event.run_id);
-  const newest = Math.max(...event.points.filter((each) => "engine_s:sum" in each.values).map((each) => each.step), -1);
-  if (newest < run.steps) return;
-  run.steps = newest + 1;
-  const cell = document.querySelector(`[data-steps="${CSS.escape(run.run_id)}"]`);
-  if (cell) cell.textContent = run.steps.toLocaleString("en");
+// Read the newest runs again. Rows stay where they are, and whoever reads them, unless there are new ones.
+export async function renewRuns() {
+  const answer = await read(`/runs?limit=${NEWEST}`);
+  const newest = new Map(answer.runs.map((run) => [run.run_id, run]));
+  const known = new Set(list.runs.map((run) => run.run_id));
+  const added = answer.runs.filter((run) => !known.has(run.run_id));
+  list.runs = [...added, ...list.runs.map((run) => newest.get(run.run_id) ?? run)];
+  list.total = answer.cursor.total_count;
+  if (added.length) drawRuns();
+  else for (const row of $("rows").rows) if (newest.has(row.dataset.run)) fill(row, newest.get(row.dataset.run));
 }
 
-async function more(tell) {
+async function more() {
   list.rows += ROWS;
-  if (list.rows > list.runs.length && list.runs.length < list.total) await older(tell);
+  if (list.rows > list.runs.length && list.runs.length < list.total) await older();
   else drawRuns();
 }
 
@@ -50,8 +50,11 @@ function textOf(run) {
 
 function drawRuns() {
   const words = wordsOf("filter");
+  list.tenants = new Set(list.runs.map((run) => run.tenant));
   const found = list.runs.filter((run) => words.every((word) => textOf(run).includes(word)));
+  const focused = document.activeElement.closest("#rows tr")?.dataset.run, tag = document.activeElement.tagName;
   $("rows").replaceChildren(...found.slice(0, list.rows).map(rowOf));
+  if (focused) [...$("rows").rows].find((row) => row.dataset.run === focused)?.querySelector(tag).focus();
   $("none").hidden = found.length > 0;
   $("none").textContent = list.runs.length ? "No run has these words." : "No runs yet: one begins when a script creates a training client.";
   $("more").hidden = found.length <= list.rows && list.runs.length >= list.total;
@@ -74,21 +77,34 @@ function rowOf(run) {
   };
   const link = element("a", { href: `#${new URLSearchParams([["run", run.run_id]])}`, textContent: run.name ?? run.run_id });
   const first = element("td", {}, element("span", { className: "name" }, link));
-  for (const tag of [run.project_id, ...run.tags].filter(Boolean)) first.append(" ", element("span", { className: "tag", textContent: tag }));
+  const tenant = list.tenants.size > 1 ? run.tenant : null; // all tenants' are for administrators
+  for (const tag of [tenant, run.project_id, ...run.tags].filter(Boolean)) first.append(" ", element("span", { className: "tag", textContent: tag }));
   if (run.name) first.append(element("div", { className: "quiet", textContent: run.run_id }));
-  if (run.state_reason) first.append(element("div", { className: "quiet", textContent: run.state_reason }));
-  const steps = element("td", { className: "number", textContent: run.steps.toLocaleString("en") });
-  steps.dataset.steps = run.run_id;
-  return element(
+  first.append(element("div", { className: "quiet now" }));
+  const row = element(
     "tr", {}, element("td", {}, box), first,
     element("td", { textContent: run.lora_rank ? `${run.base_model}, rank ${run.lora_rank}` : run.base_model }),
-    element("td", { className: run.state, textContent: run.state }), steps,
-    element("td", { textContent: moment(run.last_request_at) }),
+    element("td"), element("td", { className: "number" }), element("td"),
   );
+  row.dataset.run = run.run_id;
+  fill(row, run);
+  return row;
 }
+
+// Write what changes of a run.
+function fill(row, run) {
+  const [, , , state, steps, last] = row.cells;
+  row.querySelector(".now").textContent = run.state_reason ?? nowOf(run);
+  state.textContent = state.className = run.state;
+  steps.textContent = run.steps.toLocaleString("en");
+  last.textContent = moment(run.last_request_at);
+}
+
+// What a run waits for at this moment, and since when.
+export const nowOf = ({ waits_for: waits }) => (waits ? `now: ${waits.text} (${duration(waits.since_s)})` : "");
 
 export function connect(tell) {
   $("filter").oninput = () => { list.rows = ROWS; drawRuns(); };
-  $("more").onclick = () => more(tell).catch(tell);
+  $("more").onclick = () => more().catch(tell);
   $("compare").onclick = () => { location.hash = new URLSearchParams([...list.chosen].map((id) => ["run", id])); };
 }
