@@ -317,7 +317,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     "GET /api/v1/training_runs/{training_run_id}": {"access_scope": _SCOPE},
     "GET /api/v1/checkpoints": {"limit": _LIMIT, "offset": _honoured()},
     "GET /api/v1/audit": {
-        "event_type": _honoured("`projects`, `teams` and `organizations` find nothing: there are no such events"),
+        "event_type": _honoured("`teams` and `organizations` find nothing: there are no such events"),
         "day": _honoured("in UTC; today without one"),
     },
 }

@@ -106,6 +106,9 @@ class RoutesContext:
     """Shared by the servers of one store, and known to nobody else. Derive a key of your own from it, by a name."""
     logins: list[object] = field(default_factory=list)
     """For the plugin that `login.plugin` names: it adds an object with the hook `tinsmith_authenticate`."""
+    look_ups: list[Callable[[Mapping[str, str]], Awaitable[None]]] = field(default_factory=list)
+    """Called with the headers of each request before anybody is asked who sent it: `tinsmith_authenticate` cannot wait
+    for the store. Keep what you read for a second, and ask about nothing that anybody could make up."""
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)
     """By the prefix of paths: the form of their error answers, those for unknown senders and large bodies included."""
     figures: Figures = field(default_factory=Figures)

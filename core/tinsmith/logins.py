@@ -1,5 +1,6 @@
 """For plugins by which people sign in."""
 
 from tinsmith.hook_values import LoginSpec
+from tinsmith.store import AuditEntry
 
-__all__ = ["LoginSpec"]
+__all__ = ["AuditEntry", "LoginSpec"]

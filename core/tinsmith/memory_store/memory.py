@@ -46,6 +46,7 @@ class Memory:
         self.usage: defaultdict[tuple[datetime, str, str], Counter[str]] = defaultdict(Counter)
         self.audit: list[AuditEntry] = []
         self.api_keys: dict[str, IssuedKey] = {}  # by id
+        self.ended_logins: dict[str, datetime] = {}  # until when each would have lasted
         self.experts: dict[tuple[str, str, bytes], tuple[bytes, datetime]] = {}  # oldest first
         self.secrets: dict[str, bytes] = {}
         self.pruned_before: datetime | None = None

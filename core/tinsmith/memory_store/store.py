@@ -22,6 +22,7 @@ from tinsmith.memory_store.subjects import (
     engines,
     gaps,
     log,
+    logins,
     metrics,
     origins,
     places,
@@ -261,6 +262,10 @@ class MemoryStore(RequestStore):
     list_api_keys = _transaction(api_keys.list_all)
     count_api_keys = _transaction(api_keys.count)
     delete_api_key = _transaction(api_keys.delete)
+
+    # sign-ins of browsers
+    end_login = _transaction(logins.end)
+    is_login_ended = _transaction(logins.is_ended)
 
     # the audit log
     add_audit_entry = _transaction(audit.add)

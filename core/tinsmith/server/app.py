@@ -1,7 +1,7 @@
 """The HTTP server: parses, checks, authenticates, enqueues, answers. It holds no model and imports no framework."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 
@@ -122,10 +122,11 @@ async def create_app(
     app.router.routes.insert(0, StaticPaths(app.router.routes))
     error_answers.install(app)
     bounds = settings.server.limits
+    look_up = partial(_look_up, api_keys, routes_context.look_ups)
     strangers = Strangers(
         per_s=bounds.keyless_requests_per_s,
         identify=identify,
-        look_up=api_keys.look_up,
+        look_up=look_up,
         in_thread=context.asks_plugins,
         has_link=lambda path: context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now()),
     )
@@ -139,7 +140,7 @@ async def create_app(
             budget=BodyBudget(total_bytes=bounds.body_bytes),
             heavy=context.heavy,
             identify=identify,
-            look_up=api_keys.look_up,
+            look_up=look_up,
         ),
     )
     app.add_middleware(Edge, limits=limits)
@@ -151,6 +152,19 @@ async def create_app(
         tracer=tracer,
     )
     return app
+
+
+async def _look_up(
+    api_keys: ApiKeys,
+    more: Sequence[Callable[[Mapping[str, str]], Awaitable[None]]],
+    headers: Mapping[str, str],
+    *,
+    unknown: bool = True,
+) -> None:
+    """Prepare for identifying the sender of a request, by its key and by what plugins know."""
+    await api_keys.look_up(headers, unknown=unknown)
+    for each in more:
+        await each(headers)
 
 
 async def _note_refused(context: ServerContext, what: str) -> None:

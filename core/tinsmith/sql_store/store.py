@@ -26,6 +26,7 @@ from tinsmith.sql_store.subjects import (
     engines,
     gaps,
     log,
+    logins,
     metrics,
     models,
     origins,
@@ -261,6 +262,10 @@ class SqlStore(RequestStore):
     list_api_keys = _read(api_keys.list_all)
     count_api_keys = _select(api_keys.NUMBER.one, "tenant")
     delete_api_key = _durable(api_keys.delete)
+
+    # sign-ins of browsers
+    end_login = _durable(logins.end)
+    is_login_ended = _read(logins.is_ended)
 
     # the audit log
     add_audit_entry = _relaxed(audit.add)

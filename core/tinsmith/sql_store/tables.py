@@ -367,6 +367,13 @@ class ApiKeys(Table, table=True):
     expires_at: int | None = _int64(nullable=True)
 
 
+class EndedLogins(Table, table=True):
+    """Sessions of browsers that have ended before their time."""
+
+    login_id: str = Field(primary_key=True)
+    until: int = _int64()  # when it would have ended by itself
+
+
 class Audit(Table, table=True):
     """Who made, changed or deleted what, and when."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tinsmith.store.records import CheckpointRecord
+from tinsmith.store.records import CheckpointRecord, SessionRecord
 
 
 def changes_of(before: CheckpointRecord, after: CheckpointRecord) -> Iterator[tuple[str, dict[str, str]]]:
@@ -14,3 +14,12 @@ def changes_of(before: CheckpointRecord, after: CheckpointRecord) -> Iterator[tu
             "checkpoint_set_ttl",
             {"expires_at": "never" if after.expires_at is None else after.expires_at.isoformat()},
         )
+
+
+def moved(session: SessionRecord, project_id: str | None) -> dict[str, str]:
+    """Return the details of a move to another project, or to none."""
+    return {
+        "session_id": session.session_id,
+        "from_project_id": session.project_id or "",
+        "project_id": project_id or "",
+    }

@@ -140,7 +140,10 @@ class RequestStore(ABC):
         """Record a heartbeat, and which server heard it. A session that has ended stays as it is."""
 
     @abstractmethod
-    async def update_session(self, session_id: str, *, project_id: str | None) -> SessionRecord: ...
+    async def update_session(
+        self, session_id: str, *, project_id: str | None, by: Mapping[str, str] | None = None
+    ) -> SessionRecord:
+        """Move the session, with its runs and checkpoints, to another project, or to none."""
 
     @abstractmethod
     async def end_session(
@@ -687,8 +690,20 @@ class RequestStore(ABC):
     async def delete_api_key(self, key_id: str, *, tenant: str | None, by: Mapping[str, str] | None = None) -> bool:
         """Delete a key if it is the tenant's, or whoever's it is (None). Return whether it was there."""
 
-    # The audit log: sessions, checkpoints, share links and API keys that are made, changed or deleted. The methods that
-    # do so write an entry in their transaction. `by` says who asked for it; None: the server, or whoever operates it.
+    # browsers of people who have signed in: who they are stands in signed cookies, and here only who has signed out
+
+    @abstractmethod
+    async def end_login(
+        self, login_id: str, *, tenant: str, until: datetime, by: Mapping[str, str] | None = None
+    ) -> None:
+        """Record that a browser's session has ended, until it would have ended by itself. A repeat changes nothing."""
+
+    @abstractmethod
+    async def is_login_ended(self, login_id: str) -> bool: ...
+
+    # The audit log: sessions, checkpoints, share links and API keys that are made, changed or deleted, and who signs in
+    # and out. The methods that do so write an entry in their transaction. `by` says who asked for it; None: the server,
+    # or whoever operates it.
 
     @abstractmethod
     async def add_audit_entry(self, entry: AuditEntry) -> None:

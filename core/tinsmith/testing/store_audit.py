@@ -70,6 +70,28 @@ class AuditContract(StoreSuite):
         await complete(store, [done(request_id, None, CheckpointWritten(record=a_checkpoint()))])
         assert [each.event for each in await _read(store, "checkpoint")] == ["checkpoint_create"]
 
+    async def test_a_move_to_another_project_is_in_the_audit_log_once(self, store: RequestStore) -> None:
+        await store.create_session(a_session("s1", project_id="a"), idempotency_key=None)
+        for project_id in ("b", "b", None):
+            await store.update_session("s1", project_id=project_id, by=_BY)
+        about = {"session_id": "s1", **_BY}
+        assert [each.details for each in await _read(store, "project")] == [
+            {"from_project_id": "a", "project_id": "b", **about},
+            {"from_project_id": "b", "project_id": "", **about},
+        ]
+
+    async def test_a_sign_in_that_has_ended_is_known_until_it_would_have_ended_by_itself(
+        self, store: RequestStore, other: RequestStore
+    ) -> None:
+        now, hour = datetime.now(UTC), timedelta(hours=1)
+        for _ in range(2):
+            await store.end_login("a", tenant="ann", until=now + hour, by=_BY)
+        await store.end_login("b", tenant="ann", until=now - hour, by=_BY)
+        assert [await other.is_login_ended(name) for name in ("a", "c")] == [True, False]
+        await other.end_login("c", tenant="ann", until=now + hour, by=_BY)
+        assert [await store.is_login_ended(name) for name in ("a", "b", "c")] == [True, False, True]
+        assert [(each.event, each.details) for each in await _read(store, "user")] == [("user_logout", _BY)] * 3
+
     async def test_the_audit_log_is_read_by_tenant_time_and_page(self, store: RequestStore) -> None:
         of = [("ann", "key_create"), ("", "access_refuse"), ("ann", "keys_other"), ("ann", "key_delete")]
         first, second, third, fourth = (

@@ -5,9 +5,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import jwt
@@ -16,14 +17,18 @@ from browser import Browser as PageOfBrowser
 from browser import running_browser
 from cryptography.hazmat.primitives.asymmetric import rsa
 from oidc_served import API, CLIENT, SCRIPT, SECRET, Browser, RealProvider
+from starlette.responses import Response
 from typer.testing import CliRunner
 
 import tinsmith_oidc.cookies
+from tinsmith import Principal, RoutesContext
 from tinsmith.commands import cli
 from tinsmith.errors import PluginError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith_oidc.config import OidcConfig
+from tinsmith_oidc.cookies import Cookies
+from tinsmith_oidc.sessions import Sessions
 
 KEY = "tml-of-the-operator"
 OPTIONS = {
@@ -90,6 +95,63 @@ def test_whoever_signs_in_is_the_tenant_of_the_claim_until_signing_out(browser: 
     browser.restore(kept)
     assert browser.user() is None, "a copied cookie ends with its session"
     assert browser.get("/api/v1/runs").status_code == 401
+
+
+def test_signing_out_holds_at_every_server_of_the_store(tmp_path: Path, provider: RealProvider) -> None:
+    """Also for a copied cookie, and after a restart. The audit log has who signed in and out, once."""
+    with served(tmp_path, provider) as first, served(tmp_path, provider) as second:
+        with Browser(first.url) as ann, Browser(second.url) as copy, Browser(second.url) as bob:
+            ann.sign_in("ann")
+            bob.sign_in("bob")
+            kept = ann.cookies()
+            copy.restore(kept)
+            assert copy.user() == {"tenant": "ann", "name": "ann@example.org", "admin": False}
+            assert copy.get("/api/v1/runs").status_code == 200
+            for _ in range(2):
+                assert ann.post("/login/logout").status_code == 200
+            while copy.user() is not None:
+                pass  # a server may know for a second what was so
+            assert copy.get("/api/v1/runs").status_code == 401
+            assert bob.user()["tenant"] == "bob"
+        now, day = datetime.now(UTC), timedelta(days=1)
+        entries = second.call(second.store.read_audit("ann", since=now - day, until=now + day, limit=9))
+        by = {"actor": "ann@example.org", "login": "oidc"}
+        assert [(each.event, each.details) for each in entries] == [("user_login", by), ("user_logout", by)]
+    with served(tmp_path, provider) as again, Browser(again.url) as copy:
+        copy.restore(kept)
+        assert copy.user() is None
+
+
+async def test_a_session_is_looked_up_once_a_second_and_a_forged_one_never() -> None:
+    class Store:
+        asked, ended = 0, False
+
+        async def is_login_ended(self, login_id: str) -> bool:
+            self.asked += 1
+            return self.ended
+
+    def cookies(secret: bytes) -> Cookies:
+        return Cookies(secret, purpose="test", session_s=3600, secure=False)
+
+    def headers(cookies: Cookies) -> dict[str, str]:
+        answer = Response()
+        cookies.open(answer, Principal(tenant="ann", name="ann"))
+        return {"cookie": answer.headers["set-cookie"].partition(";")[0]}
+
+    store, now_s, real = Store(), [0.0], cookies(b"secret")
+    context = cast("RoutesContext", SimpleNamespace(store=store))
+    sessions = Sessions(real, context, clock=lambda: now_s[0])
+    good, forged = headers(real), headers(cookies(b"another"))
+    assert sessions.of(good) is None, "nobody has asked the store"
+    for each in (good, good, forged, {}):
+        await sessions.look_up(each)
+    assert (sessions.of(good) is None, sessions.of(forged), store.asked) == (False, None, 1)
+    store.ended, now_s[0] = True, 0.9
+    await sessions.look_up(good)
+    assert sessions.of(good) is not None
+    for now_s[0] in (1.0, 2.0, 9.0):
+        await sessions.look_up(good)
+    assert (sessions.of(good), store.asked) == (None, 2)
 
 
 def test_signing_out_leads_to_the_providers_own_page_and_back(browser: Browser) -> None:

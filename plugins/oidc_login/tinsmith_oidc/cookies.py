@@ -5,7 +5,6 @@ Nobody but this server can make or change them. What they hold is no secret from
 
 import hmac
 import secrets
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -56,8 +55,6 @@ class Cookies:
         prefix = "__Host-" if secure else ""
         self._session = f"{prefix}tinsmith_session"
         self._sign_in = f"{prefix}tinsmith_sign_in"
-        self._ended: dict[str, int] = {}  # the sessions that ended early, and when each would have ended by itself
-        self._lock = threading.Lock()
 
     def start(self, answer: Response, sign_in: SignIn) -> None:
         self._set(answer, self._sign_in, SIGN_IN_S, asdict(sign_in))
@@ -70,32 +67,30 @@ class Cookies:
     def finish(self, answer: Response) -> None:
         self._delete(answer, self._sign_in)
 
-    def open(self, answer: Response, user: Principal) -> None:
-        """Begin a session."""
-        self._set(answer, self._session, self._session_s, {"sid": secrets.token_urlsafe(16), **asdict(user)})
+    def open(self, answer: Response, user: Principal) -> Session:
+        """Begin a session, and return it."""
+        session_id = secrets.token_urlsafe(16)
+        expires_at = self._set(answer, self._session, self._session_s, {"sid": session_id, **asdict(user)})
+        return Session(session_id=session_id, user=user, expires_at=expires_at)
 
     def session(self, headers: Mapping[str, str]) -> Session | None:
-        """Return the session of a browser; None if it has none, the cookie is forged, or the session has ended."""
+        """Return the session of a browser; None if it has none, the cookie is forged, or its time is over."""
         claims = self._read(headers, self._session)
-        if claims is None or claims["sid"] in self._ended:
+        if claims is None:
             return None
         user = Principal(tenant=claims["tenant"], name=claims["name"], admin=claims["admin"])
         return Session(session_id=claims["sid"], user=user, expires_at=claims["exp"])
 
-    def close(self, answer: Response, session: Session | None) -> None:
-        """End a session: its cookie is refused by this server from now on, even if somebody has kept it."""
+    def close(self, answer: Response) -> None:
+        """Have the browser forget its session."""
         self._delete(answer, self._session)
-        if session is None:
-            return
-        now = time.time()
-        with self._lock:
-            self._ended = {each: until for each, until in self._ended.items() if until > now}
-            self._ended[session.session_id] = session.expires_at
 
-    def _set(self, answer: Response, name: str, seconds: int, values: dict[str, Any]) -> None:
-        claims = {"aud": name, "exp": int(time.time()) + seconds, **values}
-        value = jwt.encode(claims, self._secret, _ALGORITHM)
+    def _set(self, answer: Response, name: str, seconds: int, values: dict[str, Any]) -> int:
+        """Return when it expires, in seconds since 1970."""
+        expires_at = int(time.time()) + seconds
+        value = jwt.encode({"aud": name, "exp": expires_at, **values}, self._secret, _ALGORITHM)
         answer.set_cookie(name, value, seconds, path="/", secure=self._secure, httponly=True, samesite="lax")
+        return expires_at
 
     def _delete(self, answer: Response, name: str) -> None:
         answer.delete_cookie(name, path="/", secure=self._secure, httponly=True, samesite="lax")

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 import tinsmith
 from tinsmith_oidc.config import OidcConfig
-from tinsmith_oidc.cookies import Cookies
 from tinsmith_oidc.provider import Provider
+from tinsmith_oidc.sessions import Sessions
 from tinsmith_oidc.users import principal_of
 
 _BEARER: Final = "bearer "
@@ -17,10 +17,10 @@ _READING: Final = ("GET", "HEAD", "OPTIONS")
 class Login:
     """The server registers one as a plugin."""
 
-    def __init__(self, config: OidcConfig, provider: Provider, cookies: Cookies) -> None:
+    def __init__(self, config: OidcConfig, provider: Provider, sessions: Sessions) -> None:
         self._config = config
         self._provider = provider
-        self._cookies = cookies
+        self._sessions = sessions
 
     @tinsmith.hookimpl
     def tinsmith_authenticate(self, headers: Mapping[str, str], method: str) -> tinsmith.Principal | None:
@@ -28,7 +28,7 @@ class Login:
         if credential := _credential_of(headers):
             is_ours = credential.startswith("eyJ") and self._provider.issued(credential)
             return self._of_token(credential) if is_ours else None
-        session = self._cookies.session(headers)
+        session = self._sessions.of(headers)
         if session is None:
             return None
         if not is_own_page(headers, method):

@@ -26,6 +26,7 @@ def tinsmith_register_routes(settings: tinsmith.Settings, context: tinsmith.Rout
     from tinsmith_oidc.login import Login
     from tinsmith_oidc.provider import Provider
     from tinsmith_oidc.routes import LoginRoutes
+    from tinsmith_oidc.sessions import Sessions
 
     config = config_of(settings)
     if config is None:
@@ -37,6 +38,7 @@ def tinsmith_register_routes(settings: tinsmith.Settings, context: tinsmith.Rout
         session_s=config.session_s,
         secure=(settings.server.public_url or "").startswith("https:"),
     )
-    login = Login(config, provider, cookies)
-    context.logins.append(login)
-    return [LoginRoutes(settings, config, provider, cookies).router(context)]
+    sessions = Sessions(cookies, context)
+    context.look_ups.append(sessions.look_up)
+    context.logins.append(Login(config, provider, sessions))
+    return [LoginRoutes(settings, config, provider, cookies, sessions).router(context)]

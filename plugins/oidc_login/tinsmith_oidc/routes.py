@@ -11,6 +11,7 @@ from typing import Annotated, Final
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 
 from tinsmith import AuthenticationError, Principal, RoutesContext, Settings
@@ -18,6 +19,7 @@ from tinsmith_oidc.config import OidcConfig
 from tinsmith_oidc.cookies import Cookies, SignIn
 from tinsmith_oidc.login import is_own_page
 from tinsmith_oidc.provider import Provider
+from tinsmith_oidc.sessions import Sessions
 from tinsmith_oidc.users import Claims, principal_of
 
 _PATH: Final = "/login"
@@ -33,13 +35,16 @@ _HEADERS: Final = {
 
 
 class LoginRoutes:
-    """Synchronous endpoints, which FastAPI runs in threads: they wait for the provider."""
+    """What waits for the provider runs in threads."""
 
-    def __init__(self, settings: Settings, config: OidcConfig, provider: Provider, cookies: Cookies) -> None:
+    def __init__(
+        self, settings: Settings, config: OidcConfig, provider: Provider, cookies: Cookies, sessions: Sessions
+    ) -> None:
         self._public_url = settings.server.public_url
         self._config = config
         self._provider = provider
         self._cookies = cookies
+        self._sessions = sessions
 
     def router(self, context: RoutesContext) -> APIRouter:
         router = APIRouter(tags=["login"])
@@ -77,7 +82,7 @@ class LoginRoutes:
         self._cookies.start(answer, sign_in)
         return answer
 
-    def callback(
+    async def callback(
         self,
         request: Request,
         code: str = "",
@@ -87,29 +92,32 @@ class LoginRoutes:
     ) -> Response:
         """Take the provider's answer, and open a session. A sign-in that this browser has not begun is refused."""
         try:
-            sign_in = self._sign_in_of(request, state, iss)
-            user = self._user(sign_in, code, error)
+            sign_in = await run_in_threadpool(self._sign_in_of, request, state, iss)
+            user = await run_in_threadpool(self._user, sign_in, code, error)
         except AuthenticationError as failure:
             answer = _failure(failure)
         else:
             answer = RedirectResponse(sign_in.next_path, 303, _HEADERS)
-            self._cookies.open(answer, user)
+            await self._sessions.began(self._cookies.open(answer, user))
         self._cookies.finish(answer)
         return answer
 
-    def session(self, request: Request) -> JSONResponse:
+    async def session(self, request: Request) -> JSONResponse:
         """Return who has signed in with this browser, and until when; `user` is null if nobody has."""
-        found = self._cookies.session(request.headers)
+        found = self._sessions.of(request.headers)
         if found is None:
             return JSONResponse({"user": None}, headers=_HEADERS)
         return JSONResponse({"user": asdict(found.user), "expires_at": found.expires_at}, headers=_HEADERS)
 
-    def log_out(self, request: Request) -> Response:
-        """End the session here. The answer names where to end the provider's own session, if that can be done."""
+    async def log_out(self, request: Request) -> Response:
+        """End the session. The answer names where to end the provider's own session, if that can be done."""
         if not is_own_page(request.headers, request.method):
             return JSONResponse({"detail": "only a page of this server can end its session"}, 403, _HEADERS)
-        answer = JSONResponse({"redirect": self._end_of_session(request)}, headers=_HEADERS)
-        self._cookies.close(answer, self._cookies.session(request.headers))
+        if (session := self._sessions.of(request.headers)) is not None:
+            await self._sessions.end(session)
+        redirect = await run_in_threadpool(self._end_of_session, request)
+        answer = JSONResponse({"redirect": redirect}, headers=_HEADERS)
+        self._cookies.close(answer)
         return answer
 
     def _sign_in_of(self, request: Request, state: str, iss: str | None) -> SignIn:

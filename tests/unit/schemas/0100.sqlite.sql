@@ -47,6 +47,7 @@ CREATE TABLE share_links ( share_id VARCHAR NOT NULL, digest VARCHAR NOT NULL, m
 CREATE INDEX ix_share_links_model_id ON share_links (model_id);
 CREATE TABLE api_keys ( key_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, name VARCHAR NOT NULL, note VARCHAR NOT NULL, made_with VARCHAR NOT NULL, created_at BIGINT NOT NULL, expires_at BIGINT, CONSTRAINT pk_api_keys PRIMARY KEY (key_id) );
 CREATE INDEX ix_api_keys_tenant ON api_keys (tenant);
+CREATE TABLE ended_logins ( login_id VARCHAR NOT NULL, until BIGINT NOT NULL, CONSTRAINT pk_ended_logins PRIMARY KEY (login_id) );
 CREATE TABLE audit ( id INTEGER NOT NULL, at BIGINT NOT NULL, tenant VARCHAR NOT NULL, event VARCHAR NOT NULL, details JSON NOT NULL, CONSTRAINT pk_audit PRIMARY KEY (id) );
 CREATE INDEX ix_audit_tenant_at ON audit (tenant, at);
 CREATE INDEX ix_audit_at ON audit (at);

@@ -10,6 +10,7 @@ from tinsmith.memory_store.rows import Run, Session, newest_first
 from tinsmith.memory_store.subjects import audit, gaps, submitting
 from tinsmith.operations import UnloadModel
 from tinsmith.store import NewOperation, Position, SessionEnd, SessionRecord, refusals
+from tinsmith.store.audit import moved
 from tinsmith.store.codec import encode_operation, kind_of
 from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import refuse_large_metadata
@@ -65,8 +66,12 @@ def hear(memory: Memory, session_id: str, at: datetime, *, server_id: str | None
     return session.record
 
 
-def update(memory: Memory, session_id: str, *, project_id: str | None) -> SessionRecord:
+def update(
+    memory: Memory, session_id: str, *, project_id: str | None, by: Mapping[str, str] | None = None
+) -> SessionRecord:
     session = memory.session(session_id)
+    if session.record.project_id != project_id:
+        audit.note(memory, session.record.tenant, "project_move", by, **moved(session.record, project_id))
     session.record = replace(session.record, project_id=project_id)
     return session.record
 

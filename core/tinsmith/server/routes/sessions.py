@@ -119,9 +119,12 @@ async def get_session(
 
 
 @router.put("/sessions/{session_id}/project")
-async def move_session(session_id: str, body: wire.ProjectRequest, caller: Caller, context: Context) -> dict[str, str]:
+async def move_session(
+    session_id: str, body: wire.ProjectRequest, caller: Caller, actor: Actor, context: Context
+) -> dict[str, str]:
+    """Move a session to another project, and its runs and checkpoints with it."""
     await own_session(context, caller, session_id)
-    await context.store.update_session(session_id, project_id=body.project_id)
+    await context.store.update_session(session_id, project_id=body.project_id, by=actor)
     return {"session_id": session_id, "project_id": body.project_id}
 
 

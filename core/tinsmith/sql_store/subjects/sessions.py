@@ -17,6 +17,7 @@ from tinsmith.sql_store.subjects import audit, gaps, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction, the_model
 from tinsmith.store import NewOperation, SessionEnd, SessionRecord
+from tinsmith.store.audit import moved
 from tinsmith.store.codec import encode_operation, kind_of
 from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata, unloaded
@@ -126,9 +127,13 @@ class Heartbeats(Grouping[Writer[Transaction]]):
         return [session or Failure(missing("session", heartbeat.session_id)) for heartbeat, session in found]
 
 
-def update(tx: Transaction, session_id: str, *, project_id: str | None) -> SessionRecord:
+def update(
+    tx: Transaction, session_id: str, *, project_id: str | None, by: Mapping[str, str] | None = None
+) -> SessionRecord:
     session = get(tx.connection, session_id, lock=True)
-    _MOVE.run(tx.connection, wanted=session_id, project=project_id)
+    if session.project_id != project_id:
+        _MOVE.run(tx.connection, wanted=session_id, project=project_id)
+        audit.note(tx, session.tenant, "project_move", by, **moved(session, project_id))
     return replace(session, project_id=project_id)
 
 
