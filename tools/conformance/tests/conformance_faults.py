@@ -68,6 +68,9 @@ _TRAINING, _MODEL = "tinsmith.builtin.toy_training", "tinsmith.builtin.toy_model
 _SAMPLING, _BACKEND = "tinsmith.builtin.toy_sampling", "tinsmith.builtin.toy_backend"
 _LOSSES, _TRANSLATE, _ANSWERS = "tinsmith.losses", "tinsmith.protocol.translate", "tinsmith.protocol.answers"
 _ROUTES = "tinsmith.server.routes"
+_MADE_KEYS = (
+    "A key that was made over HTTP reads what its maker reads until it is deleted, and nobody else can delete it"
+)
 
 FAULTS = {
     # Training
@@ -449,6 +452,18 @@ FAULTS = {
         "    if after.public != before.public:",
         "    if False:",
         "The audit log tells who saved, published and deleted a checkpoint, and nobody else",
+    ),
+    "a deleted key goes on": Fault(
+        "tinsmith.sql_store.subjects.api_keys",
+        "or _DELETE.run(tx.connection, key_id=key_id) == 0:",
+        "or False:",
+        _MADE_KEYS,
+    ),
+    "anybody deletes a key": Fault(
+        "tinsmith.sql_store.subjects.api_keys", "tenant not in (None, found.tenant)", "False", _MADE_KEYS
+    ),
+    "the list of keys is everybody's": Fault(
+        f"{_ROUTES}.api_keys", "tenant = visible_tenant(caller, access_scope)", "tenant = None", _MADE_KEYS
     ),
     "an uploaded adapter is twice as strong": Fault(
         "tinsmith.checkpoints.importing",

@@ -36,6 +36,7 @@ FAST_FAULTS = (
     "sequence ids are left out",
     "an ended session may beat",
     "recorded sequences are anybody's",
+    "anybody deletes a key",
 )
 FAULT_LIMIT_S = 60.0
 HIDDEN_SIZE = 16  # of the toy model
@@ -48,8 +49,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """It has all that a check may need.
 
-    A tokenizer, for the endpoints of OpenAI's API; the shapes of its layers, for uploads; and a loss for
-    `stable_reinforce`.
+    A tokenizer, for the endpoints of OpenAI's API; the shapes of its layers, for uploads; a loss for
+    `stable_reinforce`; and configured keys, without which no others can be made.
     """
     directory, losses = tmp_path_factory.mktemp("toy"), {"stable_reinforce": "ppo"}
     model = toy_model(directory / "model")
@@ -61,12 +62,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     }
     weights = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
     save_file(weights, directory / "model/model.safetensors")
-    with running_server(directory, models=[model], losses=losses) as server:
+    keys = [{"key": f"tml-conformance-{name}", "tenant": name} for name in ("a", "b")]
+    with running_server(directory, models=[model], losses=losses, server={"api_keys": keys}) as server:
         yield server
 
 
 def target(url: str) -> Target:
-    return Target(url=url, model="toy", key="tml-a", other_key="tml-b")
+    return Target(url=url, model="toy", key="tml-conformance-a", other_key="tml-conformance-b")
 
 
 def test_every_check_can_be_named_and_says_what_its_failure_means() -> None:

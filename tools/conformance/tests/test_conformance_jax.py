@@ -24,7 +24,8 @@ def test_the_jax_backend_passes_every_check(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", replace(SHAPE, family="qwen3", tied=True))
     options = {"plugin": "jax", "warm_up": False, "max_context_tokens": 256, "max_lora_rank": 16, "max_models": 16}
     model = ModelSettings(name=NAME, path=tmp_path / "model", backend=PluginSection.model_validate(options))
-    with running_server(tmp_path, models=[model]) as server:
+    keys = [{"key": f"tml-{name}", "tenant": name} for name in ("a", "b")]  # without them, none can be made
+    with running_server(tmp_path, models=[model], server={"api_keys": keys}) as server:
         target = Target(url=server.url, model=NAME, key="tml-a", other_key="tml-b")
         outcomes = dict(Runner(target, limit_s=LIMIT_S).outcomes(CHECKS))
     wrong = {each.name: outcome.detail for each, outcome in outcomes.items() if outcome.verdict is not Verdict.PASSED}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -498,3 +499,63 @@ def encrypted_exports(t: Tester) -> None:
         content = httpx.get(url, timeout=60).raise_for_status().content
         expect(name.endswith(".age"), f"a file is called {name}")
         expect(content.startswith(b"age-encryption.org/v1"), f"{name} is not encrypted")
+
+
+_KEY_ENDS_S: Final = 10.0  # servers may remember a key for a while
+
+
+@GROUP.check
+def made_keys(t: Tester) -> None:
+    """A key that was made over HTTP reads what its maker reads until it is deleted, and nobody else can delete it.
+
+    A key that was lost goes on working, or one tenant shuts another out.
+    """
+    if t.http.get("auth/apikeys").status_code != 200:
+        skip("the server lists no API keys over HTTP")
+    session, other = t.session, t.other()
+    key, key_id = _made_key(t)
+    try:
+        with _with_key(t, key) as holder:
+            expect(holder.get(f"sessions/{session}").status_code == 200, "it does not read what its maker has")
+            listed = t.http.get("auth/apikeys").text
+            expect(key_id in listed and key not in listed, "the list lacks its id, or shows the key itself")
+            expect(key_id not in other.http.get("auth/apikeys").text, "another key's list has it")
+            status = other.http.delete(f"auth/apikeys/{key_id}").status_code
+            expect(status == 404, f"another key deletes it: status {status}")
+            expect(holder.get("auth/apikey/me").status_code == 200, "it is refused while it is there")
+            t.ok_without_body(t.http.delete(f"auth/apikeys/{key_id}"))
+            _expect_refused(holder)
+    finally:
+        t.http.delete(f"auth/apikeys/{key_id}")  # of a server that fails: no key stays behind
+    key, key_id = _made_key(t)
+    try:
+        with _with_key(t, key) as holder:
+            t.ok_without_body(holder.delete("auth/apikey/me"))
+            _expect_refused(holder)
+    finally:
+        t.http.delete(f"auth/apikeys/{key_id}")
+    expect(t.http.get(f"sessions/{session}").status_code == 200, "with it, its maker's own key has gone")
+
+
+def _made_key(t: Tester) -> tuple[str, str]:
+    """Return a new key, and its id."""
+    answer = t.http.post("auth/apikeys", json={"name": "conformance"})
+    if answer.status_code in (400, 404, 405, 501):
+        skip(f"the server makes no API keys for this one: {answer.text[:200]}")
+    t.ok_without_body(answer)
+    made = answer.json()
+    key, key_id = made.get("key"), made.get("key_id")
+    expect(isinstance(key, str) and isinstance(key_id, str), f"the answer lacks the key or its id: {sorted(made)}")
+    expect(key not in (t.key, t.target.key, t.target.other_key), "the new key is one that there was before")
+    return str(key), str(key_id)
+
+
+def _with_key(t: Tester, key: str) -> httpx.Client:
+    return httpx.Client(base_url=t.http.base_url, headers={"X-API-Key": key}, timeout=60)
+
+
+def _expect_refused(holder: httpx.Client) -> None:
+    ends = time.monotonic() + _KEY_ENDS_S
+    while (status := holder.get("auth/apikey/me").status_code) == 200 and time.monotonic() < ends:
+        time.sleep(0.1)
+    expect(status in (401, 403), f"{_KEY_ENDS_S:g} s after it was deleted, it gets status {status}")
