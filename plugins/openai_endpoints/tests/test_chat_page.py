@@ -55,6 +55,10 @@ def test_two_checkpoints_answer_side_by_side(
     said = "[...document.querySelectorAll('.assistant')].map((each) => each.firstChild.textContent)"
     assert browser.evaluate(said) == ["kkkkkk", "mmmmmm"]
     take("chat")
+    browser.look(width=1280, height=800, dark=False)
+    tops = "[...document.querySelectorAll('.said')].map((each) => each.getBoundingClientRect().top)"
+    left, right = browser.evaluate(tops)
+    assert left == right, "side by side"
 
     # a second turn goes on; what is refused is told, and forgotten
     browser.evaluate("document.querySelector('#text').value = 'and?'; document.querySelector('#say').requestSubmit()")

@@ -129,7 +129,7 @@ async function answerOn(side, signal) {
   }
   if (shown.classList.contains("failed") || !text) messages.pop(); // as if it had not been asked
   else messages.push({ role: "assistant", content: text });
-  const took = first === null ? "" : `first after ${((first - began) / 1000).toFixed(2)} s`;
+  const took = first === null ? "" : `first after ${((first - began) / 1000).toFixed(2)}\u00a0s`;
   shown.append(Object.assign(document.createElement("small"), { textContent: [why, took].filter(Boolean).join(", ") }));
 }
 
