@@ -12,8 +12,7 @@ from typing import Final
 
 from tinsmith.backend import OnTokens
 from tinsmith.errors import StoreError
-from tinsmith.store import DrawnTokens, OperationRecord, RequestStore
-from tinsmith.store.records import MOST_TOKENS
+from tinsmith.store import MOST_TOKENS, DrawnTokens, OperationRecord, RequestStore
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import wire
 from tinsmith.server.run_views import finite
 from tinsmith.settings import Settings
-from tinsmith.store import RolloutsRow
-from tinsmith.store.records import OF_CLIENT
+from tinsmith.store import OF_CLIENT, RolloutsRow
 from tinsmith.store.refusals import no_such
 from tinsmith.store.rollouts import Rollout, decode_rewards, decode_rollouts
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from tinsmith.protocol import wire
 from tinsmith.server.waits import Waits
-from tinsmith.store import MetricsRow, RequestStore, RunRecord, SessionRecord
+from tinsmith.store import OF_CLIENT, MetricsRow, RequestStore, RunRecord, SessionRecord
 from tinsmith.store.metrics import ENGINE_S, TOKENS
-from tinsmith.store.records import OF_CLIENT
 
 TOKENS_PER_S: Final = "tokens_per_s"
 """Trained tokens of a step, for each second that its passes and the step took on the device."""

@@ -12,6 +12,7 @@ from tinsmith.server.kept import Engines
 from tinsmith.server.waiting_reasons import Kind, compiles, percent, reason_of, with_causes
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import (
+    SILENCE,
     EngineRecord,
     OperationRecord,
     OperationState,
@@ -20,7 +21,6 @@ from tinsmith.store import (
     RunState,
     SessionRecord,
 )
-from tinsmith.store.records import SILENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

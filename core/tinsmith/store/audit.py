@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from tinsmith.store.records import CheckpointRecord, SessionRecord
+from tinsmith.store.records.checkpoints import CheckpointRecord
+from tinsmith.store.records.sessions import SessionRecord
 
 
 def changes_of(before: CheckpointRecord, after: CheckpointRecord) -> Iterator[tuple[str, dict[str, str]]]:

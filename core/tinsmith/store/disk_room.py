@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith.settings import QuotaSettings
-from tinsmith.store.records import KeptBytes
+from tinsmith.store.records.usage import KeptBytes
 
 _RESERVE_BYTES: Final = 1 << 30
 _RESERVE_SHARE: Final = 20  # the reserve of a small file system is 1/20 of it

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from tinsmith.errors import UserError
-from tinsmith.store.records import Measured
+from tinsmith.store.records.curves import Measured
 
 MOST_NAMES: Final = 512
 """The metrics that a client may log for one step."""

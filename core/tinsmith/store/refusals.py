@@ -17,7 +17,10 @@ from tinsmith.errors import (
     UserError,
 )
 from tinsmith.operations import Failed
-from tinsmith.store.records import CheckpointRecord, Lease, NewOperation, RecoveryPointRecord, RunState
+from tinsmith.store.records.checkpoints import CheckpointRecord
+from tinsmith.store.records.engines import Lease
+from tinsmith.store.records.operations import NewOperation
+from tinsmith.store.records.runs import RecoveryPointRecord, RunState
 from tinsmith.store.request_ids import created_at
 from tinsmith_checkpoints.values import Json
 

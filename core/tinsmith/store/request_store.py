@@ -18,47 +18,28 @@ from typing import Generic, TypeVar
 
 from tinsmith.backend import BackendConfig
 from tinsmith.figures import Figures
-from tinsmith.store.records import (
-    AuditEntry,
-    CheckpointRecord,
+from tinsmith.store.records.access import AuditEntry, IssuedKey, ShareLink
+from tinsmith.store.records.checkpoints import CheckpointRecord, KeptCheckpoints, StoredCheckpoints
+from tinsmith.store.records.completions import Completion
+from tinsmith.store.records.curves import Measured, MetricsRow, RolloutsRow
+from tinsmith.store.records.engines import EngineRecord, Lease, LeaseHeld, ReportedFigures
+from tinsmith.store.records.operations import (
     Claim,
-    Completion,
-    DrawnTokens,
-    EngineRecord,
     FailedPass,
-    FinishedSamples,
-    IssuedKey,
-    KeptBytes,
-    KeptCheckpoints,
-    Lease,
-    LeaseHeld,
-    LiveModel,
     LoggedOperation,
     LogTotals,
-    Measured,
-    MetricsRow,
     NewOperation,
     OperationRecord,
-    Origin,
     PendingCounts,
     PendingWork,
-    PlaceCounts,
-    PlaceLimits,
-    PlaceMoves,
-    RecoveryPointRecord,
-    ReportedFigures,
-    RolloutsRow,
-    RunLog,
-    RunRecord,
-    SamplingSessionRecord,
-    SessionEnd,
-    SessionRecord,
-    ShareLink,
-    StoredCheckpoints,
     TimedOperation,
-    UsageRecord,
     Waiting,
 )
+from tinsmith.store.records.places import PlaceCounts, PlaceLimits, PlaceMoves
+from tinsmith.store.records.runs import LiveModel, Origin, RecoveryPointRecord, RunLog, RunRecord
+from tinsmith.store.records.sampling import DrawnTokens, FinishedSamples, SamplingSessionRecord
+from tinsmith.store.records.sessions import SessionEnd, SessionRecord
+from tinsmith.store.records.usage import KeptBytes, UsageRecord
 from tinsmith.store.shares import ClaimRoom
 
 _Config = TypeVar("_Config", bound=BackendConfig)

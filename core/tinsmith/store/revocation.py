@@ -10,7 +10,8 @@ from datetime import datetime
 
 from tinsmith.errors import NotFoundError, RevokedError
 from tinsmith.operations import ReadRight
-from tinsmith.store.records import CheckpointRecord, SamplingSessionRecord
+from tinsmith.store.records.checkpoints import CheckpointRecord
+from tinsmith.store.records.sampling import SamplingSessionRecord
 from tinsmith.store.request_store import RequestStore
 
 

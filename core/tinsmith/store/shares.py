@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Generic, TypeVar
 
-from tinsmith.store.records import Parking, PlaceLimits, PlaceMoves, PlaceWait
+from tinsmith.store.records.places import Parking, PlaceLimits, PlaceMoves, PlaceWait
 
 _T = TypeVar("_T")
 

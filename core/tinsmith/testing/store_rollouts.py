@@ -4,8 +4,7 @@ import pytest
 
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.operations import ModelUnloaded, OptimStepOutput
-from tinsmith.store import RequestStore, RolloutsTrained, RunState, RunStateChanged
-from tinsmith.store.records import OF_CLIENT
+from tinsmith.store import OF_CLIENT, RequestStore, RolloutsTrained, RunState, RunStateChanged
 from tinsmith.store.rollouts import MOST_REWARDS, decode_rewards, row_bytes
 from tinsmith.testing.store_records import NOW, a_model, an_operation, claim, complete, done
 from tinsmith.testing.store_suite import StoreSuite

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from tinsmith.store import DrawnTokens, RequestStore
-from tinsmith.store.records import MOST_TOKENS
+from tinsmith.store import MOST_TOKENS, DrawnTokens, RequestStore
 from tinsmith.testing.store_records import LONG_S
 from tinsmith.testing.store_suite import StoreSuite
 

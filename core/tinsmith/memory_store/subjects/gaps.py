@@ -5,8 +5,7 @@ from datetime import UTC, datetime
 from tinsmith.memory_store.memory import Memory
 from tinsmith.memory_store.rows import Operation, Run
 from tinsmith.memory_store.subjects import log, submitting
-from tinsmith.store import RunState, refusals
-from tinsmith.store.records import SILENCE
+from tinsmith.store import SILENCE, RunState, refusals
 from tinsmith.store.wakeups import work_topic
 
 

@@ -6,9 +6,8 @@ from datetime import UTC, datetime
 from tinsmith.memory_store.memory import Memory
 from tinsmith.memory_store.rows import Operation, Samples
 from tinsmith.operations import Failed, Result
-from tinsmith.store import FailedPass, FinishedSample, OperationRecord, OperationState
+from tinsmith.store import CLEARING, PASS, FailedPass, FinishedSample, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result, encode_result
-from tinsmith.store.records import CLEARING, PASS
 from tinsmith.store.wakeups import done_topic, samples_topic
 
 

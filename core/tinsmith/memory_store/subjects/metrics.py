@@ -6,9 +6,8 @@ from datetime import UTC, datetime
 
 from tinsmith.memory_store.memory import Memory
 from tinsmith.memory_store.rows import Run
-from tinsmith.store import Measured, MetricsRow
+from tinsmith.store import OF_CLIENT, Measured, MetricsRow
 from tinsmith.store.metrics import encode_values, merged, row_bytes
-from tinsmith.store.records import OF_CLIENT
 from tinsmith.store.wakeups import metrics_topic
 
 

@@ -9,6 +9,7 @@ from tinsmith.memory_store.rows import Run
 from tinsmith.memory_store.subjects import engines, runs, submitting
 from tinsmith.operations import Failed
 from tinsmith.store import (
+    SILENCE,
     WAITS_FOR_PLACE,
     Lease,
     PlaceCounts,
@@ -18,7 +19,6 @@ from tinsmith.store import (
     RecoveryPointRecord,
     RunState,
 )
-from tinsmith.store.records import SILENCE
 from tinsmith.store.shares import Applicant, Idle, Taken, decide, place_wait
 from tinsmith.store.wakeups import places_topic, work_topic
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from tinsmith.memory_store.memory import Memory
 from tinsmith.memory_store.rows import Run
-from tinsmith.store import RolloutsRow
-from tinsmith.store.records import OF_CLIENT
+from tinsmith.store import OF_CLIENT, RolloutsRow
 from tinsmith.store.rollouts import row_bytes, with_rewards
 
 

@@ -9,10 +9,9 @@ from tinsmith.memory_store.memory import Memory
 from tinsmith.memory_store.rows import Run, Session, newest_first
 from tinsmith.memory_store.subjects import audit, gaps, submitting
 from tinsmith.operations import UnloadModel
-from tinsmith.store import NewOperation, Position, SessionEnd, SessionRecord, refusals
+from tinsmith.store import SILENCE, NewOperation, Position, SessionEnd, SessionRecord, refusals
 from tinsmith.store.audit import moved
 from tinsmith.store.codec import encode_operation, kind_of
-from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import refuse_large_metadata
 from tinsmith.store.wakeups import work_topic
 

@@ -17,8 +17,7 @@ from tinsmith.server.routes.sessions import runs_of
 from tinsmith.server.run_views import read_measured
 from tinsmith.server.signed_urls import Grant
 from tinsmith.server.time_spent import iterations_of, time_spent, trace_of
-from tinsmith.store import TimedOperation
-from tinsmith.store.records import OF_CLIENT
+from tinsmith.store import OF_CLIENT, TimedOperation
 from tinsmith.store.refusals import no_such
 
 router = APIRouter(prefix=API_PREFIX, tags=["time"], route_class=JsonRoute)

@@ -21,8 +21,7 @@ from tinsmith.sql_store.statements import CHUNK, Query
 from tinsmith.sql_store.subjects import log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction, the_model
-from tinsmith.store import RunState
-from tinsmith.store.records import SILENCE
+from tinsmith.store import SILENCE, RunState
 from tinsmith.store.refusals import behind_a_gap, lost
 from tinsmith.store.wakeups import work_topic
 

@@ -17,9 +17,8 @@ from tinsmith.operations import Failed, Result
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.statements import Change, Query, chunks, insert_into
 from tinsmith.sql_store.transaction import Sums, Transaction
-from tinsmith.store import FailedPass, FinishedSample, OperationRecord, OperationState
+from tinsmith.store import CLEARING, PASS, FailedPass, FinishedSample, OperationRecord, OperationState
 from tinsmith.store.codec import decode_result, encode_result
-from tinsmith.store.records import CLEARING, PASS
 from tinsmith.store.refusals import no_request
 from tinsmith.store.wakeups import done_topic, request_of
 

@@ -11,9 +11,8 @@ from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import Change, Query, insert_into
 from tinsmith.sql_store.transaction import Transaction, the_model
-from tinsmith.store import Measured, MetricsRow
+from tinsmith.store import OF_CLIENT, Measured, MetricsRow
 from tinsmith.store.metrics import decode_values, encode_values, merged, row_bytes
-from tinsmith.store.records import OF_CLIENT
 from tinsmith.store.refusals import missing
 from tinsmith.store.wakeups import metrics_topic
 

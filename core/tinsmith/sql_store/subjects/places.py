@@ -17,6 +17,7 @@ from tinsmith.sql_store.subjects import engines, models, runs, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction, the_model
 from tinsmith.store import (
+    SILENCE,
     WAITS_FOR_PLACE,
     Lease,
     PlaceCounts,
@@ -26,7 +27,6 @@ from tinsmith.store import (
     RecoveryPointRecord,
     RunState,
 )
-from tinsmith.store.records import SILENCE
 from tinsmith.store.shares import Applicant, Decision, Idle, Taken, decide, place_wait
 from tinsmith.store.wakeups import places_topic, work_topic
 

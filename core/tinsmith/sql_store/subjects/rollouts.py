@@ -9,8 +9,7 @@ from tinsmith.sql_store.group_commit import locks
 from tinsmith.sql_store.statements import CHUNK, Change, Query, insert_into
 from tinsmith.sql_store.subjects import metrics
 from tinsmith.sql_store.transaction import Transaction, the_model
-from tinsmith.store import RolloutsRow, RolloutsTrained
-from tinsmith.store.records import OF_CLIENT
+from tinsmith.store import OF_CLIENT, RolloutsRow, RolloutsTrained
 from tinsmith.store.rollouts import row_bytes, with_rewards
 
 

@@ -16,10 +16,9 @@ from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into,
 from tinsmith.sql_store.subjects import audit, gaps, log, models, submitting
 from tinsmith.sql_store.subjects.models import Run
 from tinsmith.sql_store.transaction import Transaction, the_model
-from tinsmith.store import NewOperation, SessionEnd, SessionRecord
+from tinsmith.store import SILENCE, NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.audit import moved
 from tinsmith.store.codec import encode_operation, kind_of
-from tinsmith.store.records import SILENCE
 from tinsmith.store.refusals import lost, missing, refuse_large_metadata, unloaded
 from tinsmith.store.wakeups import work_topic
 

@@ -1,0 +1,42 @@
+"""What tenants have used, and how much is kept of theirs."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The usage of one operation. `engine_s` is its share of the time that its batch took."""
+
+    trained_tokens: int = 0
+    prefilled_tokens: int = 0  # of prompts, and of forward passes without a gradient
+    sampled_tokens: int = 0
+    engine_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord(Usage):
+    """A tenant's usage of a base model, in one hour or in total."""
+
+    tenant: str
+    base_model: str
+    hour: datetime | None = None  # its start, in UTC; None: in all
+    checkpoints: int = 0  # written
+    stored_bytes: int = 0  # written in checkpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBytes:
+    """A tenant's bytes on the server's disk and in its database."""
+
+    tenant: str
+    log: int = 0  # payloads and results of operations
+    checkpoints: int = 0
+    snapshots: int = 0  # of open sampling sessions that own one
+    recovery_points: int = 0
+    routed_experts: int = 0
+    metrics: int = 0  # and rollouts
+
+    @property
+    def total(self) -> int:
+        return self.log + self.checkpoints + self.snapshots + self.recovery_points + self.routed_experts + self.metrics
