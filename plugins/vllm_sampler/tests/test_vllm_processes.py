@@ -418,7 +418,7 @@ def test_the_range_of_the_extra_is_that_of_compat() -> None:
     vllm, bindings = (Requirement(each) for each in project["optional-dependencies"]["gpu"])
     assert (vllm.name, bindings.name) == ("vllm", "cuda-python")
     assert vllm.specifier.contains("0.32.7")
-    for version in ("0.31.9", "0.33.0"):
+    for version in ("0.31.9", "0.34.0"):
         assert not vllm.specifier.contains(version)
         with pytest.raises(compat.UnsupportedVllmError):
             compat.check_version(version)
@@ -435,9 +435,9 @@ def test_workers_listen_on_loopback_unless_ray_may_put_them_on_other_machines(
     assert " ".join(os.environ[name] for name in names if name in os.environ) == found
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_other_versions_are_refused(version: str) -> None:
-    with pytest.raises(compat.UnsupportedVllmError, match=rf"vllm {version} is installed .* needs >=0.32,<0.33"):
+    with pytest.raises(compat.UnsupportedVllmError, match=rf"vllm {version} is installed .* needs >=0.32,<0.34"):
         compat.check_version(version)
     compat.check_version("0.32.5+cpu")
 

