@@ -92,7 +92,7 @@ def test_a_run_is_read_by_keyboard_alone(server: RunningServer, connect: Connect
             )
         )
         assert len(walked) < 12, walked
-    assert walked[:-1] == ["pick", "axis", "smooth", "from-step", "to-step", "tables", "Share"]
+    assert walked[:-1] == ["pick", "axis", "smooth", "from-step", "to-step", "tables", "share"]
     told = "document.activeElement.ariaLabel.split(': ').slice(1, -1).join()"
     for key, step in (("ArrowLeft", 2), ("ArrowLeft", 1), ("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1), ("End", 2)):
         browser.press(key)

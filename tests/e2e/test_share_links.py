@@ -151,7 +151,7 @@ def test_the_page_makes_a_link_that_shows_the_run_without_a_key(server: RunningS
         owner.look(width=1280, height=800, dark=False)
         owner.open(f"{server.url}/#run={run}&key={ANN['x-api-key']}")
         owner.until(drawn)
-        owner.evaluate("document.querySelector('#curves .bar button').click()")
+        owner.evaluate("document.querySelector('#share').click()")
         owner.until("document.querySelector('#curves p a')?.href.includes('share=')")
         owner.look(width=390, height=844, dark=True)
         assert owner.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -162,5 +162,5 @@ def test_the_page_makes_a_link_that_shows_the_run_without_a_key(server: RunningS
         friend.open(url)
         friend.until(drawn)
         friend.until("document.querySelector('#live').textContent === 'live'")
-        assert friend.evaluate("document.querySelector('#curves .bar button').hidden")
+        assert friend.evaluate("document.querySelector('#share').hidden")
         assert friend.problems == []

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { $, element } from "./parts.js";
 
-const button = element("button", { type: "button", textContent: "Share" });
+const button = element("button", { id: "share", type: "button", textContent: "Share" });
 const made = element("p", { className: "quiet", role: "status", hidden: true });
 document.querySelector("#curves .bar").append(button);
 $("legend").before(made);
