@@ -14,6 +14,7 @@ from tinsmith import operations as ops
 from tinsmith.backend import BackendContext, SamplerCapabilities, Snapshot
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.engine.engine import Engine
+from tinsmith.hook_values import OperationFinished
 from tinsmith.losses import BUILTIN_LOSSES
 from tinsmith.settings import ConsistencySettings
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -36,6 +37,8 @@ class Sampler(FaultySampler):
         self.loaded: set[str] = set()
         self.moves: list[tuple[str, str]] = []
         self.moved, self.drawing, self.go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.unscored = ""  # the snapshot whose check is held until it may be scored
+        self.may_score = asyncio.Event()
 
     @property
     def sampler_capabilities(self) -> SamplerCapabilities:
@@ -56,6 +59,8 @@ class Sampler(FaultySampler):
 
     async def sample(self, op: ops.Sample) -> ops.SampleOutput | ops.Failed:
         """Begin with the weights that are in use now, and draw once the sample may go on."""
+        if op.snapshot_id == self.unscored:
+            await self.may_score.wait()
         if op.params.max_tokens < LENGTH:
             return await super().sample(op)
         self.drawing.set()
@@ -69,6 +74,7 @@ class Setup:
         self._context = BackendContext(model_name="toy", model_path=None, cache_dir=data_dir, losses=losses)
         self._data_dir = data_dir
         self.store = store
+        self.judged: asyncio.Queue[OperationFinished] = asyncio.Queue()  # saves whose check has ended
         self.start_again()
 
     def start_again(self) -> None:
@@ -82,9 +88,14 @@ class Setup:
             self.toy,
             self._data_dir,
             sampler=self.sampler,
+            on_finished=self._note,
             consistency=ConsistencySettings(),
             **options,
         )
+
+    def _note(self, event: OperationFinished) -> None:
+        if event.kind == "save_for_sampler":
+            self.judged.put_nowait(event)
 
     @asynccontextmanager
     async def running(self, **options: Any) -> AsyncIterator[EngineDriver]:
@@ -179,6 +190,25 @@ async def test_weights_that_fail_their_check_reach_no_running_sample(setup: Setu
         setup.sampler.fault = None
         await save_after_step(client, 2)
         assert names(await client.run(sample(0, max_tokens=2))) == [(f"s1:sample:2{ops.INFLIGHT}", 2)]
+
+
+async def test_a_check_that_ends_late_takes_no_sample_back_to_older_weights(setup: Setup) -> None:
+    old, late, new = (f"s1:sample:{number}{ops.INFLIGHT}" for number in range(3))
+    async with setup.running() as client:
+        await save_after_step(client, 0)
+        running = await client.submit(sample(0))
+        await within(setup.sampler.drawing)
+        await setup.judged.get()
+        setup.sampler.unscored = late
+        await save_after_step(client, 1)
+        await save_after_step(client, 2)
+        await within(setup.sampler.moved)
+        setup.sampler.may_score.set()
+        for _ in range(2):
+            await asyncio.wait_for(setup.judged.get(), WAIT_S)
+        assert setup.sampler.moves == [(old, new)]
+        setup.sampler.go_on.set()
+        assert names(await client.result(running)) == [(new, LENGTH)]
 
 
 @pytest.mark.parametrize("what", ["a snapshot", "another model's", "a sampler that cannot"])

@@ -89,6 +89,7 @@ class Snapshots:
         self._inflight: dict[str, _Inflight] = {}  # in order of their saves, also those that were dropped since
         self._newest: dict[str, str] = {}  # of the inflight ones, by model_id
         self._writing = asyncio.Lock()  # one writer at a time in the spill root
+        self._moving = asyncio.Lock()  # samples are moved in one order, here and in the sampler
 
     def why_not(self, lora: LoraConfig) -> UserError | None:
         """Return why models of this configuration cannot be sampled from; None if they can."""
@@ -148,13 +149,16 @@ class Snapshots:
         if saved is None:
             return
         saved.passed = True
-        others = [each for each in self._inflight.values() if each.model_id == saved.model_id and each.passed]
-        if self._sampler.sampler_capabilities.inflight != "between_tokens" or others[-1] is not saved:
+        if self._sampler.sampler_capabilities.inflight != "between_tokens":
             return
-        for name in {use.snapshot_id for use in self._uses}:
-            earlier = self._inflight.get(name)
-            if earlier in others and earlier is not saved:
-                await self._move(name, snapshot_id)
+        async with self._moving:
+            others = [each for each in self._inflight.values() if each.model_id == saved.model_id and each.passed]
+            if others[-1] is not saved:
+                return
+            for name in {use.snapshot_id for use in self._uses}:
+                earlier = self._inflight.get(name)
+                if earlier in others and earlier is not saved:
+                    await self._move(name, snapshot_id)
 
     async def _move(self, snapshot_id: str, newer_id: str) -> None:
         """Let the samples of a snapshot go on with a newer one, which stays in the sampler as long as they do.
