@@ -328,8 +328,8 @@ FAULTS = {
     ),
     "results of steps have an error": Fault(
         _ANSWERS,
-        'return _json({"metrics": {',
-        'return _json({"error": None, "metrics": {',
+        'return json_answer({"metrics": {',
+        'return json_answer({"error": None, "metrics": {',
         "The result of a step that succeeded has no `error`",
     ),
     "sequence ids are left out": Fault(
