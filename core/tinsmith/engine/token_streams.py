@@ -16,7 +16,8 @@ from tinsmith.store import MOST_TOKENS, DrawnTokens, OperationRecord, RequestSto
 
 _log = logging.getLogger(__name__)
 
-_EVERY_S: Final = 0.02  # tokens that come meanwhile are told together
+EVERY_S: Final = 0.02
+"""The least time between two tellings. The first tokens are told at once, those that come meanwhile together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,12 @@ class TokenTeller:
         """Tell until cancelled."""
         while True:
             await self._any.wait()
-            await asyncio.sleep(_EVERY_S)
             self._any.clear()
             try:
                 await self._store.tell_drawn(self._take())
             except StoreError as error:  # a result that cannot be recorded either is retried; this comes with it
                 _log.debug("tokens were not told: %s", error)
+            await asyncio.sleep(EVERY_S)
 
     def _take(self) -> list[DrawnTokens]:
         untold, self._untold = self._untold, {}
