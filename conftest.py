@@ -18,7 +18,15 @@ _PLUGINS = _ROOT / "plugins"
 _JAX_OUTSIDE_ITS_PLUGIN = (
     *(
         f"tests/e2e/test_{name}.py"
-        for name in ("cross_backend", "families_served", "places", "sdk_imports", "sdk_isolation", "sdk_jax")
+        for name in (
+            "cross_backend",
+            "families_served",
+            "places",
+            "sdk_imports",
+            "sdk_isolation",
+            "sdk_jax",
+            "tool_turns",
+        )
     ),
     "tools/conformance/tests/test_conformance_jax.py",
     "tools/workbench/tests/test_compile_check.py",
