@@ -57,9 +57,16 @@ class World:
         self.sampler = self.service.create_sampling_client(model_path=self.snapshot).result(WAIT_S)
         now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
         self.window = now - timedelta(days=1), now + timedelta(days=1)
+        self.copies: list[tinker.SamplingClient] = []
 
     def new_service(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.server.url, api_key=KEY, project_id="project")
+
+    def sampler_of_another_process(self) -> tinker.SamplingClient:
+        """It has connections and heartbeats of its own."""
+        handle = self.sampler.get_sampler_handle()
+        self.copies.append(tinker.SamplingClient.from_sampler_handle(handle, api_key=KEY))
+        return self.copies[-1]
 
     def save(self, name: str) -> str:
         return self.training.save_state(name).result(WAIT_S).path
@@ -82,6 +89,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         patch.setattr(rest_client_common, "sessionless_holder_cache", type(sessionless_holder_cache)())
         world = World(server, tmp_path_factory.mktemp("home"))
         yield world
+        for sampler in world.copies:
+            sampler.holder.close()
         world.service.close("success").result(WAIT_S)
 
 
@@ -129,9 +138,7 @@ SDK_CALLS: dict[str, Call] = {
     "TrainingClient.save_weights_for_sampler": lambda w: w.training.save_weights_for_sampler("a", ttl_seconds=7200),
     "SamplingClient.compute_logprobs": lambda w: w.sampler.compute_logprobs(PROMPT),
     "SamplingClient.create": lambda w: tinker.SamplingClient.create(w.service.holder, base_model=w.base),
-    "SamplingClient.from_sampler_handle": lambda w: tinker.SamplingClient.from_sampler_handle(
-        w.sampler.get_sampler_handle(), api_key=KEY
-    ),
+    "SamplingClient.from_sampler_handle": lambda w: w.sampler_of_another_process(),
     "SamplingClient.get_base_model": lambda w: w.sampler.get_base_model(),
     "SamplingClient.get_sampler_handle": lambda w: w.sampler.get_sampler_handle(),
     "SamplingClient.get_telemetry": lambda w: w.sampler.get_telemetry(),

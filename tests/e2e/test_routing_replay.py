@@ -103,8 +103,11 @@ def serving(data_dir: Path, *, enabled: bool = True, end: bool = True) -> Iterat
     with running_server(data_dir, models=[model], server={"api_keys": KEYS}, extra_plugins=[plugin]) as server:
         served = Served(server, plugin.backends[-1])
         yield served
-        for client in served.clients if end else ():
-            client.close("success").result(timeout=300)
+        for client in served.clients:
+            if end:
+                client.close("success").result(timeout=300)
+            else:
+                client.holder.close()
 
 
 @pytest.fixture

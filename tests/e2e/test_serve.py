@@ -207,6 +207,7 @@ def test_a_server_with_its_store_in_memory_runs_its_engine_itself(
     assert training.optim_step(tinker.AdamParams()).result() is not None
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
+    client.holder.close()
     assert not (server.data_dir / "tinsmith.db").exists()
 
 
@@ -222,6 +223,7 @@ def test_a_server_with_its_store_in_memory_ends_when_its_engine_fails(
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
         client.create_lora_training_client("tiny", rank=4).result().optim_step(tinker.AdamParams())
         assert server.wait() == 1
+        client.holder.close()
         assert "the engine of 'tiny' failed" in server.text
         assert "every session, model, operation and result that it held in memory is gone" in server.text
         (tmp_path / "data" / "recovery" / "tiny" / "left").mkdir(parents=True, exist_ok=True)

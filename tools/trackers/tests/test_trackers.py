@@ -78,9 +78,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 class Trained:
     """A tenant's run, and its curves as the server has them."""
 
-    def __init__(self, server: RunningServer, key: str) -> None:
-        self.url, self.key = server.url, key
-        self.client = tinker.ServiceClient(base_url=server.url, api_key=key)
+    def __init__(self, server: RunningServer, key: str, client: tinker.ServiceClient) -> None:
+        self.url, self.key, self.client = server.url, key, client
         self.training = self.client.create_lora_training_client(
             base_model="toy", rank=4, user_metadata={"who": "ann"}
         ).result(WAIT_S)
@@ -104,8 +103,10 @@ class Trained:
 
 
 @pytest.fixture
-def trained(server: RunningServer, request: pytest.FixtureRequest) -> Trained:
-    return Trained(server, f"tml-{request.node.name}")
+def trained(server: RunningServer, request: pytest.FixtureRequest) -> Iterator[Trained]:
+    key = f"tml-{request.node.name}"
+    with tinker.ServiceClient(base_url=server.url, api_key=key) as client:
+        yield Trained(server, key, client)
 
 
 class ListTracker(Tracker):
@@ -228,7 +229,7 @@ def test_long_curves_are_copied_whole(trained: Trained, tmp_path: Path) -> None:
 
 def test_only_so_many_runs_are_open(server: RunningServer, trained: Trained, tmp_path: Path) -> None:
     copies = Copies(trained, tmp_path / "copied.json")
-    runs = [Trained(server, trained.key) for _ in range(MOST_OPEN + 1)]
+    runs = [Trained(server, trained.key, trained.client) for _ in range(MOST_OPEN + 1)]
     for run in runs:
         run.log(0, reward=1.0)
     copies.copying.round(last=True)
