@@ -38,17 +38,26 @@ class Script:
         self.url = server.url
         self.answers: list[list[int]] = []
         self.data: list[tinker.Datum] = []
+        self.filtered: list[tinker.Datum] = []
 
-    def step(self, advantages: list[float], shift: float = 0.0) -> None:
-        """`shift`: added to the sampler's logprobs, as if another model had sampled."""
+    def step(
+        self, advantages: list[float], shift: float = 0.0, filtered: int = 0, further: tuple[int, ...] = ()
+    ) -> None:
+        """Sample and train.
+
+        shift: added to the sampler's logprobs, as if another model had sampled.
+        filtered: samples that are not trained.
+        further: tokens of later turns, which are trained with the samples.
+        """
         sampler = self.training.save_weights_and_get_sampling_client().result(WAIT_S)
-        params = tinker.SamplingParams(max_tokens=4, seed=1)
-        drawn = sampler.sample(tinker.ModelInput.from_ints(PROMPT), len(advantages), params).result(WAIT_S).sequences
+        params, number = tinker.SamplingParams(max_tokens=4, seed=1), len(advantages) + filtered
+        drawn = sampler.sample(tinker.ModelInput.from_ints(PROMPT), number, params).result(WAIT_S).sequences
         self.answers = [list(each.tokens) for each in drawn]
         self.data = [
-            _datum(each.tokens, [logprob + shift for logprob in each.logprobs], advantage)
-            for each, advantage in zip(drawn, advantages, strict=True)
+            _datum([*each.tokens, *further], _shifted(each.logprobs, shift) + [-1.0] * len(further), advantage)
+            for each, advantage in zip(drawn, advantages, strict=False)
         ]
+        self.filtered = [_datum(each.tokens, each.logprobs, 0.0) for each in drawn[len(advantages) :]]
         passed = self.training.forward_backward(self.data, "importance_sampling")
         self.training.optim_step(tinker.AdamParams(learning_rate=0.0)).result(WAIT_S)
         passed.result(WAIT_S)
@@ -56,6 +65,10 @@ class Script:
     def get(self, path: str = "", key: str = "tml-ann", **query: Any) -> Any:
         answer = self.http.get(f"/rollouts{path}", params=query, headers={"x-api-key": key})
         return answer.raise_for_status().json()
+
+
+def _shifted(logprobs: list[float], shift: float) -> list[float]:
+    return [logprob + shift for logprob in logprobs]
 
 
 def _datum(answer: list[int], logprobs: list[float], advantage: float) -> tinker.Datum:
@@ -122,10 +135,52 @@ def test_a_later_step_without_rewards_is_listed_by_advantage(server: RunningServ
     assert script.get(step=7)["rollouts"] == []
 
 
+def test_what_was_sampled_and_not_trained_is_listed_with_its_step(server: RunningServer, connect: Connect) -> None:
+    """A reward counts as for the others. It can be read in full, by whoever may read the run."""
+    script = Script(server, connect(server.url, "tml-ann"))
+    script.step([1.0, 2.0], filtered=2)
+    tinsmith.track(script.training).log_rewards(0, [*script.data, script.filtered[1]], [0.5, 0.25, 3.0])
+    answers = script.answers
+    script.step([1.0])
+    found = script.get(step=0)
+    assert (found["number"], found["untrained"], found["more_samples"]) == (2, 2, False)
+    shown = [(each["trained"], each.get("reward"), each.get("advantage")) for each in found["rollouts"]]
+    assert shown == [(False, 3.0, None), (True, 0.5, 1.0), (True, 0.25, 2.0), (False, None, None)]
+    best = script.get(f"/{found['rollouts'][0]['rollout']}")
+    assert [(each["sampled"], each["tokens"]) for each in best["parts"]] == [(False, PROMPT), (True, answers[3])]
+    assert (best["trained"], best["step"], best["prompt_tokens"]) == (False, 0, 3)
+    assert (script.get()["step"], script.get()["untrained"]) == (1, 0)
+    for name in (best["rollout"], best["rollout"].replace("0-", "1-", 1)):
+        key = "tml-bob" if name == best["rollout"] else "tml-ann"
+        assert script.http.get(f"/rollouts/{name}", headers={"x-api-key": key}).status_code == 404
+
+
+def test_a_turn_of_a_conversation_that_was_trained_is_trained(server: RunningServer, connect: Connect) -> None:
+    script = Script(server, connect(server.url, "tml-ann"))
+    script.step([1.0, 2.0], filtered=1, further=(5, 6))
+    found = script.get()
+    assert [each["trained"] for each in found["rollouts"]] == [True, True, False]
+
+
+def test_while_a_step_goes_on_nothing_is_called_untrained(server: RunningServer, connect: Connect) -> None:
+    """Its samples may still be trained. Nor is anything if a pass does not show what it trained on."""
+    script = Script(server, connect(server.url, "tml-ann"))
+    sampler = script.training.save_weights_and_get_sampling_client().result(WAIT_S)
+    params = tinker.SamplingParams(max_tokens=4, seed=1)
+    drawn = sampler.sample(tinker.ModelInput.from_ints(PROMPT), 2, params).result(WAIT_S).sequences
+    first = _datum(drawn[0].tokens, drawn[0].logprobs, 1.0)
+    script.training.forward_backward([first], "importance_sampling").result(WAIT_S)
+    assert (script.get()["number"], script.get()["untrained"]) == (1, 0)
+    script.training.forward_backward([datum()], "cross_entropy").result(WAIT_S)
+    script.training.optim_step(tinker.AdamParams(learning_rate=0.0)).result(WAIT_S)
+    assert (script.get()["number"], script.get()["untrained"]) == (1, 0)
+
+
 def test_supervised_training_leaves_no_rollouts(server: RunningServer, connect: Connect) -> None:
     script = Script(server, connect(server.url, "tml-ann"))
     script.training.forward_backward([datum()], "cross_entropy").result(WAIT_S)
-    assert script.get() == {"run_id": script.run_id, "steps": [], "number": 0, "rollouts": []}
+    found = script.get()
+    assert (found["run_id"], found["steps"], found["number"], found["rollouts"]) == (script.run_id, [], 0, [])
 
 
 def test_another_tenant_finds_no_rollout_and_adds_no_reward(script: Script) -> None:
@@ -160,7 +215,7 @@ def test_the_command_lists_them_and_prints_one(script: Script, server: RunningSe
         assert json.loads(run("--json", "--step", "0", *where))["rollouts"] == rollouts
         lines = run(*where).splitlines()
         assert lines[0] == f"{script.run_id}, step 0: 3 of 3 rollouts"
-        assert next(line for line in lines if line.startswith("0-")).split()[:2] == [best, "2.5"]
+        assert next(line for line in lines if line.startswith("0-")).split()[:3] == [best, "yes", "2.5"]
         assert run("--rollout", best, *where).startswith(f"{best}, reward 2.5, advantage 0.5")
         assert json.loads(run("--rollout", best, "--json", *where))["parts"][0]["tokens"] == PROMPT
     assert " ".join(map(str, script.answers[2])) in run("--rollout", best, *of_directory)
@@ -178,6 +233,7 @@ def test_a_small_budget_keeps_the_newest_and_the_extremes(tmp_path: Path) -> Non
         found = script.get()
         assert found["number"] == 4
         assert [each["advantage"] for each in found["rollouts"]] == [4.0, 1.0]
+        assert found["untrained"] == 0, "the others were trained as well"
         assert [name for each in found["rollouts"] for name in each if name == "text"] == []  # it has no tokenizer
         assert 0 < found["steps"][0] < found["steps"][-1] == 11
         assert script.get(step=0)["rollouts"] == []

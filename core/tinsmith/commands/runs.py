@@ -158,7 +158,7 @@ def show_rollouts(
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """List the rollouts on which a step was trained, the highest reward first.
+    """List the rollouts of a step, the highest reward first: those that it was trained on, and samples that were not.
 
     Texts need --url, or the --config that names the base model.
     """

@@ -1,13 +1,15 @@
 """What `tinsmith runs rollouts` reads in a data directory: the rollouts of a step, and one in full."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tinsmith.commands.open_store import find_run, use_store
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import wire
 from tinsmith.server.rollout_views import directory_of, list_of, step_of, view_of
+from tinsmith.server.step_rollouts import StepRollouts, read_step
 from tinsmith.settings import Settings
-from tinsmith.store import RequestStore
+from tinsmith.store import RequestStore, RunRecord
 
 
 class RunsOfStore:
@@ -21,11 +23,11 @@ class RunsOfStore:
         """Return those of a step, by default of the newest one that has any."""
 
         async def read(store: RequestStore) -> wire.RolloutList:
-            model_id = await find_run(store, run)
-            steps = await store.rollout_steps(model_id)
+            found = await store.get_run(await find_run(store, run))
+            steps = await store.rollout_steps(found.model_id)
             chosen = steps[-1] if step is None and steps else step
-            rows = [] if chosen is None else await store.read_rollouts(model_id, chosen)
-            return list_of(model_id, steps, chosen, rows, await self._directory(store, model_id))
+            of_step = StepRollouts() if chosen is None else await self._read(store, found, chosen, steps)
+            return list_of(found.model_id, steps, chosen, of_step, self._directory(found))
 
         return use_store(self._settings, self._plugins, read)
 
@@ -33,11 +35,14 @@ class RunsOfStore:
         """Raise NotFoundError if the run has no rollout of this name, or no longer."""
 
         async def read(store: RequestStore) -> wire.RolloutView:
-            model_id, step = await find_run(store, run), step_of(name)
-            rows = await store.read_rollouts(model_id, step)
-            return view_of(model_id, step, name, rows, await self._directory(store, model_id))
+            found, step = await store.get_run(await find_run(store, run)), step_of(name)
+            of_step = await self._read(store, found, step, await store.rollout_steps(found.model_id))
+            return view_of(found.model_id, step, name, of_step, self._directory(found))
 
         return use_store(self._settings, self._plugins, read)
 
-    async def _directory(self, store: RequestStore, model_id: str) -> Path | None:
-        return directory_of((await store.get_run(model_id)).base_model, self._settings, self._plugins)
+    async def _read(self, store: RequestStore, run: RunRecord, step: int, steps: Sequence[int]) -> StepRollouts:
+        return await read_step(store, run, step, steps, self._settings.server.rollout_bytes)
+
+    def _directory(self, run: RunRecord) -> Path | None:
+        return directory_of(run.base_model, self._settings, self._plugins)

@@ -241,13 +241,19 @@ def print_rollouts(found: wire.RolloutList) -> None:
     if found.step is None:
         console.print(f"run {escape(found.run_id)} has no rollouts: they come with passes whose loss gets the logprobs")
         return
-    told = f"[bold]{escape(found.run_id)}[/], step {found.step}: {len(found.rollouts)} of {found.number} rollouts"
+    kept = len(found.rollouts) - found.untrained
+    told = f"[bold]{escape(found.run_id)}[/], step {found.step}: {kept} of {found.number} rollouts"
+    if found.untrained:
+        told += f", and {found.untrained} that were sampled and not trained"
+    if found.more_samples:
+        told += "; the step has more samples than are looked at"
     console.print(told, highlight=False, soft_wrap=True)
-    table = _table("rollout", ">reward", ">advantage", ">KL", ">given", ">sampled", "answer")
+    table = _table("rollout", "trained", ">reward", ">advantage", ">KL", ">given", ">sampled", "answer")
     for each in found.rollouts:
         numbers = _number(each.reward), _number(each.advantage), _number(each.kl)
         sizes = str(each.prompt_tokens), str(each.sampled_tokens)
-        table.add_row(each.rollout, *numbers, *sizes, escape(each.text or ""))
+        trained = "yes" if each.trained else "[yellow]no[/]"
+        table.add_row(each.rollout, trained, *numbers, *sizes, escape(each.text or ""))
     console.print(table, highlight=False)
     if len(found.steps) > 1:
         told = f"there are rollouts of {len(found.steps)} steps, {found.steps[0]} to {found.steps[-1]}; pass --step"
@@ -256,7 +262,7 @@ def print_rollouts(found: wire.RolloutList) -> None:
 
 def print_rollout(found: wire.RolloutView) -> None:
     console = _console()
-    told = [f"[bold]{found.rollout}[/]"]
+    told = [f"[bold]{found.rollout}[/]", *([] if found.trained else ["not trained"])]
     named = (("reward", found.reward), ("advantage", found.advantage), ("KL", found.kl))
     told += [f"{name} {_number(value)}" for name, value in named if value is not None]
     console.print(", ".join(told), highlight=False, soft_wrap=True)

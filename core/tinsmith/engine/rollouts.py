@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -39,23 +40,25 @@ def with_rollouts(finished: Finished, max_bytes: int) -> Finished:
             step=finished.step,
             seq_id=finished.claimed.record.seq_id,
             number=len(operation.data),
-            content=encode_rollouts(_kept(operation, result, max_bytes // _LEAST_PASSES)),
+            content=encode_rollouts(*_kept(operation, result, max_bytes // _LEAST_PASSES)),
             max_bytes=max_bytes,
         )
         outcome = replace(outcome, effects=(*outcome.effects, trained))
     return replace(finished, outcome=outcome)
 
 
-def _kept(operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput, max_bytes: int) -> list[Rollout]:
-    """Return the rollouts of a pass; without room for all, those with the highest and the lowest advantages."""
+def _kept(
+    operation: ops.ForwardBackward, result: ops.ForwardBackwardOutput, max_bytes: int
+) -> tuple[list[Rollout], list[Rollout]]:
+    """Return the rollouts of a pass to keep, and the others, for which there is no room.
+
+    Those with the highest and the lowest advantages are kept first.
+    """
     pairs = zip(operation.data, result.loss_fn_outputs, strict=True)
-    every, kept, room = [_rollout(datum, output) for datum, output in pairs], list[Rollout](), max_bytes
-    for each in _extremes_first(every):
-        room -= _ITEM_BYTES + len(each.tokens)
-        if room < 0:
-            break
-        kept.append(each)
-    return kept
+    every = list(_extremes_first([_rollout(datum, output) for datum, output in pairs]))
+    sizes = accumulate(_ITEM_BYTES + len(each.tokens) for each in every)
+    number = sum(size <= max_bytes for size in sizes)
+    return every[:number], every[number:]
 
 
 def _extremes_first(rollouts: Sequence[Rollout]) -> Iterator[Rollout]:

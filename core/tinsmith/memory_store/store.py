@@ -280,6 +280,7 @@ class MemoryStore(RequestStore):
     log_rewards = _transaction(rollouts.log_rewards)
     rollout_steps = _transaction(rollouts.steps)
     read_rollouts = _transaction(rollouts.read)
+    samples_of = _transaction(sampling.samples_of)
 
     # tokens that are being drawn
     tell_drawn = _transaction(sampling.tell)

@@ -14,8 +14,9 @@ from tinsmith.errors import NotFoundError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import wire
 from tinsmith.server.run_views import finite
+from tinsmith.server.step_rollouts import StepRollouts
 from tinsmith.settings import Settings
-from tinsmith.store import OF_CLIENT, RolloutsRow
+from tinsmith.store import OF_CLIENT
 from tinsmith.store.refusals import no_such
 from tinsmith.store.rollouts import Rollout, decode_rewards, decode_rollouts
 
@@ -29,10 +30,12 @@ class _Named:
     name: str
     rollout: Rollout
     reward: float | None
+    trained: bool = True
 
     @property
-    def rank(self) -> tuple[bool, float, float]:
-        return self.reward is None, -(self.reward or 0.0), -self.rollout.advantage
+    def rank(self) -> tuple[bool, float, bool, float]:
+        advantage = self.rollout.advantage if self.trained else 0.0
+        return self.reward is None, -(self.reward or 0.0), not self.trained, -advantage
 
 
 @cache
@@ -64,51 +67,55 @@ def directory_of(base_model: str, settings: Settings, plugins: Plugins) -> Path 
 
 def step_of(name: str) -> int:
     """Return the step of a rollout. Raises NotFoundError for what names none."""
-    found = re.fullmatch(r"(\d{1,15})-\d+-\d+", name)
+    found = re.fullmatch(r"(\d{1,15})-(\d+|req-[0-9a-f]+-[0-9a-f]+)-\d+", name)
     if found is None:
         raise NotFoundError(no_such("rollout", name))
     return int(found[1])
 
 
 def list_of(
-    run_id: str, steps: list[int], step: int | None, rows: Sequence[RolloutsRow], directory: Path | None
+    run_id: str, steps: list[int], step: int | None, found: StepRollouts, directory: Path | None
 ) -> wire.RolloutList:
     decode = None if directory is None else decoder_of(directory)
-    named = sorted(_named(rows), key=lambda each: each.rank)
+    named = [] if step is None else sorted(_named(step, found), key=lambda each: each.rank)
     return wire.RolloutList(
         run_id=run_id,
         steps=steps,
         step=step,
-        number=sum(row.number for row in rows),
+        number=sum(row.number for row in found.rows),
+        untrained=sum(not each.trained for each in named),
+        more_samples=found.more_samples,
         rollouts=[wire.RolloutSummary(**_summary(each, decode)) for each in named],
     )
 
 
-def view_of(run_id: str, step: int, name: str, rows: Sequence[RolloutsRow], directory: Path | None) -> wire.RolloutView:
+def view_of(run_id: str, step: int, name: str, found: StepRollouts, directory: Path | None) -> wire.RolloutView:
     """Raises NotFoundError if the step has no such rollout, or no longer."""
-    found = next((each for each in _named(rows) if each.name == name), None)
-    if found is None:
+    one = next((each for each in _named(step, found) if each.name == name), None)
+    if one is None:
         raise NotFoundError(no_such("rollout", name))
-    decode, tokens = None if directory is None else decoder_of(directory), _tokens(found.rollout)
+    decode, tokens = None if directory is None else decoder_of(directory), _tokens(one.rollout)
     parts = [
         wire.RolloutPart(sampled=sampled, tokens=tokens[first:after], text=decode and decode(tokens[first:after]))
-        for sampled, first, after in _parts(found.rollout, len(tokens))
+        for sampled, first, after in _parts(one.rollout, len(tokens))
     ]
-    return wire.RolloutView(**_summary(found, decode), run_id=run_id, step=step, parts=parts)
+    return wire.RolloutView(**_summary(one, decode), run_id=run_id, step=step, parts=parts)
 
 
-def _named(rows: Sequence[RolloutsRow]) -> Iterator[_Named]:
+def _named(step: int, found: StepRollouts) -> Iterator[_Named]:
     rewards = {
         digest: reward
-        for row in rows
+        for row in found.rows
         if row.seq_id == OF_CLIENT
         for digest, reward in decode_rewards(row.content).items()
     }
-    for row in rows:
+    for row in found.rows:
         if row.seq_id != OF_CLIENT:
-            for number, rollout in enumerate(decode_rollouts(row.content)):
-                name = f"{row.step}-{row.seq_id}-{number}"
+            for number, rollout in enumerate(decode_rollouts(row.content).rollouts):
+                name = f"{step}-{row.seq_id}-{number}"
                 yield _Named(name=name, rollout=rollout, reward=rewards.get(rollout.digest))
+    for name, rollout in found.untrained():
+        yield _Named(name=f"{step}-{name}", rollout=rollout, reward=rewards.get(rollout.digest), trained=False)
 
 
 def _tokens(rollout: Rollout) -> list[int]:
@@ -132,6 +139,7 @@ def _summary(named: _Named, decode: Decode | None) -> dict[str, object]:
     first = rollout.sampled[0][0] if rollout.sampled else len(tokens)
     return {
         "rollout": named.name,
+        "trained": named.trained,
         "reward": named.reward,
         "advantage": finite(rollout.advantage),
         "kl": finite(rollout.kl),

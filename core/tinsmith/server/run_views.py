@@ -92,7 +92,7 @@ def joined(rows: Iterable[MetricsRow]) -> list[Step]:
         found.setdefault(row.step, []).append(row)
     steps, before = list[Step](), None
     for step, of_step in found.items():
-        values, ended = _joined(of_step), _ended(of_step)
+        values, ended = _joined(of_step), step_ended(of_step)
         if before is not None and ended is not None and before[0] == step - 1:
             values.setdefault(STEP_S, (ended - before[1]).total_seconds())
         before = None if ended is None else (step, ended)
@@ -100,8 +100,8 @@ def joined(rows: Iterable[MetricsRow]) -> list[Step]:
     return steps
 
 
-def _ended(rows: Sequence[MetricsRow]) -> datetime | None:
-    """Return when the optimizer step was made, if it was: every pass has a loss."""
+def step_ended(rows: Sequence[MetricsRow]) -> datetime | None:
+    """Return when the optimizer step of these rows was made, if it was: every pass has a loss."""
     return max((row.time for row in rows if row.seq_id != OF_CLIENT and not _LOSSES & row.values.keys()), default=None)
 
 

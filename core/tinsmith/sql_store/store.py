@@ -280,6 +280,7 @@ class SqlStore(RequestStore):
     log_rewards = _durable(rollouts.log_rewards)
     rollout_steps = _read(rollouts.steps)
     read_rollouts = _read(rollouts.read)
+    samples_of = _read(sampling.samples_of)
 
     # tokens that are being drawn
     tell_drawn = _relaxed(sampling.tell)

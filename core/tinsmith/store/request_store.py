@@ -737,6 +737,16 @@ class RequestStore(ABC):
     async def read_rollouts(self, model_id: str, step: int) -> list[RolloutsRow]:
         """Return the rows of a step by seq_id: first the client's rewards, if there are any."""
 
+    @abstractmethod
+    async def samples_of(
+        self, model_id: str, *, after: datetime, until: datetime, max_bytes: int
+    ) -> tuple[list[OperationRecord], bool]:
+        """Return samples that the run's tenant took from its weights, oldest first, and whether there are more.
+
+        They succeeded, and finished after `after` and until `until`. They come with payloads and results, of which all
+        together take at most `max_bytes`.
+        """
+
     # tokens on their way to a client that reads them while they are drawn
 
     async def tell_drawn(self, pieces: Sequence[DrawnTokens]) -> None:

@@ -6,7 +6,7 @@ of its oldest steps go.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -19,6 +19,7 @@ MOST_REWARDS: Final = 10_000
 
 DIGEST_BYTES: Final = 16
 
+_TOKEN_BYTES: Final = 4
 _ROW_BYTES: Final = 64  # of a row, without its content
 _FAST: Final = 1  # zlib's level
 
@@ -33,20 +34,37 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
-        return blake2b(self.tokens, digest_size=DIGEST_BYTES).digest()
+        return digest_of(self.tokens)
+
+    def ends(self) -> set[bytes]:
+        """Return the digests of what a sample of it may have been: all of it, or up to the end of a sampled stretch."""
+        return {self.digest, *(digest_of(self.tokens[: _TOKEN_BYTES * after]) for _, after in self.sampled)}
+
+
+class Pass(msgspec.Struct, frozen=True, array_like=True):
+    """The rollouts of a pass: those that are kept, and the `ends` of the others."""
+
+    rollouts: tuple[Rollout, ...]
+    others: tuple[bytes, ...] = ()
+
+
+def digest_of(tokens: bytes) -> bytes:
+    return blake2b(tokens, digest_size=DIGEST_BYTES).digest()
 
 
 _encoder = msgspec.msgpack.Encoder()
-_rollouts = msgspec.msgpack.Decoder(list[Rollout])
+_passes = msgspec.msgpack.Decoder(Pass)
 _rewards = msgspec.msgpack.Decoder(dict[bytes, float])
 
 
-def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
-    return zlib.compress(_encoder.encode(rollouts), _FAST)
+def encode_rollouts(kept: Sequence[Rollout], others: Iterable[Rollout] = ()) -> bytes:
+    """Encode the rollouts of a pass. Of the others, only `ends` are kept."""
+    ends = {end for each in others for end in each.ends()}
+    return zlib.compress(_encoder.encode(Pass(tuple(kept), tuple(sorted(ends)))), _FAST)
 
 
-def decode_rollouts(content: bytes) -> list[Rollout]:
-    return _rollouts.decode(zlib.decompress(content))
+def decode_rollouts(content: bytes) -> Pass:
+    return _passes.decode(zlib.decompress(content))
 
 
 def decode_rewards(content: bytes) -> dict[bytes, float]:

@@ -1,12 +1,14 @@
 """The part of the store contract about rollouts, and the rewards that clients log for them."""
 
+from datetime import UTC, datetime
+
 import pytest
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.operations import ModelUnloaded, OptimStepOutput
-from tinsmith.store import OF_CLIENT, RequestStore, RolloutsTrained, RunState, RunStateChanged
+from tinsmith.operations import Failed, ModelUnloaded, OptimStepOutput, SampleOutput
+from tinsmith.store import OF_CLIENT, RequestStore, RolloutsTrained, RunState, RunStateChanged, SamplingSessionRecord
 from tinsmith.store.rollouts import MOST_REWARDS, decode_rewards, row_bytes
-from tinsmith.testing.store_records import NOW, a_model, an_operation, claim, complete, done
+from tinsmith.testing.store_records import BASE, NOW, a_model, a_sample, an_operation, claim, complete, done
 from tinsmith.testing.store_suite import StoreSuite
 
 _MODEL = "s1:train:0"
@@ -70,6 +72,45 @@ class RolloutsContract(StoreSuite):
             await trained.log_rewards(_MODEL, 0, {b"more": 1.0}, 1 << 20)
         with pytest.raises(NotFoundError, match="nobody"):
             await trained.log_rewards("nobody", 0, {b"a": 1.0}, _ROOM)
+
+    async def test_samples_of_a_run_are_those_that_its_tenant_took_from_its_weights(
+        self, trained: RequestStore
+    ) -> None:
+        """With payloads and results, by the time of their end, and only so many as fit."""
+        of = {"s1:sample:0": ("ann", _MODEL), "s1:sample:1": ("ann", None), "s2:sample:0": ("bob", _MODEL)}
+        for name, (tenant, model_id) in of.items():
+            session_id = name.partition(":")[0]
+            sampler = SamplingSessionRecord(
+                sampling_session_id=name,
+                session_id=session_id,
+                tenant=tenant,
+                base_model=BASE,
+                created_at=NOW,
+                model_id=model_id,
+            )
+            await trained.create_sampling_session(sampler)
+            await trained.submit(a_sample(subject_id=name, tenant=tenant))
+        later, failed = [await trained.submit(a_sample(number)) for number in (1, 2)]
+        output = SampleOutput(sequences=())
+        for request_id in await claim(trained):
+            result = Failed(message="no", category="user") if request_id == failed else output
+            await complete(trained, [done(request_id, result)])
+        ends = datetime.now(UTC)
+        first = (await trained.samples_of(_MODEL, after=NOW, until=ends, max_bytes=_ROOM))[0][0]
+        second = await trained.get_operation(later)
+        assert first.finished_at is not None
+        found, more = await trained.samples_of(_MODEL, after=NOW, until=ends, max_bytes=_ROOM)
+        assert ([each.request_id for each in found], more) == ([first.request_id, later], False)
+        assert (first.subject_id, first.payload) == ("s1:sample:0", b"s1:sample:0 0")
+        assert (first.result_kind, first.result) == (second.result_kind, second.result)
+        assert first.payload is not None
+        assert first.result is not None
+        cut = await trained.samples_of(_MODEL, after=NOW, until=ends, max_bytes=len(first.payload) + len(first.result))
+        assert ([each.request_id for each in cut[0]], cut[1]) == ([first.request_id], True)
+        of_second = await trained.samples_of(_MODEL, after=first.finished_at, until=ends, max_bytes=_ROOM)
+        assert [each.request_id for each in of_second[0]] == [later]
+        of_first = await trained.samples_of(_MODEL, after=NOW, until=first.finished_at, max_bytes=_ROOM)
+        assert [each.request_id for each in of_first[0]] == [first.request_id]
 
     async def test_rollouts_go_with_their_run(self, trained: RequestStore) -> None:
         await _trained(trained, 1, 0)

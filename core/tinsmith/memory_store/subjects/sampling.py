@@ -6,9 +6,17 @@ the wake-ups, and no row.
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import accumulate
 
 from tinsmith.memory_store.memory import Memory
-from tinsmith.store import DrawnTokens, ExpertsSampled, SamplingSessionRecord, refusals
+from tinsmith.store import (
+    DrawnTokens,
+    ExpertsSampled,
+    OperationRecord,
+    OperationState,
+    SamplingSessionRecord,
+    refusals,
+)
 from tinsmith.store.wakeups import drawn_topic, message
 
 
@@ -35,6 +43,23 @@ def of_session(memory: Memory, session_id: str) -> list[SamplingSessionRecord]:
     """Return the sampling sessions of a session, oldest first."""
     found = [each for each in memory.samplers.values() if each.session_id == session_id]
     return sorted(found, key=lambda each: (each.created_at, each.sampling_session_id))
+
+
+def samples_of(
+    memory: Memory, model_id: str, *, after: datetime, until: datetime, max_bytes: int
+) -> tuple[list[OperationRecord], bool]:
+    tenant = memory.run(model_id).record.tenant
+    samplers = [name for name, each in memory.samplers.items() if (each.model_id, each.tenant) == (model_id, tenant)]
+    rows = sorted((row for name in samplers for row in memory.log(name).values()), key=lambda each: each.id)
+    found = [row for row in rows if _succeeded_between(row.record, after, until)]
+    totals = accumulate(row.size for row in found)
+    fitting = [row.record for row, total in zip(found, totals, strict=True) if total <= max_bytes]
+    return fitting, len(fitting) < len(found)
+
+
+def _succeeded_between(record: OperationRecord, after: datetime, until: datetime) -> bool:
+    succeeded = record.kind == "sample" and record.state is OperationState.SUCCEEDED
+    return succeeded and record.finished_at is not None and after < record.finished_at <= until
 
 
 def find_experts(memory: Memory, tenant: str, model_id: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:

@@ -18,10 +18,11 @@ class LogRewardsRequest(ExactBody):
 
 
 class RolloutSummary(BaseModel):
-    rollout: str  # its name: {step}-{seq_id}-{number}
+    rollout: str  # its name: {step}-{seq_id}-{number}; of one that was not trained, {step}-{request_id}-{number}
+    trained: bool = True  # whether a pass of the run had it
     reward: float | None = None  # if the client has logged one
-    advantage: float | None  # mean over the sampled tokens
-    kl: float | None  # of sampler and trainer, in nats for each sampled token
+    advantage: float | None = None  # mean over the sampled tokens
+    kl: float | None = None  # of sampler and trainer, in nats for each sampled token
     prompt_tokens: int  # before the first sampled one
     sampled_tokens: int
     text: str | None = None  # how the sampled part begins; None: the server has no tokenizer of the base model
@@ -34,6 +35,8 @@ class RolloutList(BaseModel):
     steps: list[int]  # of which rollouts are kept
     step: int | None = None
     number: int = 0  # of sequences that were trained in this step; more than there are here if not all are kept
+    untrained: int = 0  # of those here that were sampled during the step, and trained in no pass
+    more_samples: bool = False  # not all samples of the step were looked at: they take too much room
     rollouts: list[RolloutSummary]
 
 

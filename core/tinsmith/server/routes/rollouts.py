@@ -1,4 +1,4 @@
-"""The rollouts on which runs were trained, and the rewards that clients add to them."""
+"""The rollouts of runs, trained and untrained, and the rewards that clients add to them."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from tinsmith.server.auth import Caller, Viewer, own_run, readable_run
 from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.rollout_views import directory_of, list_of, step_of, view_of
-from tinsmith.store import RolloutsRow
+from tinsmith.server.step_rollouts import StepRollouts, read_step
 
 router = APIRouter(prefix=API_PREFIX, tags=["rollouts"], route_class=JsonRoute)
 
@@ -34,17 +34,22 @@ async def log_rewards(model_id: str, body: wire.LogRewardsRequest, caller: Calle
 
 @router.get("/runs/{model_id}/rollouts", response_model=wire.RolloutList)
 async def list_rollouts(model_id: str, caller: Viewer, context: Context, step: Step = None) -> Response:
-    """List the rollouts of a step, the highest reward first; without a step, of the newest one that has any."""
+    """List the rollouts of a step, the highest reward first; without a step, of the newest one that has any.
+
+    Those that were sampled during the step and trained in no pass are there as long as the log has them.
+    """
     run = await readable_run(context, caller, model_id)
     steps = await context.store.rollout_steps(model_id)
     chosen = steps[-1] if step is None and steps else step
     directory = directory_of(run.base_model, context.settings, context.plugins)
 
-    async def read() -> list[RolloutsRow]:
-        return [] if chosen is None else await context.store.read_rollouts(model_id, chosen)
+    async def read() -> StepRollouts:
+        if chosen is None:
+            return StepRollouts()
+        return await read_step(context.store, run, chosen, steps, context.settings.server.rollout_bytes)
 
     return await context.large_answers.build(
-        caller.tenant, read, lambda rows: list_of(model_id, steps, chosen, rows, directory)
+        caller.tenant, read, lambda found: list_of(model_id, steps, chosen, found, directory)
     )
 
 
@@ -54,9 +59,10 @@ async def get_rollout(model_id: str, name: str, caller: Viewer, context: Context
     run = await readable_run(context, caller, model_id)
     step, directory = step_of(name), directory_of(run.base_model, context.settings, context.plugins)
 
-    async def read() -> list[RolloutsRow]:
-        return await context.store.read_rollouts(model_id, step)
+    async def read() -> StepRollouts:
+        steps = await context.store.rollout_steps(model_id)
+        return await read_step(context.store, run, step, steps, context.settings.server.rollout_bytes)
 
     return await context.large_answers.build(
-        caller.tenant, read, lambda rows: view_of(model_id, step, name, rows, directory)
+        caller.tenant, read, lambda found: view_of(model_id, step, name, found, directory)
     )

@@ -6,16 +6,24 @@ the wake-ups, and no row.
 
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import accumulate
 from typing import NamedTuple
 
 from sqlalchemy import Connection
 
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.statements import CHUNK, Change, Query, chunks, fields_of, insert_into, total, values_of
+from tinsmith.sql_store.subjects import log
 from tinsmith.sql_store.transaction import Transaction
-from tinsmith.store import DrawnTokens, ExpertsSampled, SamplingSessionRecord
+from tinsmith.store import DrawnTokens, ExpertsSampled, OperationRecord, SamplingSessionRecord
 from tinsmith.store.refusals import missing
 from tinsmith.store.wakeups import drawn_topic, message
+
+
+class _Size(NamedTuple):
+    id: int
+    num_bytes: int
+
 
 _GET = Query("SELECT FIELDS FROM sampling_sessions WHERE sampling_session_id = :wanted", SamplingSessionRecord)
 INSERT = Change(insert_into("sampling_sessions", *fields_of(SamplingSessionRecord)))
@@ -28,6 +36,25 @@ NUM_OPEN = Query(
     "SELECT count(*) FROM sessions JOIN sampling_sessions ON sampling_sessions.session_id = sessions.session_id "
     "WHERE sessions.tenant = :tenant AND sessions.ended IS NULL",
     int,
+)
+
+
+_CONTENT = (
+    "FROM operations JOIN payloads ON payloads.operation_id = operations.id "
+    "JOIN results ON results.operation_id = operations.id"
+)
+_SIZES = Query(
+    f"SELECT operations.id, length(payloads.payload) + length(results.result) AS num_bytes {_CONTENT} "
+    "JOIN sampling_sessions ON sampling_sessions.sampling_session_id = operations.subject_id "
+    "JOIN runs ON runs.model_id = sampling_sessions.model_id AND runs.tenant = operations.tenant "
+    "WHERE runs.model_id = :model AND operations.kind = 'sample' AND operations.state = 'succeeded' "
+    "AND operations.finished_at > :after AND operations.finished_at <= :until ORDER BY operations.id",
+    _Size,
+)
+_SAMPLES = Query(
+    f"SELECT {log.RECORD}, payloads.payload, results.result_kind, results.result {_CONTENT} "
+    "WHERE operations.id IN :ids ORDER BY operations.id",
+    OperationRecord,
 )
 
 
@@ -50,14 +77,19 @@ def get(connection: Connection, sampling_session_id: str) -> SamplingSessionReco
     return found
 
 
+def samples_of(
+    connection: Connection, model_id: str, *, after: datetime, until: datetime, max_bytes: int
+) -> tuple[list[OperationRecord], bool]:
+    sizes = _SIZES.all(connection, model=model_id, after=after, until=until)
+    totals = accumulate(each.num_bytes for each in sizes)
+    ids = [each.id for each, total in zip(sizes, totals, strict=True) if total <= max_bytes]
+    found = [record for chunk in chunks(ids) for record in _SAMPLES.all(connection, ids=chunk)]
+    return found, len(ids) < len(sizes)
+
+
 class _Experts(NamedTuple):
     digest: bytes
     experts: bytes
-
-
-class _Size(NamedTuple):
-    id: int
-    num_bytes: int
 
 
 _THESE = "FROM routed_experts WHERE tenant = :tenant AND model_id = :model AND digest IN :digests"
