@@ -33,6 +33,11 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # Megatron has n
         super().__init__(*arguments, **named)
         self.rotary_pos_emb = PackedRotation(rope)
 
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Untyped]:
+        """Take modules as they are given. Megatron-core 0.19 wants a norm of queries even if they have no latents."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
     def projections(self) -> dict[str, Untyped]:
         """Return the linear layers by the paths of their modules."""
         q, *_, o = ATTENTION
@@ -44,16 +49,15 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # Megatron has n
         return {**queries, kv_a: self.linear_kv_down_proj, kv_b: self.linear_kv_up_proj, o: self.linear_proj}
 
 
-def submodules(*, queries_by_latents: bool) -> MLASelfAttentionSubmodules:
-    """Return what `LatentAttention` is made of."""
-    return MLASelfAttentionSubmodules(
-        linear_q_proj=ColumnLinear,
-        linear_q_down_proj=WholeLinear,
-        linear_q_up_proj=ColumnLinear,
-        linear_kv_down_proj=WholeLinear,
-        linear_kv_up_proj=ColumnLinear,
-        core_attention=PackedAttention,
-        linear_proj=RowLinear,
-        q_layernorm=LatentNorm if queries_by_latents else None,
-        kv_layernorm=LatentNorm,
-    )
+SUBMODULES = MLASelfAttentionSubmodules(
+    linear_q_proj=ColumnLinear,
+    linear_q_down_proj=WholeLinear,
+    linear_q_up_proj=ColumnLinear,
+    linear_kv_down_proj=WholeLinear,
+    linear_kv_up_proj=ColumnLinear,
+    core_attention=PackedAttention,
+    linear_proj=RowLinear,
+    q_layernorm=LatentNorm,
+    kv_layernorm=LatentNorm,
+)
+"""What `LatentAttention` is made of."""

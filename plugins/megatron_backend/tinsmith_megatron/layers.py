@@ -22,7 +22,7 @@ from tinsmith_megatron.architecture import Architecture
 from tinsmith_megatron.attention import PackedAttention
 from tinsmith_megatron.experts import AdaptedExperts
 from tinsmith_megatron.gated_delta import PackedGatedDelta
-from tinsmith_megatron.latent_attention import LatentAttention, submodules
+from tinsmith_megatron.latent_attention import SUBMODULES, LatentAttention
 from tinsmith_megatron.linears import ColumnLinear, RowLinear
 from tinsmith_megatron.norm import Norm
 from tinsmith_megatron.program import Setup
@@ -109,7 +109,6 @@ def _of_latents(architecture: Architecture) -> Mapping[str, Untyped]:
     if shape is None or latents is None:
         return {}
     return {
-        "transformer_impl": "local",  # where norms of latents are modules of their own
         "q_lora_rank": shape.query_rank,
         "kv_lora_rank": shape.rank,
         "qk_head_dim": shape.head_dim - shape.rotated_dim,
@@ -144,16 +143,12 @@ def _layer(mixer: Untyped, mlp: Untyped) -> Untyped:
 
 
 def _mixer(architecture: Architecture, layer: int) -> Untyped:
-    hybrid, latent = architecture.hybrid, architecture.latent
+    hybrid = architecture.hybrid
     if hybrid is not None and layer in hybrid.delta_layers:
         return ModuleSpec(module=PackedGatedDelta, params={"rule": hybrid.delta})
     mask = {"attn_mask_type": AttnMaskType.causal}
-    if latent is not None:
-        return ModuleSpec(
-            module=LatentAttention,
-            params={**mask, "rope": architecture.rope},
-            submodules=submodules(queries_by_latents=latent.query_rank is not None),
-        )
+    if architecture.latent is not None:
+        return ModuleSpec(module=LatentAttention, params={**mask, "rope": architecture.rope}, submodules=SUBMODULES)
     norm_of_heads = Norm if architecture.qk_norm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
