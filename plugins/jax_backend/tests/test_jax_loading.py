@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -269,7 +269,8 @@ def test_mxfp4_is_read_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
         np.testing.assert_array_equal(files.part("x", (3, 64, 8), cut), theirs[cut])
 
 
-def test_fp8_is_read_as_the_numbers_it_stands_for(directory: Path) -> None:
+@pytest.mark.parametrize("framework", ["numpy", "pt"])
+def test_fp8_is_read_as_the_numbers_it_stands_for(directory: Path, framework: Literal["numpy", "pt"]) -> None:
     """Of blocks that do not divide a matrix, rows and columns too; merging reads them whole."""
     torch.manual_seed(0)
     every = torch.randint(0, 256, (210, 150), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -278,7 +279,7 @@ def test_fp8_is_read_as_the_numbers_it_stands_for(directory: Path) -> None:
     of_numbers = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:210, :150]
     expected = (numbers.float() * of_numbers).numpy()
     torch_files.save_file({"x.weight": numbers, "x.weight_scale_inv": scales}, directory / "model.safetensors")
-    with WeightFiles(directory, framework="numpy") as files:
+    with WeightFiles(directory, framework=framework) as files:
         np.testing.assert_array_equal(files.whole("x.weight", (210, 150)), expected)
         cut = (slice(120, 140), slice(100, 131))
         np.testing.assert_array_equal(files.part("x.weight", (210, 150), cut), expected[cut])
@@ -294,8 +295,10 @@ def test_fp8_is_read_as_the_numbers_it_stands_for(directory: Path) -> None:
         read_config(directory)
 
 
-@pytest.mark.parametrize("strategy", ["group", "channel"])
-def test_int4_is_read_as_the_numbers_it_stands_for(directory: Path, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "framework"), [("group", "numpy"), ("channel", "pt")])
+def test_int4_is_read_as_the_numbers_it_stands_for(
+    directory: Path, strategy: str, framework: Literal["numpy", "pt"]
+) -> None:
     """Of a number of columns that does not fill the last integer, with the shape in either type of integers."""
     torch.manual_seed(0)
     integers = torch.randint(-8, 8, (6, 76), dtype=torch.int8)
@@ -309,7 +312,7 @@ def test_int4_is_read_as_the_numbers_it_stands_for(directory: Path, strategy: st
         "x.weight_shape": torch.tensor([6, 76], dtype=torch.int32 if strategy == "group" else torch.int64),
     }
     torch_files.save_file(packed, directory / "model.safetensors")
-    with WeightFiles(directory, framework="numpy") as files:
+    with WeightFiles(directory, framework=framework) as files:
         np.testing.assert_array_equal(files.whole("x.weight", (6, 76)), expected)
         cut = (slice(2, 5), slice(19, 31))
         np.testing.assert_array_equal(files.part("x.weight", (6, 76), cut), expected[cut])

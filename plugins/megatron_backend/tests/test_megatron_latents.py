@@ -1,12 +1,15 @@
 """Models that attend by latents against transformers: their adapters in every layout, and packed sequences."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from megatron_harness import VOCAB, fork_backend
+from safetensors.torch import load_file, save_file
 from test_megatron_layouts import DP2, EP2, FAST, PP2, RECOMPUTED, THREE_KINDS, TP2, compare
 
 from tinsmith import Array, Datum, LoraConfig, ReplayedExperts
@@ -98,5 +101,46 @@ def test_packed_neighbours_change_no_bit(models: Path, tmp_path: Path) -> None:
         assert_same_arrays(
             passed(driver, model_id, own, one), passed(driver, model_id, own, other), "a pass beside other neighbours"
         )
+    finally:
+        backend.close()
+
+
+BLOCK = 128
+
+
+def in_fp8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return numbers of 8 bits, the scale of each block of them, and the matrix that they represent."""
+    counts = [-(-size // BLOCK) for size in matrix.shape]
+    scales = torch.empty(counts)
+    for row, column in np.ndindex(*counts):
+        block = matrix[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+        scales[row, column] = block.abs().max() / 448
+    of_numbers = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: matrix.shape[0], : matrix.shape[1]]
+    numbers = (matrix / of_numbers).to(torch.float8_e4m3fn)
+    return numbers, scales, numbers.float() * of_numbers
+
+
+@pytest.mark.thorough
+def test_fp8_files_are_read_as_published(tmp_path: Path) -> None:
+    """As DeepSeek V3.1's, of several blocks, and divided over ranks within one."""
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    tiny_causal_lm("DeepseekV3ForCausalLM", {**SIZES, "hidden_size": 160, "intermediate_size": 192}).save_pretrained(
+        plain
+    )
+    tensors, files = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
+            files[name], files[f"{name}_scale_inv"], tensors[name] = in_fp8(tensor)
+        else:
+            files[name] = tensor
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    packed.mkdir()
+    save_file(files, packed / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    backend = fork_backend(packed, tmp_path, max_batch_tokens=128, **TP2, **FAST)
+    try:
+        compare(ModelDriver(backend), plain)
     finally:
         backend.close()

@@ -17,6 +17,8 @@ from tinsmith_checkpoints.huggingface import (
     latent_shape,
     read_model_config,
     read_rope,
+    without_fp8,
+    without_int4,
 )
 
 HYBRIDS = (
@@ -69,7 +71,7 @@ def read_architecture(directory: Path) -> Architecture:
 
 def architecture_of(config: Mapping[str, Json], path: Path) -> Architecture:
     """Understand a config.json. `path` is for messages."""
-    config = language_config(config)
+    config = without_int4(without_fp8(language_config(config), path), path)
     _refuse_unsupported(config, path)
     class_name = next(iter(config.get("architectures") or [""]))
     eps = float(config.get("rms_norm_eps", 1e-6))

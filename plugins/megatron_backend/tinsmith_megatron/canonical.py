@@ -36,7 +36,7 @@ def read(files: WeightFiles, pieces: Iterable[Piece], matrix: torch.Tensor) -> i
     for piece in pieces:
         rows = slice(piece.start, piece.start + piece.count)
         cut = (rows,) if piece.columns is None else (rows, piece.columns)
-        found = files.part(piece.name, piece.shape, cut)
+        found = torch.as_tensor(files.part(piece.name, piece.shape, cut))
         matrix[piece.local : piece.local + piece.count].copy_(found.reshape(piece.count, -1))
         num_bytes += found.numel() * found.element_size()
     return num_bytes

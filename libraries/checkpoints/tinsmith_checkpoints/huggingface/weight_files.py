@@ -38,7 +38,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
     """
 
     def __init__(self, directory: Path, *, framework: Literal["numpy", "pt"], int8: Int8 | None = None) -> None:
-        """With `numpy`, matrices in MXFP4, FP8 or INT4 are read as float32; with `int8`, also 8-bit integers."""
+        """Matrices in FP8 or INT4, with `numpy` MXFP4, with `int8` 8-bit integers, are read as NumPy's float32."""
         self._directory = directory
         self._framework = framework
         self._int8 = int8
@@ -80,9 +80,9 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
             return self._dequantised(name, shape, cut, self._int8)
         if self._framework == "numpy" and name not in self._files and f"{name}{mxfp4.BLOCKS}" in self._files:
             return self._of_mxfp4(name, shape, cut)
-        if self._framework == "numpy" and f"{name}{fp8.SCALE}" in self._files:
+        if f"{name}{fp8.SCALE}" in self._files:
             return self._of_parts(name, shape, cut, ("", fp8.SCALE), lambda found: fp8_tensor(*found.values()))
-        if self._framework == "numpy" and self._int8 is None and f"{name}{PACKED}" in self._files:
+        if self._int8 is None and f"{name}{PACKED}" in self._files:
             return self._of_parts(name, shape, cut, (PACKED, SCALE, SHAPE), lambda found: packed_tensor(name, found))
         return self._read(name, shape, cut)
 
