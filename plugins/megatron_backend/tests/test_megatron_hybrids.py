@@ -1,5 +1,6 @@
 """Models with the gated delta rule against transformers: their adapters in every layout that they allow."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from tinsmith import ConfigError
 from tinsmith.testing import ModelDriver
 from tinsmith_checkpoints.huggingface import tiny_causal_lm
+from tinsmith_megatron.architecture import read_architecture
+from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.parallel import check_model
 
 pytestmark = pytest.mark.slow  # starting ranks takes seconds
 
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 4, "hidden_size": 32, "head_dim": 16, "tie_word_embeddings": False}
+EP = {"expert_parallel": 2}
 DENSE, EXPERTS, NEXT = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"
 
 
@@ -48,18 +53,25 @@ def token_by_token(
     ("name", "settings"),
     [
         pytest.param(DENSE, {**PP2, **FAST, **RECOMPUTED}, id="stages, fast, recomputed"),
-        pytest.param(EXPERTS, {**EP2, **FAST, **RECOMPUTED}, id="experts, fast, recomputed"),
+        pytest.param(EXPERTS, {**TP2, **EP, **FAST, **RECOMPUTED}, id="heads and experts, fast, recomputed"),
         *(
             pytest.param(DENSE, layout, marks=pytest.mark.thorough, id=name)
-            for name, layout in {"one": {}, "stages": PP2, "data": DP2, "data, fast": {**DP2, **FAST}}.items()
+            for name, layout in {
+                "one": {}, "heads": TP2, "heads, fast": {**TP2, **FAST}, "stages": PP2, "data": DP2,
+                "data, fast": {**DP2, **FAST},
+            }.items()
         ),
         *(
             pytest.param(EXPERTS, layout, marks=pytest.mark.thorough, id=f"experts: {name}")
-            for name, layout in {"one": {}, "divided": EP2, "stages, fast": {**PP2, **FAST}, "data": DP2}.items()
+            for name, layout in {
+                "one": {}, "divided": EP2, "divided, fast, recomputed": {**EP2, **FAST, **RECOMPUTED},
+                "stages, fast": {**PP2, **FAST}, "data": DP2,
+            }.items()
         ),
         pytest.param(NEXT, EP2, marks=pytest.mark.thorough, id="joined: divided"),
+        pytest.param(NEXT, {**TP2, **FAST}, marks=pytest.mark.thorough, id="joined: heads, fast"),
     ],
-)
+)  # fmt: skip
 def test_numbers_are_those_of_transformers(
     name: str, settings: dict[str, Any], hybrids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +85,9 @@ def test_numbers_are_those_of_transformers(
         backend.close()
 
 
-def test_matrices_are_not_divided(hybrids: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel is 2, and layers with the gated delta rule \(Qwen3_5For"):
-        fork_backend(hybrids / DENSE, tmp_path, **TP2)
+def test_heads_of_both_kinds_of_layers_are_divided(hybrids: Path) -> None:
+    """The tiny ones have two heads of keys with the rule, and two where they attend; of values, four."""
+    shape = read_architecture(hybrids / DENSE).shape
+    check_model(MegatronConfig(tensor_parallel=2), shape)
+    with pytest.raises(ConfigError, match=r"linear_num_key_heads of the model \(2\) .* possible are 1, 2$"):
+        check_model(MegatronConfig(tensor_parallel=4), replace(shape, num_kv_heads=4))

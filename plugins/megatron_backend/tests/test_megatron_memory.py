@@ -65,6 +65,9 @@ def peaks(backend: MegatronBackend, work: Work, layout: Layout) -> list[int]:
         pytest.param(
             "Qwen3_5MoeForCausalLM", Layout(tp=1, pp=1, ep=2, dp=2, recompute=False), 4096, id="experts of a hybrid"
         ),
+        pytest.param(
+            "Qwen3_5ForCausalLM", Layout(tp=2, pp=1, ep=1, dp=1, recompute=False), 4096, id="heads of a hybrid"
+        ),
         pytest.param("DeepseekV3ForCausalLM", Layout(tp=2, pp=1, ep=2, dp=1, recompute=False), 4096, id="latents"),
         pytest.param("qwen3_moe", Layout(tp=2, pp=2, ep=2, dp=1, recompute=True), 4096, id="three kinds recomputed"),
     ],

@@ -108,17 +108,22 @@ class _Namer:
         yield self._whole(attention.kv_layernorm.weight, f"{prefix}.self_attn.kv_a_layernorm.weight")
 
     def _gated_delta(self, mixer: PackedGatedDelta, prefix: str) -> Iterator[Named]:
-        shapes, pieces, local = self._shape.linear_shapes(), list[Piece](), 0
+        """Queries, keys and values lie in one matrix, one below the other; each is divided by heads."""
+        assert isinstance(self._shape, HybridShape)
+        shapes, rule, own = self._shape.linear_shapes(), self._shape.delta, f"{prefix}.linear_attn"
+        pieces, local = list[Piece](), 0
         for path in DELTA[:-1]:
             inputs, outputs = shapes[path]
-            pieces.append(_all_rows(f"{prefix}.{path}.weight", (outputs, inputs), local))
-            local += outputs
+            heights = rule.mixed_sizes if path == DELTA[0] else (outputs,)
+            pieces += self._each_divided(f"{prefix}.{path}.weight", (outputs, inputs), heights, local)
+            local += outputs // self._tp_size
         yield mixer.in_proj.weight, pieces, "divided"
-        yield self._whole(mixer.out_proj.weight, f"{prefix}.{DELTA[-1]}.weight")
-        own = f"{prefix}.linear_attn"
-        yield self._whole(mixer.convolution, f"{own}.conv1d.weight")
-        yield self._whole(mixer.decay, f"{own}.A_log")
-        yield self._whole(mixer.step, f"{own}.dt_bias")
+        out = self._columns(f"{prefix}.{DELTA[-1]}.weight", (self._shape.hidden_size, rule.value_size))
+        yield mixer.out_proj.weight, [out], "divided"
+        channels = (rule.mixed_size, 1, rule.width)
+        yield mixer.convolution, self._each_divided(f"{own}.conv1d.weight", channels, rule.mixed_sizes), "divided"
+        for name, parameter in {"A_log": mixer.decay, "dt_bias": mixer.step}.items():
+            yield parameter, self._each_divided(f"{own}.{name}", (rule.value_heads,), (rule.value_heads,)), "divided"
         yield self._whole(mixer.norm, f"{own}.norm.weight")
 
     def _qkv(self, prefix: str) -> Iterator[Piece]:
@@ -127,20 +132,23 @@ class _Namer:
         if isinstance(shape, HybridShape):
             yield from self._gated_qkv(prefix)
             return
-        groups = shape.num_kv_heads // self._tp_size
         heights = {"q": shape.q_size // shape.num_kv_heads, "k": shape.head_dim, "v": shape.head_dim}
         local = 0
-        for group in range(self._coordinates.tp_rank * groups, (self._coordinates.tp_rank + 1) * groups):
+        for group in self._own_groups():
             for letter, height in heights.items():
                 whole = (height * shape.num_kv_heads, shape.hidden_size)
                 name = f"{prefix}.{letter}_proj.weight"
                 yield Piece(name=name, shape=whole, start=group * height, local=local, count=height)
                 local += height
 
+    def _own_groups(self) -> range:
+        groups = self._shape.num_kv_heads // self._tp_size
+        return range(self._coordinates.tp_rank * groups, (self._coordinates.tp_rank + 1) * groups)
+
     def _gated_qkv(self, prefix: str) -> Iterator[Piece]:
         shape = self._shape
         heads, size, local = shape.num_heads // shape.num_kv_heads, shape.head_dim, 0
-        for group in range(shape.num_kv_heads):
+        for group in self._own_groups():
             queries = [2 * size * head for head in range(group * heads, (group + 1) * heads)]
             rows = [("q", start) for start in (*queries, *(start + size for start in queries))]
             for letter, start in (*rows, ("k", group * size), ("v", group * size)):
@@ -186,6 +194,18 @@ class _Namer:
     def _rows(self, name: str, shape: tuple[int, int], local: int = 0) -> Piece:
         each = shape[0] // self._tp_size
         return Piece(name=name, shape=shape, start=self._coordinates.tp_rank * each, local=local, count=each)
+
+    def _each_divided(
+        self, name: str, shape: tuple[int, ...], heights: Sequence[int], local: int = 0
+    ) -> Sequence[Piece]:
+        """Return this rank's share of each of the parts, of such heights, that lie one below the other."""
+        pieces, first = [], 0
+        for height in heights:
+            each = height // self._tp_size
+            start = first + self._coordinates.tp_rank * each
+            pieces.append(Piece(name=name, shape=shape, start=start, local=local, count=each))
+            first, local = first + height, local + each
+        return pieces
 
     def _columns(self, name: str, shape: tuple[int, int]) -> Piece:
         each = shape[1] // self._tp_size

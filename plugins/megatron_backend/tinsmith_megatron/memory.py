@@ -12,12 +12,12 @@ A layer keeps for the backward pass, in numbers of b bytes for each of T tokens:
     rotation   4d, the cosines and sines of queries and keys
     MLP        5F/t: gate and up (2), silu, up once more (Megatron adds an offset of 0), the product
     adapters   R for each of 7 modules; of the adapters themselves, copies in the dtype of activations (none in float32)
-    gate       4q more, where attention has one (hybrids, whose matrices are not divided)
+    gate       4q/t more, where attention has one (hybrids)
     latents    in place of inputs and attention: H/t; those of queries before and after their norm, which gathers them;
                likewise those of keys and values, and the rotated part; (4q + v)/t for queries, keys, values, which are
                made as wide as these, the result, and its part that counts, v. Then the rotation
     delta rule in place of attention and rotation: 2 for each channel of the convolution, and 6 for each value (9 in
-               bfloat16); and a block of the rule while it is differentiated, see `delta_block_bytes`
+               bfloat16), over t; and a block of the rule while it is differentiated, see `delta_block_bytes`, over t
     shared     of an expert that computes every token, what an MLP keeps, and its output once more, before its gate
     experts    H/t (what the router reads), and for each of M rows 2H + 5F + 3R; of the adapters, copies spread over
                experts: 3 G E R (H + F)
@@ -123,7 +123,8 @@ def _weights_of_layer(shape: DecoderShape, layer: int, t: int, num_experts: int)
     whole += shape.vector_weights
     if isinstance(shape, HybridShape) and layer in shape.delta_layers:
         rule = shape.delta
-        whole += rule.mixed_size * rule.width + 2 * rule.value_heads + rule.value_dim - 2 * shape.head_dim
+        divided += (rule.mixed_size * rule.width + 2 * rule.value_heads) / t
+        whole += rule.value_dim - 2 * shape.head_dim
     if shape.experts is None or not shape.has_experts(layer):
         return divided, whole, 0
     whole += shape.hidden_size * (shape.experts.num_experts + shape.experts.shared_gate)
@@ -187,7 +188,8 @@ def _mixing(shape: DecoderShape, layout: Layout, work: Work, layer: int) -> floa
     """Return the numbers that attention keeps for each token with its input, or what a layer has in its place."""
     hidden, t = shape.hidden_size, layout.tp
     if isinstance(shape, HybridShape) and layer in shape.delta_layers:
-        return hidden + 2 * shape.delta.mixed_size + (6 if work.item == _F32 else 9) * shape.delta.value_size
+        values = 6 if work.item == _F32 else 9
+        return hidden + (2 * shape.delta.mixed_size + values * shape.delta.value_size) / t
     if isinstance(shape, LatentShape):
         latents = (shape.query_rank or 0) * (1 + 1 / t) + shape.rank + shape.cached_size / t
         heads = 4 * shape.q_size + shape.num_heads * shape.value_dim
@@ -230,7 +232,7 @@ def _largest_buffer(shape: DecoderShape, layout: Layout, work: Work, part: Model
     if layout.recompute:
         layer += max(_kept_by_layer(shape, layout, work, part, each) for each in part.layers)
     if isinstance(shape, HybridShape):
-        layer += delta_block_bytes(shape.delta)
+        layer += delta_block_bytes(shape.delta) / layout.tp
     ends = row + 2 * layout.tp * row  # the last norm's input, what the head reads, and its gradient
     return max(layer, ends + _logits(shape, layout, work) if part.has_head else 0)
 

@@ -36,12 +36,6 @@ def check_model(config: MegatronConfig, shape: DecoderShape) -> None:
             if size % value:
                 msg = f"{fact} of the model ({size}) must be a multiple of {setting} ({value}); {_would_do(facts)}"
                 raise ConfigError(msg)
-    if config.tensor_parallel > 1 and isinstance(shape, HybridShape):
-        msg = (
-            f"tensor_parallel is {config.tensor_parallel}, and layers with the gated delta rule ({shape.class_name}) "
-            "are not divided: set it to 1; pipeline_parallel divides the model"
-        )
-        raise ConfigError(msg)
     if config.expert_parallel > 1 and shape.experts is None:
         msg = f"expert_parallel is {config.expert_parallel}, and {shape.class_name} has no experts: leave it out"
         raise ConfigError(msg)
@@ -50,6 +44,9 @@ def check_model(config: MegatronConfig, shape: DecoderShape) -> None:
 def _divided(shape: DecoderShape) -> dict[str, list[tuple[str, int]]]:
     heads = [("num_attention_heads", shape.num_heads), ("num_key_value_heads", shape.num_kv_heads)]
     tensor = [*heads, ("vocab_size", shape.vocab_size)]
+    if isinstance(shape, HybridShape):
+        rule = shape.delta
+        tensor += [("linear_num_key_heads", rule.key_heads), ("linear_num_value_heads", rule.value_heads)]
     if not shape.has_experts(0):
         tensor.append(("intermediate_size", shape.intermediate_size))
     if shape.experts is not None and shape.experts.shared_size:

@@ -39,6 +39,12 @@ class DeltaRule:
         return 2 * self.key_heads * self.key_dim + self.value_size
 
     @property
+    def mixed_sizes(self) -> tuple[int, int, int]:
+        """The channels of queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_size
+
+    @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Sizes of a layer's projections: the convolved values, the gate, beta, and the decay's input."""
         return self.mixed_size, self.value_size, self.value_heads, self.value_heads
