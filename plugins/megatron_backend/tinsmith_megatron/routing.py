@@ -65,7 +65,7 @@ def of_groups(scores_TE: torch.Tensor, num_groups: int, chosen: int) -> torch.Te
     So DeepSeek V3 chooses (arXiv 2412.19437). Megatron-core adds up the `topk // chosen` best of a group: other groups,
     unless that is 2.
     """
-    scores_Tge = scores_TE.detach().unflatten(1, (num_groups, -1))
+    scores_Tge: torch.Tensor = scores_TE.detach().unflatten(1, (num_groups, -1))
     best_Tx = scores_Tge.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
     closed_Tg = torch.ones_like(scores_Tge[..., 0], dtype=torch.bool).scatter(1, best_Tx, value=False)
     return scores_Tge.masked_fill(closed_Tg[..., None], -torch.inf).flatten(1)
