@@ -65,5 +65,6 @@ def test_a_name_may_have_an_owner_and_an_ending() -> None:
     for name in ("Qwen/Qwen3-8B", "qwen3-8b", "Qwen/Qwen3-8B-Base@main"):
         assert known_config(name) == known_config("Qwen3-8B")
     assert known_config("meta-llama/Meta-Llama-3-8B-Instruct") == known_config("Llama-3-8B")
+    assert known_config("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") == known_config("Nemotron-3-Nano-30B-A3B")
     assert known_config("Qwen3-9B") is None
     assert known_config("/models/mine") is None

@@ -36,6 +36,10 @@ DELTA: dict[str, Any] = {
     "num_hidden_layers": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "n_routed_experts": 0, "mamba_num_heads": 8, "mamba_head_dim": 32,
+    "n_groups": 4, "ssm_state_size": 32,
+}  # fmt: skip
 LATENTS: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64,
     "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 16, "num_experts_per_tok": 4,
@@ -50,6 +54,12 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "delta rule": {"architectures": ["Qwen3_5ForCausalLM"], **DELTA},
     "delta rule, long": {"architectures": ["Qwen3_5ForCausalLM"], **DELTA, "tokens": 2048},
+    "Mamba-2": {**MAMBA, "hybrid_override_pattern": "M-*-M-*-"},
+    "Mamba-2, long": {**MAMBA, "hybrid_override_pattern": "M-*-M-*-", "tokens": 2048},
+    "Mamba-2 and experts": {
+        **MAMBA, "hybrid_override_pattern": "ME*EME*E", "n_routed_experts": 16, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128, "n_group": 4, "topk_group": 2,
+    },
     "latents": {**LATENTS, "first_k_dense_replace": 4},
     "latents and experts": {**LATENTS, "num_hidden_layers": 5, "first_k_dense_replace": 1},
 }  # fmt: skip
@@ -63,14 +73,16 @@ KINDS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_a_program_for_cpus_takes_what_is_counted(sizes: dict[str, Any], quick_compilation: None) -> None:
-    """A pass within a tenth. Sampling takes little besides pages and weights: within a twentieth of all that."""
+    """A pass within a tenth. Sampling takes little besides pages and weights: within a twentieth of all that.
+
+    What is counted for sampling is for whichever program takes more.
+    """
     programs = Programs(**{**USUAL, **sizes})
     found, counted, _ = programs.gradients()
     assert counted == pytest.approx(found, rel=0.1)
-    for kind in ("decode", "prefill"):
-        found, counted, held = programs.sampling(kind)
-        assert counted == pytest.approx(found, abs=0.05 * (held + found))
-        assert counted > found / 2
+    found, counted, held = max(programs.sampling(kind) for kind in ("decode", "prefill"))
+    assert counted == pytest.approx(found, abs=0.05 * (held + found))
+    assert counted > found / 2
 
 
 @pytest.mark.parametrize(

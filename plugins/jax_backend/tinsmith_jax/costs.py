@@ -48,6 +48,14 @@ _PERIOD: Final = 2.2
 """How many times as much XLA for CPUs has of a layer in the backward pass, if one round of a loop computes layers of
 several kinds."""
 
+_PART_KEPT: Final = {True: (8, 8, 8, 4, 4, 4), False: (18, 12, 12, 5, 19, 4)}
+"""As `_KEPT`, of layers that mix tokens or have an MLP, but not both: per hidden, q, kv and inner size, per channel and
+value of a recurrence, and per rank of each module. True: only results of long computations are kept, as on a CPU
+without experts. In float32."""
+
+_PART_DIFFERENTIATED: Final = (0, 14, 28, 8, 15, 40)
+"""Likewise, of each layer that one round of a loop computes. On a CPU."""
+
 _STACKED: Final = {True: 3.0, False: 2.45}
 """Copies of each adapter in a micro-batch: its weights and sums, side by side, and results on their way."""
 _STACKED_BY_FSDP: Final = 1.4
@@ -187,8 +195,12 @@ class Costs:
 
     def kept(self, tokens: int) -> int:
         """The activations of all layers that a pass of this many tokens keeps for its backward pass."""
-        inputs = self.shape.hidden_size * self.computing.value_item
-        return tokens * self.shape.num_layers * (inputs if self.computing.recompute else self._of_layer(_KEPT))
+        number = self.shape.num_layers
+        if self.computing.recompute:
+            return tokens * number * self.shape.hidden_size * self.computing.value_item
+        if self._in_parts:
+            return tokens * sum(map(self._kept_by_part, range(number)))
+        return tokens * number * self._of_layer(_KEPT)
 
     def micro_batch(self, tokens: int, adapters: int, targets: int = 1) -> int:
         """A pass with gradients over a stream of `tokens`, with room for `adapters` of the largest rank.
@@ -197,7 +209,7 @@ class Costs:
         """
         on_cpu, layer = self.computing.on_cpu, self._differentiated()
         if self.computing.recompute and on_cpu:
-            layer += self._of_layer(_KEPT)
+            layer += sum(map(self._kept_by_part, self._round)) if self._in_parts else self._of_layer(_KEPT)
         at_most = tokens * layer + self._stacked(adapters) + self._padding_rows(tokens, adapters)
         if on_cpu:
             logits = min(max(_CPU_LOGITS, TILE * self.shape.vocab_size), tokens * self.shape.vocab_size)
@@ -216,10 +228,11 @@ class Costs:
         on_cpu, item, parts = self.computing.on_cpu, self.computing.item, self.computing.fsdp
         vocabulary = self.shape.vocab_size // self.computing.tensor
         read = _READ_TILES[on_cpu] * TILE * self._of_layer(_KEPT)
-        own = max(_DRAWN[on_cpu] * slots * vocabulary, read)
+        own = max(_DRAWN[on_cpu] * slots * vocabulary, read + self._prompt_rows(slots))
         if parts > 1 and gathers_once:
             return own + self.base * parts
-        layer = self._layer_weights() * item if parts > 1 or on_cpu else 0
+        layer = (self._round_weights() if on_cpu and self._in_parts else self._layer_weights()) * item
+        layer = layer if parts > 1 or on_cpu else 0
         return own + layer + (vocabulary * self.shape.hidden_size * item if parts > 1 else 0)
 
     def _stacked(self, adapters: int, *, head: bool = False) -> int:
@@ -251,9 +264,64 @@ class Costs:
         found = self._of_layer(_DIFFERENTIATED)
         if not self.computing.on_cpu:
             return found
+        if self._in_parts:
+            return sum(self._of_part(layer, _PART_DIFFERENTIATED) for layer in self._round)
         if self.shape.attention.latent is not None:
             found -= _DIFFERENTIATED[True][3] * self.shape.kv_size // self.computing.tensor
         return int(found * _PERIOD) if self.shape.period > 1 else found
+
+    def _prompt_rows(self, slots: int) -> int:
+        """Return what rows of experts take on a CPU while prompts are read: each tile has an adapter of its own.
+
+        Where every layer has attention, the weights of a whole layer are counted, which is more.
+        """
+        experts = self.shape.experts
+        if experts is None or not (self.computing.on_cpu and self._in_parts):
+            return 0
+        choices = _READ_TILES[True] * TILE * experts.top_k
+        blocks = choices // TILE + min(experts.num_experts // self.computing.tensor * (slots + 1), choices)
+        return 2 * TILE * blocks * self.shape.expert_input * FLOAT
+
+    def _round_weights(self) -> int:
+        """Return the weights of the layers that one round of a loop computes, but for the routed experts'."""
+        linear, found = self.shape.linear_shapes(), 0
+        for layer in self._round:
+            rule = self.shape.kinds[self.shape.pattern[layer]].recurrence
+            paths = self.shape.modules_of(layer) if rule is None else rule.linear_shapes(self.shape.hidden_size)
+            found += sum(linear[path][0] * linear[path][1] for path in paths)
+        return found // self.computing.tensor
+
+    @property
+    def _in_parts(self) -> bool:
+        """Return whether layers mix tokens or have an MLP, but not both."""
+        return not all(kind.mixer and kind.mlp for kind in self.shape.kinds)
+
+    @property
+    def _round(self) -> range:
+        """Return the layers that one round of a loop computes."""
+        return range(self.shape.period)
+
+    def _kept_by_part(self, layer: int) -> int:
+        few = self.computing.on_cpu and self.shape.experts is None
+        return self._of_part(layer, _PART_KEPT[few]) * self.computing.value_item // FLOAT
+
+    def _of_part(self, layer: int, factors: tuple[int, ...]) -> int:
+        """Return bytes per token of a layer that has one part."""
+        hidden, q, kv, inner, recurrent, rank = factors
+        shape, kind = self.shape, self.shape.kinds[self.shape.pattern[layer]]
+        whole = hidden * shape.hidden_size + rank * self.max_lora_rank * len(shape.modules_of(layer))
+        if (rule := kind.recurrence) is not None:
+            return whole + recurrent * (rule.mixed_size + rule.value_size)
+        divided = q * shape.q_size + kv * shape.kv_size if kind.attends else inner * self._inner_size
+        return whole + divided // self.computing.tensor
+
+    @property
+    def _inner_size(self) -> int:
+        """Return the inner values of a token: with experts, of all that compute it."""
+        experts = self.shape.experts
+        if experts is None:
+            return self.shape.intermediate_size
+        return experts.intermediate_size * experts.top_k + experts.shared_size
 
     def _padding_rows(self, tokens: int, adapters: int) -> int:
         """Return what the rows take that pad the blocks of experts: one for each expert and adapter, at most.
@@ -270,14 +338,8 @@ class Costs:
     def _of_layer(self, factors: Mapping[bool, tuple[int, ...]]) -> int:
         """Return bytes per token. With experts, a token's are taken to be as one MLP of their size together."""
         shape, parts = self.shape, self.computing.tensor
-        experts = shape.experts
-        inner = (
-            shape.intermediate_size
-            if experts is None
-            else experts.intermediate_size * experts.top_k + experts.shared_size
-        )
         whole, *divided, rank = factors[self.computing.on_cpu]
-        sizes = (inner, shape.linear_shapes().get(ATTENTION[0], (0, shape.q_size))[1], shape.kv_size)
+        sizes = (self._inner_size, shape.linear_shapes().get(ATTENTION[0], (0, shape.q_size))[1], shape.kv_size)
         in_parts = sum(factor * size for factor, size in zip(divided, sizes, strict=True)) // parts
         return whole * shape.hidden_size + in_parts + rank * self.max_lora_rank
 

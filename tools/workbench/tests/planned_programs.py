@@ -35,6 +35,10 @@ _DELTA: Mapping[str, Json] = {
     "num_hidden_layers": 8,  # of four, XLA would see one loop's round, and move its collectives
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
 }  # fmt: skip
+_MAMBA: Mapping[str, Json] = {
+    "architectures": ["NemotronHForCausalLM"], "n_routed_experts": 0,
+    "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16,
+}  # fmt: skip
 _EXPERTS: Mapping[str, Json] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 KINDS: Mapping[str, Mapping[str, Json]] = {
     "experts": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS},
@@ -50,6 +54,17 @@ KINDS: Mapping[str, Mapping[str, Json]] = {
         "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 4, "topk_group": 2,
         "first_k_dense_replace": 1,
+    },
+    "Mamba-2": {**_MAMBA, "hybrid_override_pattern": "M-*-M-*-"},
+    "Mamba-2 and experts": {
+        **_MAMBA, "hybrid_override_pattern": "ME*EME*E", "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96, "moe_latent_size": 48,
+        "n_group": 4, "topk_group": 2,
+    },
+    "no gates": {**_MAMBA, "hybrid_override_pattern": "*-*-*-*-"},
+    "side by side": {
+        "architectures": ["Cohere2ForCausalLM"], "sliding_window": 128, "tie_word_embeddings": True,
+        "num_hidden_layers": 4,
     },
     "windows and sinks": {
         "architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2,

@@ -66,6 +66,23 @@ _KIMI_K2: Final = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+_NEMOTRON_3: Final = {
+    "vocab_size": 131_072,
+    "max_position_embeddings": 262_144,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hybrid_override_pattern": f"MEMEM*{4 * 'EMEMEM*'}EMEMEMEM*EMEMEMEME",
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
 
 _KINDS: Final[dict[str, tuple[str, dict[str, Json]]]] = {
     "qwen3": ("Qwen3ForCausalLM", _QWEN3),
@@ -89,6 +106,7 @@ _KINDS: Final[dict[str, tuple[str, dict[str, Json]]]] = {
     "large gpt-oss": ("GptOssForCausalLM", {**_GPT_OSS, "num_local_experts": 128}),
     "deepseek": ("DeepseekV3ForCausalLM", _DEEPSEEK_V3),
     "kimi": ("DeepseekV3ForCausalLM", _KIMI_K2),
+    "nemotron": ("NemotronHForCausalLM", _NEMOTRON_3),
 }
 
 _SIZES: Final = {  # kind, hidden, intermediate, layers, heads, tied
@@ -116,9 +134,11 @@ _SIZES: Final = {  # kind, hidden, intermediate, layers, heads, tied
     "gpt-oss-120b": ("large gpt-oss", 2880, 2880, 36, 64, False),
     "DeepSeek-V3.1": ("deepseek", 7168, 18_432, 61, 128, False),
     "Kimi-K2": ("kimi", 7168, 18_432, 61, 64, False),
+    "Nemotron-3-Nano-30B-A3B": ("nemotron", 2688, 1856, 52, 32, False),
 }
 
 _QUANTISED: Final = "-w8a16"
+_ENDINGS: Final = ("", "-instruct", "-base", "-bf16")
 _SHORT_CONTEXT: Final = {"Llama-3-8B": 8192, "Llama-3-70B": 8192}
 
 KNOWN_SHAPES: Final = tuple(_SIZES)
@@ -127,15 +147,15 @@ KNOWN_SHAPES: Final = tuple(_SIZES)
 def known_config(name: str) -> dict[str, Json] | None:
     """Return the config.json of a model, as far as its sizes go, or None if the name is not known.
 
-    An owner in front of the name and an ending such as `-Instruct` do not matter, nor does the case. The ending
-    `-W8A16` means the model quantised to 8-bit integers.
+    An owner in front of the name and an ending such as `-Instruct` or `-BF16` do not matter, nor does the case. The
+    ending `-W8A16` means the model quantised to 8-bit integers.
     """
-    wanted = name.rpartition("/")[2].partition("@")[0].lower().removeprefix("meta-")
+    wanted = name.rpartition("/")[2].partition("@")[0].lower().removeprefix("meta-").removeprefix("nvidia-")
     if wanted.endswith(_QUANTISED):
         unquantised = known_config(wanted.removesuffix(_QUANTISED))
         return None if unquantised is None else {**unquantised, "quantization_config": W8A16}
     for known, (kind, hidden, intermediate, layers, heads, tied) in _SIZES.items():
-        if wanted in {known.lower(), f"{known}-instruct".lower(), f"{known}-base".lower()}:
+        if wanted in {f"{known}{ending}".lower() for ending in _ENDINGS}:
             class_name, common = _KINDS[kind]
             config = {
                 **common,

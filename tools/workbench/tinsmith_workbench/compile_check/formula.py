@@ -13,23 +13,26 @@ FLOPs:
                    more in splash attention, which computes scores and probabilities for queries and again for keys.
                    A window limits W, in whole tiles
     delta rule     layers.py has the products of a chunk; backward, a chunk's corrections are computed again
+    Mamba-2        likewise, without corrections
     experts        the router is even. Their rows are in blocks of TILE, of one expert and one adapter each. Forward 6
                    times hidden times inner size for each row; backward 4 for gate and up, which are computed again, 2
-                   for what down gives, 4 for what gate and up give
+                   for what down gives, 4 for what gate and up give. Without gates, 2 less of each but the second; with
+                   latents, their size in place of the hidden size
     head           2T * hidden * vocabulary / t for the logits, as much for the gradient of the hidden states
     adapters       2Tr(in + out) per module forward, twice that backward (gradients of the input, and of A and B); what
                    `tensor` divides of a module is divided here, too. Where the adapters of a call lie side by side in
                    one matrix, r counts for each of them. Of experts, the shared factors count likewise; their own ones
                    for each row, forward and twice backward, and for their gradients, all experts for each token
     recomputation  everything in the layers forward once more, without products on which nothing in the backward pass
-                   depends: the last one (down) and its adapter's B, unless a norm or a gate takes the result
+                   depends: the last one (down, or o in layers without an MLP) and its adapter's B, unless a norm or a
+                   gate takes the result
 
 Collectives, in arrays, because the compiler may send several in one operation:
 
     all-gather over fsdp     a layer's matrices, forward and again backward; the tokens and the head, once
     all-to-all over fsdp     the tokens' rows of the embedding, once
     all-reduce over tensor   in a layer forward: the results of o and down, and of their A. Recomputed: the same without
-                             the result of down. Backward: the gradients of the inputs of attention and of the MLP, and
+                             the last result. Backward: the gradients of the inputs of attention and of the MLP, and
                              of what the joined A of q, k, v and of gate, up returned. Experts take the place of the
                              MLP, and a shared one has in addition its results and their A. Outside of the layers: the
                              embedding; for each chunk of the head the maximum, the sum and the targets' logits, and
@@ -187,11 +190,11 @@ class Pass:
         work, tokens = self._work, self.bucket.num_tokens
         base, low = 2 * tokens * _weights(work.matrices), self._adapters(work.modules)
         head, head_low = 2 * tokens * work.head.weights, self._adapters([work.head])
-        rule, experts, own_low = self._delta(), self._experts(), self._expert_adapters()
+        rule, experts, own_low = self._rule(), self._experts(), self._expert_adapters()
         forward = {
             "base": base,
             "attention": self._attention(2, 2),
-            "delta rule": rule[0],
+            work.rule_name: rule[0],
             "experts": experts[0],
             "head": head,
             "adapters": low + head_low + own_low[0],
@@ -203,7 +206,7 @@ class Pass:
             {
                 "base": 2 * base,
                 "attention": forward["attention"] + self._attention(6 + of_splash, 4 + of_splash),
-                "delta rule": sum(rule),
+                work.rule_name: sum(rule),
                 "experts": sum(experts),
                 "head": 2 * head,
                 "adapters": 3 * (low + head_low) + sum(own_low),
@@ -214,43 +217,39 @@ class Pass:
     def _recomputed(self, forward: Mapping[str, float], own_low: float) -> float:
         """Return what the layers compute once more. Of experts, only what their shared B needs."""
         work, tokens = self._work, self.bucket.num_tokens
-        dropped = 0.0
-        if self.config.norms.after_mlp is None:
-            gated = work.routed is not None and work.routed.shared_gate
-            last = [each for each in work.matrices if each.is_last and not (gated and each.name == "shared_down")]
-            dropped += 2 * tokens * _weights(last)
-            names = {each.name for each in last}
-            ends = [replace(each, d_in=0) for each in work.modules if each.name in names]
-            dropped += self._adapters(ends)
+        gated = work.routed is not None and work.routed.shared_gate
+        last = {each.name: each for each in work.last if not (gated and each.name == "shared_down")}
+        ends = [replace(each, d_in=0, layers=last[each.name].layers) for each in work.modules if each.name in last]
+        dropped = 2 * tokens * _weights(last.values()) + self._adapters(ends)
         layers = self._adapters(work.modules) + own_low
         if work.routed is not None:
-            dropped += forward["experts"] / 3
-            dropped += 2 * tokens * self.bucket.padded_rank * self.config.expert_layers * self.config.hidden_size
-        return sum(forward[name] for name in ("base", "attention", "delta rule", "experts")) + layers - dropped
+            dropped += forward["experts"] / work.expert_matrices
+            dropped += 2 * tokens * self.bucket.padded_rank * self.config.expert_layers * self.config.expert_input
+        return sum(forward[name] for name in ("base", "attention", work.rule_name, "experts")) + layers - dropped
 
-    def _delta(self) -> tuple[float, float, float]:
-        """Return the delta rule forward, its corrections computed again, and backward."""
-        times = self._work.delta_layers * self.bucket.num_tokens
-        forward, again, backward = (times * each for each in self._work.delta_flops())
+    def _rule(self) -> tuple[float, float, float]:
+        """Return the delta rule, or Mamba-2: forward, what is computed again, and backward."""
+        times = self._work.recurrent_layers * self.bucket.num_tokens
+        forward, again, backward = (times * each for each in self._work.rule_flops())
         return forward, again, backward
 
     def _experts(self) -> tuple[float, float]:
         """Return the experts' matrices forward and backward."""
         if self._work.routed is None:
             return 0.0, 0.0
-        product = 2 * self._rows() * self.config.hidden_size * self._work.routed.intermediate_size
-        return 3 * product, 5 * product
+        product, number = self._rows() * self._work.expert_product, self._work.expert_matrices
+        return number * product, (2 * number - 1) * product
 
     def _expert_adapters(self) -> tuple[float, float]:
         """Return their adapters forward and backward."""
         experts = self._work.routed
         if experts is None:
             return 0.0, 0.0
-        tokens, layers, rank = self.bucket.num_tokens, self.config.expert_layers, self.bucket.padded_rank
-        shared = 2 * tokens * layers * rank * 3 * self.config.hidden_size
-        own = 2 * self._rows() * rank * experts.intermediate_size
-        summed = 2 * tokens * layers * rank * experts.intermediate_size * 3 * experts.num_experts // self.axes.tensor
-        return shared + 3 * own, 2 * shared + 5 * own + summed
+        times = 2 * self.bucket.num_tokens * self.config.expert_layers * self.bucket.padded_rank
+        number, inner = self._work.expert_matrices, experts.intermediate_size
+        shared, summed = (number * times * each for each in (self.config.expert_input, inner * experts.num_experts))
+        own = 2 * self._rows() * self.bucket.padded_rank * inner
+        return shared + number * own, 2 * shared + (2 * number - 1) * own + summed // self.axes.tensor
 
     def _rows(self) -> int:
         """Return the rows of all blocks, in all layers with experts."""
@@ -261,11 +260,10 @@ class Pass:
         terms, work, tokens = self.flops(), self._work, self.bucket.num_tokens
         total = terms["base"] + terms["head"] + terms["adapters"] / self._width()
         total += (3 if self.gradients else 1) * (2 * sum(work.widths) * tokens * work.seen_keys(self.longest))
-        total += (3 if self.gradients else 1) * self._delta()[0]
+        total += (3 if self.gradients else 1) * self._rule()[0]
         if work.routed is not None:
             choices = tokens * work.routed.top_k * self.config.expert_layers // self.axes.tensor
-            each = 6 * self.config.hidden_size * work.routed.intermediate_size
-            total += (2 if self.gradients else 1) * choices * each
+            total += (2 if self.gradients else 1) * choices * work.expert_matrices * work.expert_product
         return total
 
     def collectives(self) -> Plan:
@@ -289,7 +287,8 @@ class Pass:
         again for its gate.
         """
         again = self.limits.recompute and self.gradients
-        parts = [(2, 2, 2)] * self._work.divided_mixers + [(2, 1, 2)] * self.config.num_layers
+        mixers, last = self._work.divided_mixers, self._work.last_mixers
+        parts = [(2, 2, 2)] * (mixers - last) + [(2, 1, 2)] * (last + self._work.mlps)
         if self._work.routed is not None and self._work.routed.shared_size:
             parts += [(2, 2 if self._work.routed.shared_gate else 1, 1)] * self.config.expert_layers
         return sum(first + again * more + self.gradients * back for first, more, back in parts)
@@ -328,7 +327,7 @@ class Pass:
         """Return the weights that blocks read, each its expert's."""
         if self._work.routed is None:
             return 0
-        each = 3 * self.config.hidden_size * self._work.routed.intermediate_size
+        each = self._work.expert_matrices * self.config.expert_input * self._work.routed.intermediate_size
         return self.config.expert_layers * self._blocks * each
 
     def _adapters(self, modules: Sequence[Product]) -> float:

@@ -1,16 +1,16 @@
 """What the layers of a description multiply on one chip, whichever family it is of.
 
 Matrices and adapters are those that the backend loads and makes for the description. What mixes tokens, and experts,
-have terms of their own. Legend as in formula.py; c = tokens of a chunk, dk and dv = key and value size of a head of the
-gated delta rule, I = inner size of an expert.
+have terms of their own. Legend as in formula.py; c = tokens of a chunk, dk and dv = key and value size of a head of a
+recurrence, I = inner size of an expert.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from tinsmith_checkpoints.huggingface import HEAD, ExpertShape
+from tinsmith_checkpoints.huggingface import HEAD, DeltaRule, ExpertShape, Mamba
 from tinsmith_jax import adapters
 from tinsmith_jax.attention import kernel_size
 from tinsmith_jax.mesh import FSDP, TENSOR, Axes, Spec, adapter_specs, base_specs
@@ -20,6 +20,9 @@ from tinsmith_jax.tiles import TILE
 from tinsmith_jax.weights import base_shapes, plain_matrices
 
 _EXPERT_MODULES: Final = ("gate", "up", "down")
+_OF_MLPS: Final = ("down", "shared_down", "routed_out")
+_OF_MIXERS: Final = ("o", "delta_o", "mamba_o")
+"""The matrices that give what a part of a layer adds."""
 _SOLVED: Final = 16  # rows of a triangular system that are solved at once, as in gated_delta.py
 
 
@@ -37,11 +40,6 @@ class Product:
     def weights(self) -> int:
         return self.d_in * self.d_out
 
-    @property
-    def is_last(self) -> bool:
-        """Return whether it gives what an MLP adds."""
-        return self.name.removeprefix(DENSE) in ("down", "shared_down")
-
 
 @dataclass(frozen=True)
 class Layers:
@@ -56,6 +54,23 @@ class Layers:
         shapes, plain = base_shapes(self.config, "float32")["layers"], plain_matrices(self.config)
         specs = base_specs(list(shapes))["layers"]
         return [self._matrix(name, shapes[name].shape, specs[name]) for name in shapes if name in plain]
+
+    @property
+    def last(self) -> Sequence[Product]:
+        """Those whose results nothing in their layer reads: what is added to the hidden states at its end."""
+        norms, found = self.config.norms, []
+        for each in self.matrices:
+            name = each.name.removeprefix(DENSE)
+            if name in _OF_MLPS and norms.after_mlp is None:
+                found.append(each)
+            elif name in _OF_MIXERS and norms.after_attention is None:
+                found.append(replace(each, layers=self._unread(each.name)))
+        return found
+
+    def _unread(self, name: str) -> int:
+        """Return in how many layers with such a matrix no MLP reads what it gives."""
+        kinds = [self.config.kinds[self.config.pattern[layer]] for layer in self.config.layers_with(name)]
+        return len(kinds) if self.config.parallel else sum(not kind.mlp for kind in kinds)
 
     def _matrix(self, name: str, shape: tuple[int, ...], spec: Spec) -> Product:
         layers, *sizes = (
@@ -112,6 +127,16 @@ class Layers:
         return 0 if self.config.attention.latent is not None else self.config.attending_layers
 
     @property
+    def last_mixers(self) -> int:
+        """Return how many of them give what nothing in their layer reads."""
+        return sum(each.layers for each in self.last if each.name == "o") if self.divided_mixers else 0
+
+    @property
+    def mlps(self) -> int:
+        """Return how many layers have an MLP, or experts."""
+        return sum(self.config.kinds[kind].mlp for kind in self.config.pattern)
+
+    @property
     def is_plain(self) -> bool:
         """Return whether kernels for accelerators know the scores of attention."""
         attention, kinds = self.config.attention, self.config.kinds
@@ -151,28 +176,32 @@ class Layers:
     def _attends(self, kind: int) -> bool:
         return self.config.kinds[kind].attends
 
-    # The gated delta rule
+    # The gated delta rule, and Mamba-2
 
     @property
-    def delta_layers(self) -> int:
-        return self.config.num_layers - self.config.attending_layers
+    def recurrent_layers(self) -> int:
+        return sum(self.config.kinds[kind].recurrence is not None for kind in self.config.pattern)
 
-    def delta_flops(self) -> tuple[float, float, float]:
+    def rule_flops(self) -> tuple[float, float, float]:
         """Return what the rule takes of a token in one layer: forward, again before a backward pass, and backward.
 
-        What is computed again are the corrections of a chunk, from the state before it.
+        What is computed again, from the state before a chunk, is all but the chunk's results and its new state.
         """
-        if self.config.delta is None:
+        rule, c = self.config.recurrence, TILE
+        if rule is None:
             return 0.0, 0.0, 0.0
-        rule, c = self.config.delta, TILE
         dk, dv = rule.key_dim, rule.value_dim
-        solved = (dk + dv) * (_SOLVED * sum(range(0, c, _SOLVED)) + c * _SOLVED)
-        corrections = 2 * c * c * dk + c**3 + solved + c * dk * dv
-        results = c * dk * dv + c * c * dv
-        new_state = c * dk * dv
-        backward = 2 * (2 * c * c * dk + c * dk * dv + results + new_state) + c**3 + solved + c * c * (dk + dv)
+        scores, decays, by_state, of_values = c * c * dk, c**3, c * dk * dv, c * c * dv
+        first, backward = _corrections(rule) if isinstance(rule, DeltaRule) else (0, 0)
+        first += scores + decays
+        results = by_state + of_values + by_state
+        backward += 2 * (scores + results) + decays
         each = 2 * rule.value_heads / c
-        return each * (corrections + results + new_state), each * corrections, each * backward
+        return each * (first + results), each * first, each * backward
+
+    @property
+    def rule_name(self) -> str:
+        return "Mamba-2" if isinstance(self.config.recurrence, Mamba) else "delta rule"
 
     # Experts
 
@@ -180,8 +209,27 @@ class Layers:
     def routed(self) -> ExpertShape | None:
         return self.config.experts
 
+    @property
+    def expert_matrices(self) -> int:
+        """Return how many matrices an expert has: three, or two without a gate."""
+        return len(self.config.mlp_modules)
+
+    @property
+    def expert_product(self) -> int:
+        """Return the FLOPs of one of them for a row."""
+        assert self.routed is not None, "the model has experts"
+        return 2 * self.config.expert_input * self.routed.intermediate_size
+
     def blocks(self, choices: int, adapters_in_use: int) -> int:
         """Return the blocks of rows that this chip's experts compute, if a router is even: `choices` of all chips'."""
         assert self.routed is not None, "the model has experts"
         own, groups = choices // self.axes.tensor, self.routed.num_experts // self.axes.tensor * adapters_in_use
         return min(own, groups) * -(-own // (groups * TILE))
+
+
+def _corrections(rule: DeltaRule) -> tuple[int, int]:
+    """Return the products of a chunk's corrections in a head, and those of their backward pass."""
+    c, dk, dv = TILE, rule.key_dim, rule.value_dim
+    solved = (dk + dv) * (_SOLVED * sum(range(0, c, _SOLVED)) + c * _SOLVED)
+    products = c * c * dk + c * dk * dv
+    return products + solved, 2 * products + solved + c * c * (dk + dv)

@@ -8,7 +8,7 @@ FLOPs of a pass:
     base        2RM. Of latents, queries and sums are multiplied with the matrix that made keys and values in training
     attention   2RW (width of queries + width of sums) / t. A window limits W, in whole pages. Queries of latents are as
                 wide as what is kept of a token, and their sums as a latent
-    delta rule  of prompts, as in training; single tokens take no products of matrices
+    delta rule  of prompts, as in training, and so is Mamba-2; single tokens take no products of matrices
     experts     of prompts as in training, each tile having an adapter of its own. When tokens are drawn, each expert
                 that is needed computes all rows, and an even router needs as many as there are choices
     head        2R * hidden * vocabulary / t, if tokens are drawn
@@ -85,7 +85,7 @@ class Sampling:
         writes = self.shape.slots_per_shard if self.tiles is None else self.tiles
         seen = self._work.seen_pages(self._pages, self._tokens_of_tile) / self.config.attending_layers
         found = {"": self._passes, "write": writes, "attend": seen, "truncate": 0, "alternatives": 0}
-        if self._work.delta_layers:
+        if self._work.recurrent_layers:
             found["states"] = writes
         return {**found, "experts": self._rounds} if self._work.routed is not None else found
 
@@ -118,7 +118,7 @@ class Sampling:
         per_row = {
             "base": 2 * sum(each.layers * each.weights for each in work.matrices),
             "attention": 2 * seen * sum(self._widths()),
-            "delta rule": 0 if drawn else work.delta_layers * work.delta_flops()[0],
+            work.rule_name: 0 if drawn else work.recurrent_layers * work.rule_flops()[0],
             "experts": experts,
             "head": 2 * work.head.weights * int(drawn),
             "adapters": 2 * rank * (self._adapted() + (work.head.d_in + work.head.d_out) * int(drawn)) + own,
@@ -146,10 +146,11 @@ class Sampling:
         experts = self._work.routed
         if experts is None:
             return 0.0, 0.0
-        hidden, inner, rank = self.config.hidden_size, experts.intermediate_size, self.shape.max_lora_rank
+        work, rank = self._work, self.shape.max_lora_rank
         rows = self._rounds * (self._rows if self.tiles is None else TILE) / self._rows
-        own, shared = 6 * rows * rank * inner, 6 * rank * hidden
-        return self.config.expert_layers * 6 * rows * hidden * inner, self.config.expert_layers * (own + shared)
+        times = self.config.expert_layers * work.expert_matrices
+        adapters = 2 * rank * (rows * experts.intermediate_size + self.config.expert_input)
+        return times * rows * work.expert_product, times * adapters
 
     def model_flops(self) -> float:
         return sum(self.flops().values())
@@ -173,7 +174,7 @@ class Sampling:
     def _sums(self) -> int:
         experts = self._work.routed
         of_experts = 0 if experts is None else self.config.expert_layers * (1 + bool(experts.shared_size))
-        return self._work.divided_mixers + self.config.num_layers + of_experts
+        return self._work.divided_mixers + self._work.mlps + of_experts
 
     def hbm_bytes(self) -> dict[str, float]:
         work, layers, cache = self._work, self.config.attending_layers, self._cache_bytes()
@@ -193,7 +194,7 @@ class Sampling:
         experts = self._work.routed
         if experts is None:
             return 0.0
-        each = 3 * self.config.hidden_size * experts.intermediate_size
+        each = self._work.expert_matrices * self.config.expert_input * experts.intermediate_size
         return float(self._size * self.config.expert_layers * self._rounds * each)
 
     @property
@@ -221,7 +222,7 @@ class Sampling:
         work, found = self._work, sum(each.layers * (each.d_in + each.d_out) for each in self._work.modules)
         if work.routed is not None:
             inner = work.routed.num_experts // self.axes.tensor * work.routed.intermediate_size
-            found += 3 * self.config.expert_layers * (self.config.hidden_size + inner)
+            found += work.expert_matrices * self.config.expert_layers * (self.config.expert_input + inner)
         return self._size * self.shape.max_lora_rank * found
 
     def _cache_bytes(self) -> int:
