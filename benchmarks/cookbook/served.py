@@ -160,7 +160,7 @@ def _last_checkpoint(runs: Path) -> dict[str, str]:
 def _downloaded(checkpoint: str, place: Place) -> Path:
     """Download an adapter as a user does, and return where it is."""
     output = place.directory / "adapters"
-    command = [place.python, "-m", "tinker.cli", "checkpoint", "download", checkpoint, "--output", output]
+    command = [str(place.python), "-m", "tinker.cli", "checkpoint", "download", checkpoint, "--output", str(output)]
     subprocess.run(command, check=True, capture_output=True, env=_environment(place), timeout=_LIMIT_S)
     (file,) = output.rglob("adapter_model.safetensors")
     return file.parent

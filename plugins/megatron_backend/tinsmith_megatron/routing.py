@@ -68,4 +68,5 @@ def of_groups(scores_TE: torch.Tensor, num_groups: int, chosen: int) -> torch.Te
     scores_Tge: torch.Tensor = scores_TE.detach().unflatten(1, (num_groups, -1))
     best_Tx = scores_Tge.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
     closed_Tg = torch.ones_like(scores_Tge[..., 0], dtype=torch.bool).scatter(1, best_Tx, value=False)
-    return scores_Tge.masked_fill(closed_Tg[..., None], -torch.inf).flatten(1)
+    open_Tge: torch.Tensor = scores_Tge.masked_fill(closed_Tg[..., None], -torch.inf)
+    return open_Tge.flatten(1)
