@@ -175,7 +175,8 @@ def test_a_call_of_a_tool_is_a_block_and_comes_whole() -> None:
 @pytest.mark.parametrize(
     ("change", "status", "match"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 422, "thinking.type: Input should be 'disabled'"),
+        ({"output_config": {"effort": "low"}}, 400, "output_config"),
         ({"tool_choice": {"type": "any"}}, 422, "tool_choice"),
         ({"max_tokens": 0}, 422, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 422, "image"),
@@ -198,6 +199,11 @@ def test_what_is_not_offered_is_refused_in_anthropics_form(
 def post(server: RunningServer, body: object, **headers: str) -> httpx.Response:
     url = f"{server.url}/anthropic/api/v1/messages"
     return httpx.post(url, json=body, headers={"x-api-key": "tml-ann", **headers}, timeout=300)
+
+
+def test_thinking_may_be_switched_off(ann: anthropic.Anthropic) -> None:
+    got = ann.messages.create(model="toy", messages=HI, max_tokens=1, thinking={"type": "disabled"}, extra_body=GREEDY)
+    assert (got.model_extra or {})["prompt_token_ids"] == HI_TOKENS
 
 
 def test_a_version_that_is_not_offered_is_refused(server: RunningServer) -> None:

@@ -74,6 +74,10 @@ class ToolChoice(_Body):
     disable_parallel_tool_use: Literal[False] = False
 
 
+class Thinking(_Body):
+    type: Literal["disabled"]
+
+
 class CountTokensRequest(_Body):
     """What decides about a prompt."""
 
@@ -82,6 +86,7 @@ class CountTokensRequest(_Body):
     system: str | list[TextBlock] | None = None
     tools: list[Tool] = []
     tool_choice: ToolChoice = ToolChoice(type="auto")
+    thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Json] = {}
 
     @model_validator(mode="after")
