@@ -249,6 +249,9 @@ def test_another_sites_page_changes_nothing_with_a_sessions_cookie(browser: Brow
     assert status(origin="https://evil.example") == 401
     assert status(origin="null") == 401
     assert status() == 401
+    for path in ("copy_weights", "sessions/none/finish", "runs/none/share_links"):  # the page's other deeds
+        assert browser.post(f"/api/v1/{path}", site="cross-site").status_code == 401
+        assert browser.post(f"/api/v1/{path}").status_code in {404, 422}
     assert browser.get("/api/v1/runs").status_code == 200
     assert browser.get("/api/v1/runs", **{"sec-fetch-site": "cross-site"}).status_code == 401
     assert browser.post("/login/logout", site="cross-site").status_code == 403
