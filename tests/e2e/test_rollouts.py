@@ -270,3 +270,27 @@ def test_the_page_shows_which_rollout_got_the_highest_reward(
     browser.until(f"document.querySelector('#rollout .sampled')?.textContent === {worst!r}")
     take("rollouts")
     assert browser.problems == []
+
+
+def test_the_page_marks_what_was_never_trained(
+    server: RunningServer, connect: Connect, browser: Browser, take: Callable[[str], None]
+) -> None:
+    script = Script(server, connect(server.url, "tml-ann"))
+    script.step([1.0, 2.0], filtered=1)
+    tinsmith.track(script.training).log_rewards(0, [*script.data, *script.filtered], [0.5, 0.25, 3.0])
+    browser.look(width=1280, height=800, dark=False)
+    browser.open(f"{script.url}/#run={script.run_id}&view=rollouts&key=tml-ann")
+    browser.until("document.querySelector('#rollout .sampled')")
+    tags = (
+        "[...document.querySelectorAll('#rollout-list tbody tr')].map((row) => row.querySelector('.tag')?.textContent)"
+    )
+    assert browser.evaluate(f"{tags}.map((tag) => tag ?? '')") == ["not trained", "", ""]
+    told = browser.evaluate("document.querySelector('#kept').textContent")
+    assert told == "2 rollouts, and 1 more, sampled and never trained on."
+    facts = browser.evaluate("document.querySelector('#rollout dl').textContent")
+    assert facts.startswith("trainedno: it was sampled during this step, and no pass had itreward3")
+    assert "KL" not in facts
+    browser.evaluate("document.querySelectorAll('#rollout-list a')[1].click()")
+    browser.until("document.querySelector('#rollout dl')?.textContent.startsWith('reward0.5advantage1')")
+    take("untrained")
+    assert browser.problems == []

@@ -54,7 +54,7 @@ function linkViews(id, shown) {
 async function drawNow(id) {
   if (isShared()) return;
   const run = await read(`/runs/${encodeURIComponent(id)}`);
-  const told = [run.name, `${run.steps.toLocaleString("en")} steps`, run.state_reason ?? run.state, nowOf(run)];
+  const told = [run.name, `${run.steps.toLocaleString("en")} ${run.steps === 1 ? "step" : "steps"}`, run.state_reason ?? run.state, nowOf(run)];
   $("now").textContent = told.filter(Boolean).join(" · ");
   $("now").hidden = false;
 }
