@@ -1,6 +1,8 @@
 """A server of toy models with a tokenizer, a checkpoint or more, and OpenAI's clients."""
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import tinker
@@ -9,6 +11,8 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
+from tinsmith import BackendSpec, Failed, OnTokens, Sample, SampleOutput, hookimpl
+from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.settings import ModelSettings, PluginSection
 
 VOCAB_SIZE = 128
@@ -71,3 +75,30 @@ def checkpoint(client: tinker.TrainingClient, name: str) -> str:
     path = client.save_weights_for_sampler(name).result().path
     assert path is not None
     return path
+
+
+class Patient(ToyBackend):
+    """Draws, tells three tokens of each sequence, and ends when it may."""
+
+    may_end, cancelled = threading.Event(), threading.Event()
+    fails = False
+
+    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
+        output = await self.sample(op)
+        assert isinstance(output, SampleOutput)
+        for index, sequence in enumerate(output.sequences):
+            on_tokens(index, 0, sequence.tokens[:2].tolist())
+            on_tokens(index, 0, sequence.tokens[:1].tolist())
+            on_tokens(index, 1, sequence.tokens[1:3].tolist())
+        try:
+            await asyncio.to_thread(self.may_end.wait)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return Failed(message="lost on the way") if self.fails else output
+
+
+class PatientBackends:
+    @hookimpl
+    def tinsmith_register_backends(self) -> BackendSpec[ToyConfig]:
+        return BackendSpec(name="patient", config=ToyConfig, create=Patient, needs_model_path=False)

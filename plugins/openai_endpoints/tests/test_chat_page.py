@@ -6,7 +6,7 @@ import httpx
 import pytest
 import tinker
 from browser import Browser
-from openai_served import checkpoint, toy_model, train_to_say
+from openai_served import Patient, PatientBackends, checkpoint, toy_model, train_to_say
 
 from tinsmith.testing.harness import RunningServer, running_server
 
@@ -16,8 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # wh
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("chat")
-    with running_server(directory / "data", models=[toy_model(directory / "toy")]) as server:
+    models = [toy_model(directory / "toy", plugin="patient")]
+    with running_server(directory / "data", models=models, extra_plugins=[PatientBackends()]) as server:
         yield server
+        Patient.may_end.set()  # or the engine could not stop
 
 
 def test_the_page_is_public_and_whole(server: RunningServer) -> None:
@@ -50,9 +52,13 @@ def test_two_checkpoints_answer_side_by_side(
     for field, value in (("temperature", "0"), ("tokens", "6"), ("text", "hi")):
         browser.evaluate(f"document.querySelector('#{field}').value = '{value}'")
     browser.evaluate("document.querySelector('#text').focus()")
+    said = "[...document.querySelectorAll('.assistant')].map((each) => each.firstChild?.textContent)"
+    Patient.may_end.clear()
     browser.press("Enter")
+    browser.until(f"{said}.join() === 'kkk,mmm'")  # while both are drawn
+    take("chat-streaming")
+    Patient.may_end.set()
     browser.until("document.querySelectorAll('.assistant small').length === 2")
-    said = "[...document.querySelectorAll('.assistant')].map((each) => each.firstChild.textContent)"
     assert browser.evaluate(said) == ["kkkkkk", "mmmmmm"]
     take("chat")
     browser.look(width=1280, height=800, dark=False)

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,8 @@ import openai
 import pytest
 import tinker
 from openai.types.chat import ChatCompletionMessageParam
-from openai_served import END, checkpoint, tokens_of, toy_model, train_to_say
+from openai_served import END, Patient, PatientBackends, checkpoint, tokens_of, toy_model, train_to_say
 
-from tinsmith import BackendSpec, Failed, OnTokens, Sample, SampleOutput, hookimpl
-from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith_openai.streams import streamed
 
@@ -178,33 +175,6 @@ def test_a_message_may_say_that_it_is_text(ann: openai.OpenAI) -> None:
 def test_a_role_that_no_template_knows_is_refused(ann: openai.OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match="'uer'"):
         ann.chat.completions.create(model="toy", messages=[{"role": "uer", "content": "hi"}])  # type: ignore[list-item]
-
-
-class Patient(ToyBackend):
-    """Draws, tells three tokens of each sequence, and ends when it may."""
-
-    may_end, cancelled = threading.Event(), threading.Event()
-    fails = False
-
-    async def sample_streaming(self, op: Sample, on_tokens: OnTokens) -> SampleOutput | Failed:
-        output = await self.sample(op)
-        assert isinstance(output, SampleOutput)
-        for index, sequence in enumerate(output.sequences):
-            on_tokens(index, 0, sequence.tokens[:2].tolist())
-            on_tokens(index, 0, sequence.tokens[:1].tolist())
-            on_tokens(index, 1, sequence.tokens[1:3].tolist())
-        try:
-            await asyncio.to_thread(self.may_end.wait)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-        return Failed(message="lost on the way") if self.fails else output
-
-
-class PatientBackends:
-    @hookimpl
-    def tinsmith_register_backends(self) -> BackendSpec[ToyConfig]:
-        return BackendSpec(name="patient", config=ToyConfig, create=Patient, needs_model_path=False)
 
 
 @pytest.fixture(scope="module")
