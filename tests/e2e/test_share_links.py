@@ -163,4 +163,12 @@ def test_the_page_makes_a_link_that_shows_the_run_without_a_key(server: RunningS
         friend.until(drawn)
         friend.until("document.querySelector('#live').textContent === 'live'")
         assert friend.evaluate("document.querySelector('#share').hidden")
+        friend.evaluate("document.querySelector('figure .uplot').focus()")
+        for key in ("End", "Enter"):
+            friend.press(key)
+        friend.until("document.querySelector('#point').open")
+        assert "reward0.5" in friend.evaluate("document.querySelector('#point-values').textContent")
+        assert friend.evaluate("document.querySelector('#point-more').children.length") == 0, (
+            "no checkpoint, no rollout"
+        )
         assert friend.problems == []

@@ -16,7 +16,7 @@ function shownRun() {
 }
 
 function update() {
-  button.hidden = shownRun() === null;
+  button.hidden = $("how-near").hidden = shownRun() === null;
   made.hidden = true;
 }
 
