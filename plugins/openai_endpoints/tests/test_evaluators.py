@@ -1,4 +1,4 @@
-"""lm-eval and Inspect on a trained adapter: the commands of docs/how-to/use-openai-clients.md, on files made here.
+"""lm-eval and Inspect on a trained adapter and its base model: the commands of a page, on files made here.
 
     TINSMITH_EVALUATORS=evaluators/bin pytest plugins/openai_endpoints/tests/test_evaluators.py
 
@@ -153,10 +153,19 @@ def samples(directory: Path, task: str) -> list[Any]:
     return sorted(found, key=lambda sample: int(sample["doc_id"]))
 
 
-def test_lm_eval_scores_choices_with_the_sdks_logprobs(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [True, False])
+def test_lm_eval_scores_choices_with_the_sdks_logprobs(served: Served, tmp_path: Path, trained: bool) -> None:
+    """Of an adapter, and of the base model."""
     (tmp_path / "choice.yaml").write_text(CHOICE)
-    run(command("lm-eval", "local-completions"), served, tmp_path, TASKS="choice")
-    sampler = served.service.create_sampling_client(model_path=served.path).result()
+    run(
+        command("lm-eval", "local-completions"),
+        served,
+        tmp_path,
+        TASKS="choice",
+        MODEL=served.path if trained else "tiny",
+    )
+    model = {"model_path": served.path} if trained else {"base_model": "tiny"}
+    sampler = served.service.create_sampling_client(**model).result()
     tokenizer = Tokenizer.from_file(str(served.model / "tokenizer.json"))
     for sample, question in zip(samples(tmp_path, "choice"), QUESTIONS, strict=True):
         for choice, [logprob, _is_greedy] in zip(question["choices"], sample["filtered_resps"], strict=True):  # type: ignore[call-overload]
