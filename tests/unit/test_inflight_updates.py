@@ -169,6 +169,9 @@ async def test_a_running_sample_goes_on_with_each_later_save(setup: Setup) -> No
         assert setup.sampler.moves == [(first, f"s1:sample:{number}{ops.INFLIGHT}") for number in (1, 2, 3)]
         await client.run(sample(3, max_tokens=2))  # makes room
         assert setup.sampler.loaded == {first, present}
+        await save_after_step(client, 4, inflight=False)
+        await client.run(sample(4, max_tokens=2, inflight=False))  # makes room, too
+        assert setup.sampler.loaded == {first, present, "s1:sample:4"}
         setup.sampler.go_on.set()
         assert names(await client.result(running)) == [(present, LENGTH)]
         await client.run(sample(3, max_tokens=2))
