@@ -153,6 +153,7 @@ def test_many_samples_at_once(base: tinker.SamplingClient) -> None:
 def test_a_pickled_sampler_samples_too(base: tinker.SamplingClient) -> None:
     clone = pickle.loads(pickle.dumps(base))
     assert tokens_of(clone) == tokens_of(base)
+    clone.holder.close()  # it has connections and heartbeats of its own
 
 
 def test_alternatives_of_prompt_tokens_are_drawn_at_the_temperature(base: tinker.SamplingClient) -> None:
