@@ -115,6 +115,15 @@ def test_rule_agrees_with_transformers_on_each_sequence_alone() -> None:
             assert gap(each[place], theirs.grad[0].numpy()) < 1e-5
 
 
+def test_keys_that_are_alike_cost_no_digits() -> None:
+    """Powers of the system of a chunk are then huge, while its inverse is small."""
+    own = drawn(130, 0)
+    alike = own._replace(k=np.ones_like(own.k), log_decay=np.zeros_like(own.log_decay), beta=np.ones_like(own.beta))
+    stream, first_n, (place,) = packed([alike])
+    found = jax.jit(gated_delta.scan)(stream, first_n)[place]
+    assert gap(found, np.asarray(one_by_one(gated_delta, alike))) < 1e-5
+
+
 def test_mamba_agrees_with_transformers_on_each_sequence_alone() -> None:
     """Whose scan takes time steps, by which it multiplies decays."""
     rates = np.array([-0.1, -0.5, -1, -4], np.float32)

@@ -29,7 +29,7 @@ from tinsmith_jax.model_config import ModelConfig
 from tinsmith_jax.tiles import TILE
 
 _SMALL = 1e-6  # is added to the square of a length
-_BLOCK = 16  # rows that are solved at once, a power of 2
+_BLOCK = 16  # rows of the blocks that are inverted in place, a power of 2
 
 
 class DeltaInputs(NamedTuple):
@@ -84,18 +84,13 @@ def empty_state(inputs: DeltaInputs) -> Jax:
 def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     """Take a chunk of one sequence's tokens. Return the state [H, dk, dv] after them, and the output [c, H, dv]."""
     q, k, v, g, beta = _by_head(inputs)
-    decays = decays_of(g)
-    total = jnp.cumsum(g, axis=1)
-    system = dot("hik,hjk->hij", k * beta[..., None], k) * decays
-    shrunk = jnp.exp(total)[..., None]
-    joined = jnp.concatenate([v, k * shrunk], axis=-1) * beta[..., None]
-    solved = _solve(system, joined)
-    values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
-    corrections = values - dot("hik,hkv->hiv", keys, state)
-    scores = dot("hik,hjk->hij", q, k) * decays
-    out = dot("hik,hkv->hiv", q * shrunk, state) + dot("hij,hjv->hiv", scores, corrections)
-    left = decays[:, -1, :, None]
-    new = state * jnp.exp(total[:, -1])[:, None, None] + dot("hik,hiv->hkv", k * left, corrections)
+    alike, scores = (per_value(dot("nid,njd->nij", x, k), v) for x in (k, q))
+    q, k = per_value(q, v), per_value(k, v)
+    decays, left = decays_of(g)
+    missing = (v - dot("hik,hkv->hiv", k * left, state)) * beta[..., None]
+    corrections = _solve(alike * decays * beta[..., None], missing)
+    out = dot("hik,hkv->hiv", q * left, state) + dot("hij,hjv->hiv", scores * decays, corrections)
+    new = state * left[:, -1:] + dot("hik,hiv->hkv", k * decays[:, -1, :, None], corrections)
     return new, out.transpose(1, 0, 2)
 
 
@@ -106,64 +101,65 @@ def _solve(system: Jax, right: Jax) -> Jax:
     On a CPU, jax would have LAPACK solve them: it divides them among XLA's threads and blocks one of these, so that
     programs side by side can block all.
     """
-    return _substituted(_inverses(system), system, right)
+    return dot("hij,hjv->hiv", _inverse(system), right)
 
 
 @_solve.defjvp
 def _solve_jvp(primals: tuple[Jax, Jax], tangents: tuple[Jax, Jax]) -> tuple[Jax, Jax]:
-    system, right = primals
-    inverses = _inverses(system)
-    found = _substituted(inverses, system, right)
+    inverse = _inverse(primals[0])
+    found = dot("hij,hjv->hiv", inverse, primals[1])
     change = tangents[1] - dot("hij,hjv->hiv", jnp.tril(tangents[0], -1), found)
-    return found, _substituted(inverses, system, change)
+    return found, dot("hij,hjv->hiv", inverse, change)
 
 
-def _substituted(inverses: Jax, system: Jax, right: Jax) -> Jax:
-    """Solve block by block of rows, given the inverses of the blocks on the diagonal."""
-    found = right[:, :0]
-    for i in range(inverses.shape[1]):
-        before = i * _BLOCK
-        rest = right[:, before : before + _BLOCK]
-        rest -= dot("hij,hjv->hiv", system[:, before : before + _BLOCK, :before], found)
-        inverse = inverses[:, i, : rest.shape[1], : rest.shape[1]]
-        found = jnp.concatenate([found, dot("hij,hjv->hiv", inverse, rest)], axis=1)
-    return found
+def _inverse(system: Jax) -> Jax:
+    """Return the inverses [H, c, c] of such systems.
+
+    The inverse of [[A, 0], [C, B]] has those of A and B on its diagonal, and -B^-1 C A^-1 in its corner. A product of
+    powers would take as few operations, but where keys are alike, its terms are large and cancel.
+    """
+    c = system.shape[-1]
+    if c <= _BLOCK:
+        return _inverse_in_place(system)
+    half = _BLOCK << (((c - 1) // _BLOCK).bit_length() - 1)
+    system = jnp.pad(system, ((0, 0), *((0, 2 * half - c),) * 2))
+    on_diagonal = jnp.concatenate([system[:, :half, :half], system[:, half:, half:]])
+    first, second = jnp.split(_inverse(on_diagonal), 2)
+    corner = -dot("hij,hjk->hik", second, dot("hij,hjk->hik", system[:, half:, :half], first))
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)[:, :c, :c]
 
 
-def _inverses(system: Jax) -> Jax:
-    """Return the inverses [H, blocks, _BLOCK, _BLOCK]. Smaller ones are joined to those of twice the size."""
-    number = -(-system.shape[-1] // _BLOCK)
-    more = number * _BLOCK - system.shape[-1]
-    blocks = jnp.pad(system, ((0, 0), (0, more), (0, more))).reshape(-1, number, _BLOCK, number, _BLOCK)
-    own = jnp.moveaxis(jnp.diagonal(blocks, axis1=1, axis2=3), -1, 1).reshape(-1, _BLOCK, _BLOCK)
-    found = jnp.ones((own.shape[0], _BLOCK, 1, 1), system.dtype)
-    size = 1
-    while size < _BLOCK:
-        pairs = own.reshape(-1, _BLOCK // (2 * size), 2 * size, _BLOCK // (2 * size), 2 * size)
-        below = jnp.moveaxis(jnp.diagonal(pairs, axis1=1, axis2=3)[:, size:, :size], -1, 1)
-        first, second = found[:, ::2], found[:, 1::2]
-        corner = -dot("hnij,hnjk->hnik", dot("hnij,hnjk->hnik", second, below), first)
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        found = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+def _inverse_in_place(system: Jax) -> Jax:
+    """Invert the blocks on the diagonal where they lie, each time of twice the size: more products, less to compile."""
+    c = system.shape[-1]
+    row, column = np.indices((c, c))
+    found, size = jnp.eye(c, dtype=system.dtype), 1
+    while size < c:
+        is_corner = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
+        corners = jnp.where(is_corner, system, 0)
+        found -= corners if size == 1 else dot("hij,hjk->hik", found, dot("hij,hjk->hik", corners, found))
         size *= 2
-    return found.reshape(-1, number, _BLOCK, _BLOCK)
+    return jnp.broadcast_to(found, system.shape)
 
 
-def decays_of(log_decay: Jax) -> Jax:
+def decays_of(log_decay: Jax) -> tuple[Jax, Jax]:
     """Return how much of what token j has left in a state token i finds: [H, c, c], 0 if j comes later.
 
-    Each is a sum by itself. Differences of running sums would lose the digits of tokens that decay little, after one
-    that decays by much.
+    Also how much it finds of the state before the chunk, [H, c, 1]. Each of the former is a sum by itself. Differences
+    of running sums would lose the digits of tokens that decay little, after one that decays by much.
     """
     c = log_decay.shape[1]
     earlier = np.tril(np.ones((c, c), np.bool_))
     after = jnp.where(np.tril(earlier, -1), log_decay[:, :, None], 0)
-    return jnp.where(earlier, jnp.exp(dot("im,hmj->hij", earlier.astype(after.dtype), after)), 0)
+    decays = jnp.where(earlier, jnp.exp(dot("im,hmj->hij", earlier.astype(after.dtype), after)), 0)
+    return decays, decays[:, :, :1] * jnp.exp(log_decay[:, :1, None])
 
 
 def step(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     """Take one token as the rule says, where the token's axis is left out. Return the state, and the output [H, dv]."""
     q, k, v, g, beta = (x[:, 0] for x in _by_head(jax.tree.map(lambda x: x[None], inputs)))
+    q, k = per_value(q, v), per_value(k, v)
     state = state * jnp.exp(g)[:, None, None]
     correction = (v - (state * k[..., None]).sum(axis=1)) * beta[:, None]
     state = state + k[..., None] * correction[:, None, :]
@@ -171,12 +167,15 @@ def step(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
 
 
 def _by_head(inputs: DeltaInputs) -> tuple[Jax, ...]:
-    """Return wide inputs, heads first: queries and keys of length 1, queries scaled, for each value head."""
+    """Return wide inputs, heads first: queries and keys of length 1, queries scaled."""
     wide = wide_type(inputs.v.dtype)
     q, k, v, g, beta = (jnp.swapaxes(x.astype(wide), 0, 1) for x in inputs)
-    group = v.shape[0] // k.shape[0]
-    q, k = (jnp.repeat(_of_length_1(x), group, axis=0) for x in (q, k))
-    return q * k.shape[-1] ** -0.5, k, v, g, beta
+    return _of_length_1(q) * k.shape[-1] ** -0.5, _of_length_1(k), v, g, beta
+
+
+def per_value(x: Jax, v: Jax) -> Jax:
+    """Repeat what key heads have, [N, ...], for the heads of the values [H, ...]."""
+    return jnp.repeat(x, v.shape[0] // x.shape[0], axis=0)
 
 
 def _of_length_1(x: Jax) -> Jax:

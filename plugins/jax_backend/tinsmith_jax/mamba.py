@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinsmith_jax.gated_delta import DeltaInputs, decays_of, dot, over_sequences, wide_type
+from tinsmith_jax.gated_delta import DeltaInputs, decays_of, dot, over_sequences, per_value, wide_type
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.layers import rms_norm
 from tinsmith_jax.model_config import ModelConfig
@@ -29,33 +29,33 @@ IN, OUT, CONVOLUTION, CONVOLUTION_BIAS = "mamba_in", "mamba_o", "mamba_conv", "m
 
 
 def scan(inputs: DeltaInputs, first_n: Jax, *, chunk: int = TILE) -> Jax:
-    """Apply the rule to each sequence of a packed stream, as `gated_delta.gated_delta` does: return [T, H, dv]."""
+    """Apply the rule to each sequence of a packed stream, as `gated_delta.scan` does: return [T, H, dv]."""
     return over_sequences(advance, inputs, first_n, chunk=chunk)
 
 
 def advance(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     """Take a chunk of one sequence's tokens. Return the state [H, dk, dv] after them, and the output [c, H, dv]."""
     q, k, v, g = _by_head(inputs)
-    decays, total = decays_of(g), jnp.cumsum(g, axis=1)
-    scores = dot("hik,hjk->hij", q, k) * decays
-    out = dot("hik,hkv->hiv", q * jnp.exp(total)[..., None], state) + dot("hij,hjv->hiv", scores, v)
-    left = decays[:, -1, :, None]
-    new = state * jnp.exp(total[:, -1])[:, None, None] + dot("hik,hiv->hkv", k * left, v)
+    scores = per_value(dot("nid,njd->nij", q, k), v)
+    q, k = per_value(q, v), per_value(k, v)
+    decays, left = decays_of(g)
+    out = dot("hik,hkv->hiv", q * left, state) + dot("hij,hjv->hiv", scores * decays, v)
+    new = state * left[:, -1:] + dot("hik,hiv->hkv", k * decays[:, -1, :, None], v)
     return new, out.transpose(1, 0, 2)
 
 
 def step(state: Jax, inputs: DeltaInputs) -> tuple[Jax, Jax]:
     """Take one token as the rule says, where the token's axis is left out. Return the state, and the output [H, dv]."""
     q, k, v, g = (x[:, 0] for x in _by_head(jax.tree.map(lambda x: x[None], inputs)))
+    q, k = per_value(q, v), per_value(k, v)
     state = state * jnp.exp(g)[:, None, None] + k[..., None] * v[:, None, :]
     return state, (state * q[..., None]).sum(axis=1)
 
 
 def _by_head(inputs: DeltaInputs) -> tuple[Jax, ...]:
-    """Return wide inputs, heads first, for each value head; values are multiplied by their time steps."""
+    """Return wide inputs, heads first; values are multiplied by their time steps."""
     wide = wide_type(inputs.v.dtype)
     q, k, v, g, time = (jnp.swapaxes(x.astype(wide), 0, 1) for x in inputs)
-    q, k = (jnp.repeat(x, v.shape[0] // k.shape[0], axis=0) for x in (q, k))
     return q, k, v * time[..., None], g
 
 

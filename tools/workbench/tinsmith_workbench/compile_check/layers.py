@@ -23,7 +23,7 @@ _EXPERT_MODULES: Final = ("gate", "up", "down")
 _OF_MLPS: Final = ("down", "shared_down", "routed_out")
 _OF_MIXERS: Final = ("o", "delta_o", "mamba_o")
 """The matrices that give what a part of a layer adds."""
-_SOLVED: Final = 16  # rows of a triangular system that are solved at once, as in gated_delta.py
+_IN_PLACE: Final = 16  # rows of the blocks of a triangular system that are inverted in place, as in gated_delta.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,8 @@ class Layers:
         if rule is None:
             return 0.0, 0.0, 0.0
         dk, dv = rule.key_dim, rule.value_dim
-        scores, decays, by_state, of_values = c * c * dk, c**3, c * dk * dv, c * c * dv
+        scores, decays = c * c * dk * rule.key_heads / rule.value_heads, c**3  # heads of values share keys
+        by_state, of_values = c * dk * dv, c * c * dv
         first, backward = _corrections(rule) if isinstance(rule, DeltaRule) else (0, 0)
         first += scores + decays
         results = by_state + of_values + by_state
@@ -227,9 +228,15 @@ class Layers:
         return min(own, groups) * -(-own // (groups * TILE))
 
 
-def _corrections(rule: DeltaRule) -> tuple[int, int]:
-    """Return the products of a chunk's corrections in a head, and those of their backward pass."""
-    c, dk, dv = TILE, rule.key_dim, rule.value_dim
-    solved = (dk + dv) * (_SOLVED * sum(range(0, c, _SOLVED)) + c * _SOLVED)
-    products = c * c * dk + c * dk * dv
-    return products + solved, 2 * products + solved + c * c * (dk + dv)
+def _corrections(rule: DeltaRule) -> tuple[float, float]:
+    """Return the products of a chunk's corrections in a head of values, and those of their backward pass.
+
+    The inverse of a chunk's system comes of blocks that are inverted in place, and of unions of two.
+    """
+    c, size = TILE, _IN_PLACE
+    inverse = 2 * (size.bit_length() - 2) * size**2 * c
+    while size < c:
+        inverse += size**2 * c
+        size *= 2
+    products = c * c * rule.key_dim * rule.key_heads / rule.value_heads + c * rule.value_dim * (rule.key_dim + c)
+    return products + inverse, 2 * products
