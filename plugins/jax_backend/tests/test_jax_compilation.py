@@ -263,13 +263,28 @@ def test_programs_that_a_power_cut_or_a_disk_has_damaged_are_compiled_again(
         assert {entry.name for entry in compiled.iterdir()} == {entry.name for entry in whole}
 
 
-def test_programs_move_with_their_directory(contract_model: Path, cache_of_its_own: Path) -> None:
-    _start_and_score(contract_model, cache_of_its_own)
-    moved = cache_of_its_own.with_name("moved")
-    cache_of_its_own.rename(moved)
-    compilation_cache.reset_cache()
-    programs = {entry.name for entry in (moved / "compiled").iterdir()}
-    _start_and_score(contract_model, moved)
+def test_a_second_start_compiles_nothing_even_if_the_directory_has_moved(
+    contract_model: Path, cache_of_its_own: Path
+) -> None:
+    compiled: list[str] = []
+
+    def count(event: str, **_: object) -> None:
+        if event.endswith("/cache_misses"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_listener(count)
+    try:
+        _start_and_score(contract_model, cache_of_its_own)
+        assert compiled
+        moved = cache_of_its_own.with_name("moved")
+        cache_of_its_own.rename(moved)
+        compilation_cache.reset_cache()
+        programs = {entry.name for entry in (moved / "compiled").iterdir()}
+        compiled.clear()
+        _start_and_score(contract_model, moved)
+        assert compiled == []
+    finally:
+        jax.monitoring.unregister_event_listener(count)
     assert {entry.name for entry in (moved / "compiled").iterdir()} == programs
 
 
@@ -326,6 +341,19 @@ def test_a_request_waits_for_a_larger_program_that_is_being_compiled() -> None:
     assert programs.pick([small, large]) == 1
     go_on.set()
     assert programs.wait_until_warm(600)
+
+
+def test_logs_name_what_a_request_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    bucket = Bucket(num_tokens=128, num_adapters=8, num_targets=1, padded_rank=16)
+    programs = Programs(_ignore)
+    with caplog.at_level(logging.INFO, "tinsmith_jax"):
+        programs.get(Program(("gradients", bucket, False), lambda: len))  # type: ignore[arg-type]
+        programs.start_warm_up([Program(("step", 16), lambda: len)])  # type: ignore[arg-type]
+        assert programs.wait_until_warm(600)
+    waited, began, ended = caplog.messages
+    assert waited == "compiling gradients of 128 tokens, 8 adapters, 1 targets per token, rank 16"
+    assert began == "compiling 1 programs in the background, the likely ones first"
+    assert ended.startswith("compiled 1 programs in ")
 
 
 def test_two_askers_wait_for_one_compilation() -> None:

@@ -23,6 +23,11 @@ class Bucket:
     padded_rank: int
     summed: bool = False  # its losses need sums over their sequences
 
+    def __str__(self) -> str:
+        sums = ", with sums" if self.summed else ""
+        sizes = f"{self.num_tokens} tokens, {self.num_adapters} adapters, {self.num_targets} targets per token"
+        return f"of {sizes}, rank {self.padded_rank}{sums}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:

@@ -32,6 +32,12 @@ class Program:
     key: Hashable
     compile: Compile
 
+    @property
+    def name(self) -> str:
+        """What logs call it."""
+        parts = self.key if isinstance(self.key, tuple) else (self.key,)
+        return " ".join(str(part) for part in parts if not isinstance(part, bool))
+
 
 def compile_program(function: Jax, arguments: Sequence[Jax], *, on_cpu: bool) -> Compiled:
     """Compile what jax.jit returned, for arguments of which the shapes are known.
@@ -143,7 +149,7 @@ class Programs:
             if waits:
                 self._progress("compiling", None)
             if made is mine:
-                self._compile(program, mine)
+                self._compile(program, mine, announce=announce)
             return made.result()
         finally:
             if waits:
@@ -151,8 +157,9 @@ class Programs:
                     self._num_waiting -= 1
                     self._nobody_waits.notify_all()
 
-    def _compile(self, program: Program, made: Future[Compiled]) -> None:
+    def _compile(self, program: Program, made: Future[Compiled], *, announce: bool) -> None:
         start = time.monotonic()
+        logger.log(logging.INFO if announce else logging.DEBUG, "compiling %s", program.name)
         try:
             made.set_result(program.compile())
         except BaseException as error:
@@ -169,6 +176,7 @@ class Programs:
 
     def _warm_up(self) -> None:
         start, total = time.monotonic(), len(self._to_warm)
+        logger.info("compiling %d programs in the background, the likely ones first", total)
         try:
             while not self._stop.is_set() and (program := self._next_to_warm()) is not None:
                 self._progress("warming up", (total - len(self._to_warm) - 1) / total)
