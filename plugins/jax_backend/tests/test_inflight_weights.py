@@ -47,7 +47,8 @@ async def backend(tiny_backend: JaxBackend) -> AsyncIterator[JaxBackend]:
 @pytest.fixture
 def small_rounds(contract_model: Path, jax_cache: Path) -> Iterator[JaxBackend]:
     """A backend that reads one tile in a round."""
-    backend = make_backend(contract_model, jax_cache, **FEW_PROGRAMS, prefill_tokens=64)
+    settings: dict[str, Any] = {**FEW_PROGRAMS, "prefill_tokens": 64}
+    backend = make_backend(contract_model, jax_cache, **settings)
     yield backend
     backend.close()
 
