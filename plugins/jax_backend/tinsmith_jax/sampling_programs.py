@@ -225,10 +225,11 @@ class SamplingPrograms:
 
     @property
     def cache_specs(self) -> Cache:
-        """Return how they are divided."""
-        pages = PAGES if self.config.attention.latent is None else WHOLE_PAGES
+        """Return how they are divided. Values of latents are empty, and programs return what is empty undivided."""
         states = None if self.config.recurrence is None else States(WHOLE_PAGES, WHOLE_PAGES)
-        return Cache(pages, pages, states)
+        if self.config.attention.latent is not None:
+            return Cache(WHOLE_PAGES, Spec(), states)
+        return Cache(PAGES, PAGES, states)
 
     @property
     def resident(self) -> adapters.Adapter:
