@@ -44,7 +44,7 @@ size and rank: on CPU, and on accelerators."""
 _DIFFERENTIATED: Final = {True: (33, 24, 28, 27, 24), False: (0, 10, 33, 0, 0)}
 """The memory of a layer in the backward pass: on CPU in addition to that, on accelerators with `recompute` all."""
 
-_PERIOD: Final = 2.2
+_PERIOD: Final = 1.7
 """How many times as much XLA for CPUs has of a layer in the backward pass, if one round of a loop computes layers of
 several kinds."""
 

@@ -35,6 +35,7 @@ from tinsmith_jax.attention import Scoring
 from tinsmith_jax.experts import Stacked, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
 from tinsmith_jax.kernels import paged, row_products
+from tinsmith_jax.layer_scan import scan_layers, with_kinds
 from tinsmith_jax.layers import (
     PositionEncoding,
     activated,
@@ -46,8 +47,6 @@ from tinsmith_jax.layers import (
     rms_norm,
     rope,
     scaled,
-    scan_layers,
-    with_kinds,
 )
 from tinsmith_jax.mesh import Axes, gathered
 from tinsmith_jax.model_config import DENSE, ModelConfig, mixes
@@ -327,9 +326,9 @@ def _layers(
         compute = partial(rms_norm, weight=weight_H, eps=config.rms_norm_eps, centred=config.norms.centred)
         return by_tile(compute, x_NTH)
 
-    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[Jax]) -> tuple[Jax, jax.Array | None]:
+    def layer(carry: tuple[jax.Array, Cache], scanned: tuple[Jax, None]) -> tuple[Jax, jax.Array | None]:
         x_NTH, cache = carry
-        (weights,), given_NTH = scanned, x_NTH
+        (weights, _), given_NTH = scanned, x_NTH
         mixer = _of_mixer(weights)
         run = _run_of(weights, config)
 

@@ -22,7 +22,7 @@ from tinsmith_jax.kernels import tile_products, wide_products
 from tinsmith_jax.kernels.choice import Kernels
 from tinsmith_jax.kernels.grouped_products import GroupedProducts
 from tinsmith_jax.mesh import ONE, Axes
-from tinsmith_jax.model_config import DENSE, Activation, Clamped, ModelConfig
+from tinsmith_jax.model_config import Activation, Clamped, ModelConfig
 from tinsmith_jax.tiles import TILE, Tiles
 
 _KEPT: Final = "kept"
@@ -109,79 +109,6 @@ class PositionEncoding(NamedTuple):
             return self.angles[0], self.windows[0] if self.windows else None
         cos, sin = (jnp.stack(each)[kind] for each in zip(*self.angles, strict=True))
         return (cos, sin), jnp.array(self.windows, jnp.int32)[kind] if self.windows else None
-
-
-Layer = Callable[[Jax, Jax], tuple[Jax, Jax]]
-"""Takes the carry and a layer's part of each tree. Returns the carry, and what is stacked over the layers."""
-
-
-def scan_layers(
-    layer: Layer,
-    carry: Jax,
-    trees: tuple[Jax, ...],
-    config: ModelConfig,
-    remade: Callable[[Layer], Layer] | None = None,
-) -> tuple[Jax, Jax]:
-    """Scan over the layers. Each tree holds arrays stacked over the layers that have them, or is None.
-
-    If the first layers have a dense MLP and the others have experts, there is a scan for either. What `layer` returns
-    besides the carry is None for the former. `remade` has a layer computed again in the backward pass, with what takes
-    its part of the trees: else reverse differentiation would keep the parts, a copy of all weights.
-    """
-    remade = remade or (lambda layer: layer)
-    if not config.dense_layers:
-        return _scan_run(layer, carry, trees, config, remade)
-    out = None
-    for prefix in config.runs:
-        carry, out = _scan_run(layer, carry, tuple(_of_run(tree, prefix) for tree in trees), config, remade)
-    return carry, out
-
-
-def _of_run(tree: Jax, prefix: str) -> Jax:
-    """Return what layers have whose names begin so, by the rest of the names."""
-    return tree and {name.removeprefix(prefix): x for name, x in tree.items() if name.startswith(DENSE) == bool(prefix)}
-
-
-def _scan_run(
-    layer: Layer, carry: Jax, trees: tuple[Jax, ...], config: ModelConfig, remade: Callable[[Layer], Layer]
-) -> tuple[Jax, Jax]:
-    """Scan over layers of which all have the same, or over the periods of a pattern, whose layers follow each other."""
-    period = config.period
-    if period == 1:
-        return jax.lax.scan(remade(layer), carry, trees)
-    number = config.num_layers // period
-
-    def part(tree: Jax, place: int) -> Jax:
-        own = {name: config.layers_with(name) for name in tree or ()}
-        index = {name: layers.index(place) for name, layers in own.items() if place in layers}
-        return tree and {name: jax.tree.map(lambda x, at=at: x[at], tree[name]) for name, at in index.items()}
-
-    def at(place: int) -> Layer:
-        return remade(lambda carry, given: layer(carry, tuple(part(tree, place) for tree in given)))
-
-    places = [at(place) for place in range(period)]
-
-    def layers_of_period(carry: Jax, given: tuple[Jax, ...]) -> tuple[Jax, Jax]:
-        found = []
-        for layer_there in places:
-            carry, out = layer_there(carry, given)
-            found.append(out)
-        there = [out for out in found if out is not None]
-        return carry, jax.tree.map(lambda *each: jnp.stack(each), *there) if there else None
-
-    given = jax.tree.map(lambda x: x.reshape(number, x.shape[0] // number, *x.shape[1:]), trees)
-    carry, out = jax.lax.scan(layers_of_period, carry, given)
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
-
-
-def with_kinds(layers: Mapping[str, Jax], config: ModelConfig) -> Mapping[str, Jax]:
-    """Add each layer's kind to the trees that a layer scan splits, if there are several kinds."""
-    if len(config.kinds) == 1:
-        return layers
-    kinds = {
-        f"{prefix}kind": jnp.array([config.pattern[i] for i in run], jnp.int32) for prefix, run in config.runs.items()
-    }
-    return {**layers, **kinds}
 
 
 def encoded_positions(positions_T: Jax, config: ModelConfig) -> tuple[PositionEncoding, Jax]:

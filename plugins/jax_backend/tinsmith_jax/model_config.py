@@ -303,9 +303,14 @@ class ModelConfig(DecoderShape):
         return next((kind.recurrence for kind in self.kinds if kind.recurrence is not None), None)
 
     @property
+    def parts(self) -> list[tuple[bool, bool, bool]]:
+        """What each layer has: attention, anything that mixes tokens, and an MLP or experts."""
+        return [(self.kinds[kind].attends, self.kinds[kind].mixer, self.kinds[kind].mlp) for kind in self.pattern]
+
+    @property
     def period(self) -> int:
         """After how many layers the order of what they have repeats, up to the last one."""
-        parts = [(self.kinds[kind].attends, self.kinds[kind].mixer, self.kinds[kind].mlp) for kind in self.pattern]
+        parts = self.parts
         return next(n for n in range(1, len(parts) + 1) if parts == parts[:n] * (len(parts) // n))
 
     @property

@@ -19,6 +19,7 @@ from tinsmith_jax.attention import Scoring, packed_attention
 from tinsmith_jax.expert_training import expert_mlp
 from tinsmith_jax.experts import ExpertLora, Stacked, load_by_tile, of_layer, route, take_apart
 from tinsmith_jax.jax_types import Jax
+from tinsmith_jax.layer_scan import scan_layers, with_kinds
 from tinsmith_jax.layers import (
     Divided,
     Lora,
@@ -37,8 +38,6 @@ from tinsmith_jax.layers import (
     rms_norm,
     rope,
     scaled,
-    scan_layers,
-    with_kinds,
 )
 from tinsmith_jax.mesh import FSDP, ONE, Axes, is_kept
 from tinsmith_jax.model_config import ModelConfig
@@ -103,7 +102,7 @@ def packed_forward(  # noqa: PLR0913 - what a compiled program works on
     elif axes.fsdp > 1:
         remade = partial(jax.checkpoint, prevent_cse=False, policy=is_kept)
     start_TH = by_scale(embed(base["embed"], tokens_T, axes), config.embedding_scale)
-    x_TH, load_LnE = scan_layers(layer, start_TH, (layers, adapters["layers"], sums), config, remade)
+    x_TH, load_LnE = scan_layers(layer, start_TH, (layers, adapters["layers"]), config, remade, sums=sums)
     out_TH = normed(x_TH, base, "final_norm", config)
     return by_scale(out_TH, config.logits_scale), load_LnE
 
