@@ -347,8 +347,8 @@ def test_logs_name_what_a_request_waits_for(caplog: pytest.LogCaptureFixture) ->
     bucket = Bucket(num_tokens=128, num_adapters=8, num_targets=1, padded_rank=16)
     programs = Programs(_ignore)
     with caplog.at_level(logging.INFO, "tinsmith_jax"):
-        programs.get(Program(("gradients", bucket, False), lambda: len))  # type: ignore[arg-type]
-        programs.start_warm_up([Program(("step", 16), lambda: len)])  # type: ignore[arg-type]
+        programs.get(Program(("gradients", bucket, False), lambda: len))
+        programs.start_warm_up([Program(("step", 16), lambda: len)])
         assert programs.wait_until_warm(600)
     waited, began, ended = caplog.messages
     assert waited == "compiling gradients of 128 tokens, 8 adapters, 1 targets per token, rank 16"
