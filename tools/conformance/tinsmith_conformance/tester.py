@@ -77,7 +77,7 @@ class Future:
 
     def poll(self, *, allow_metadata_only: bool = True) -> httpx.Response:
         body = {"request_id": self.id, "allow_metadata_only": allow_metadata_only}
-        accept = {"Accept": PROTOBUF if self._parse else "application/json"}
+        accept = {"Accept": PROTOBUF if self._parse else f"{PROTOBUF}, application/json"}
         return self._tester.http.post("retrieve_future", json=body, headers=accept, timeout=POLL_S)
 
     def finished(self) -> httpx.Response:

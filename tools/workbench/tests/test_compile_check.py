@@ -51,15 +51,14 @@ MORE = (
 
 EVERY = [GRADIENTS, STEP, DECODE, ONCE, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
 
-HYBRID = "delta rule and experts on streams, gradients"
 FURTHER = tuple(
     f"{kind} on {mesh}, {program}"
     for kind in KINDS
     for mesh in ("one device", "streams", "all axes")
     for program in (*PROGRAMS, "gradients, kept", "decode, once")
-    if f"{kind} on {mesh}, {program}" != HYBRID and not (kind.startswith("Mamba") and mesh == "all axes")
+    if not (kind.startswith("Mamba") and mesh == "all axes")
 )
-OF_KINDS = [HYBRID, *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER)]
+OF_KINDS = [pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER]
 """The same of the other kinds of layers. `tensor` does not divide Mamba-2."""
 
 
@@ -67,7 +66,7 @@ OF_KINDS = [HYBRID, *(pytest.param(name, marks=pytest.mark.thorough) for name in
 def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Json:
     """Run planned_programs.py for all programs that the chosen tests ask for."""
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [GRADIENTS, STEP, DECODE, ONCE, *(name for name in (HYBRID, *MORE, *FURTHER) if name in asked)]
+    names = [GRADIENTS, STEP, DECODE, ONCE, *(name for name in (*MORE, *FURTHER) if name in asked)]
     directory = tmp_path_factory.mktemp("planned") / "tiny"
     flags = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
     done = subprocess.run(
