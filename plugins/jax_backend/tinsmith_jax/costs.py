@@ -231,7 +231,7 @@ class Costs:
         own = max(_DRAWN[on_cpu] * slots * vocabulary, read + self._prompt_rows(slots))
         if parts > 1 and gathers_once:
             return own + self.base * parts
-        layer = (self._round_weights() if on_cpu and self._in_parts else self._layer_weights()) * item
+        layer = (self._round_weights() if on_cpu and self._in_parts else self._bodies * self._layer_weights()) * item
         layer = layer if parts > 1 or on_cpu else 0
         return own + layer + (vocabulary * self.shape.hidden_size * item if parts > 1 else 0)
 
@@ -295,6 +295,11 @@ class Costs:
     def _in_parts(self) -> bool:
         """Return whether layers mix tokens or have an MLP, but not both."""
         return not all(kind.mixer and kind.mlp for kind in self.shape.kinds)
+
+    @property
+    def _bodies(self) -> int:
+        """Return how many unlike layers a loop takes out of its stacks: those that attend, and those that recur."""
+        return len({self.shape.kinds[self.shape.pattern[layer]].attends for layer in self._round})
 
     @property
     def _round(self) -> range:
