@@ -52,7 +52,9 @@ def token_by_token(
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        pytest.param(DENSE, {**PP2, **FAST, **RECOMPUTED}, id="stages, fast, recomputed"),
+        pytest.param(
+            DENSE, {**PP2, **FAST, **RECOMPUTED}, marks=pytest.mark.thorough, id="stages, fast, recomputed"
+        ),
         pytest.param(EXPERTS, {**TP2, **EP, **FAST, **RECOMPUTED}, id="heads and experts, fast, recomputed"),
         *(
             pytest.param(DENSE, layout, marks=pytest.mark.thorough, id=name)
