@@ -80,6 +80,7 @@ class ErrorAnswer:
     status: int
     detail: str  # which names what is wrong, and the remedy
     field: str | None = None  # of the body, if one is at fault
+    code: str | None = None  # what programs know the error by, if its class has one
 
 
 ErrorForm = Callable[[ErrorAnswer], Mapping[str, Json]]

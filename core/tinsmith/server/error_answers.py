@@ -57,7 +57,7 @@ async def tinsmith_error(request: Request, error: Exception) -> JSONResponse:
     more = {}
     if isinstance(error, CapacityError):
         more = {"queue_state": error.queue_state, "queue_state_reason": text}
-    answer = ErrorAnswer(status=error.http_status, detail=text, field=error.field)
+    answer = ErrorAnswer(status=error.http_status, detail=text, field=error.field, code=error.code)
     return _answer(request, answer, more=more, headers=_headers_of(error))
 
 

@@ -16,6 +16,8 @@ class TinsmithError(Exception):
     public: ClassVar[bool] = False
     """Whether tenants may read the message. It then names neither a path of this machine nor another tenant's work, and
     quotes no exception. Instead of any other message they get a reference to the log."""
+    code: ClassVar[str | None] = None
+    """What programs know the error by, such as `context_length_exceeded`. Most errors have none."""
     field: str | None = None
     """The field of the request's body that is at fault, if one is."""
 

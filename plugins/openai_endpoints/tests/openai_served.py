@@ -16,6 +16,7 @@ from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.settings import ModelSettings, PluginSection
 
 VOCAB_SIZE = 128
+CONTEXT = 2048
 END = VOCAB_SIZE - 1
 """The end of the toy's sequences."""
 
@@ -44,7 +45,9 @@ def toy_model(directory: Path, *, plugin: str = "toy") -> ModelSettings:
     return ModelSettings(
         name="toy",
         path=write_model(directory),
-        backend=PluginSection.model_validate({"plugin": plugin, "vocab_size": VOCAB_SIZE, "max_context_tokens": 2048}),
+        backend=PluginSection.model_validate(
+            {"plugin": plugin, "vocab_size": VOCAB_SIZE, "max_context_tokens": CONTEXT}
+        ),
     )
 
 

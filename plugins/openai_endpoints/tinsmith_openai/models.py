@@ -6,16 +6,10 @@ from typing import Final
 import tinsmith
 from tinsmith.stores import CheckpointRecord, RequestStore, SamplingSessionRecord
 from tinsmith_openai.answers import Object
+from tinsmith_openai.refusals import NoSuchModelError
 
 _PATH: Final = "tinker://"
 _MOST_LISTED: Final = 1000
-
-
-class NoSuchModelError(tinsmith.UserError):
-    """No model of this name. Whether one does not exist or is another tenant's cannot be told."""
-
-    http_status = 404
-    field = "model"
 
 
 async def open_model(sampling: tinsmith.RouteSampling, caller: tinsmith.Principal, name: str) -> SamplingSessionRecord:

@@ -39,9 +39,7 @@ def tinsmith_register_routes(settings: tinsmith.Settings, context: tinsmith.Rout
 def error_form(answer: tinsmith.ErrorAnswer) -> Mapping[str, Json]:
     """Return the body of an error as OpenAI's clients read it."""
     kind, code = _KINDS.get(answer.status, ("server_error" if answer.status >= 500 else "invalid_request_error", None))
-    if (answer.status, answer.field) == (404, "model"):
-        code = "model_not_found"
-    return {"error": {"message": answer.detail, "type": kind, "param": answer.field, "code": code}}
+    return {"error": {"message": answer.detail, "type": kind, "param": answer.field, "code": answer.code or code}}
 
 
 _KINDS: Final = {

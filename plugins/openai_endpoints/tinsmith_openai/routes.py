@@ -21,6 +21,7 @@ from tinsmith_openai.conversations import Conversation, keep_answer, read_conver
 from tinsmith_openai.drawing import CLIENT_GONE, ClientGoneError, sampling_params, together, unless_gone
 from tinsmith_openai.growing_text import GrowingText
 from tinsmith_openai.live_answers import Hear, LiveAnswer
+from tinsmith_openai.refusals import NoSuchModelError
 from tinsmith_openai.serving import Serving
 from tinsmith_openai.streams import OpenAiEvents, streamed
 from tinsmith_openai.texts import ModelText
@@ -55,7 +56,7 @@ class Endpoints:
             found = next((each for each in await self._models(caller) if each["id"] == name), None)
             if found is None:
                 msg = f"no model named {name!r}; GET {prefix}/models lists those that there are"
-                raise models.NoSuchModelError(msg)
+                raise NoSuchModelError(msg)
             return JSONResponse(found)
 
         @router.post("/completions")
@@ -89,8 +90,7 @@ class Endpoints:
         asked = [self._completion(session, body, prompt, index) for index, prompt in enumerate(prompts)]
         heard = [None if hear is None else _from(hear, index * body.n) for index in range(len(prompts))]
         outputs = await together(
-            self._context.sampling.sample(caller, each, hear=of_prompt)
-            for each, of_prompt in zip(asked, heard, strict=True)
+            self._serving.sample(caller, session, each, of_prompt) for each, of_prompt in zip(asked, heard, strict=True)
         )
         if body.max_tokens == 0:
             outputs = [_nothing_drawn(output) for output in outputs]

@@ -9,6 +9,7 @@ from tinsmith_openai.conversations import Conversation
 from tinsmith_openai.drawing import sampling_params
 from tinsmith_openai.live_answers import Hear
 from tinsmith_openai.models import open_model
+from tinsmith_openai.refusals import TooLongError
 from tinsmith_openai.texts import ModelText, Texts
 from tinsmith_openai.transcripts import Transcripts
 
@@ -45,4 +46,24 @@ class Serving:
             num_samples=body.n,
             topk_sample_logprobs=body.top_logprobs,
         )
-        return await self.context.sampling.sample(caller, operation, hear=hear)
+        return await self.sample(caller, session, operation, hear)
+
+    async def sample(
+        self,
+        caller: tinsmith.Principal,
+        session: SamplingSessionRecord,
+        operation: tinsmith.Sample,
+        hear: Hear | None,
+    ) -> tinsmith.SampleOutput:
+        """Raise TooLongError if prompt and answer do not fit into the context, whichever process has refused them."""
+        try:
+            return await self.context.sampling.sample(caller, operation, hear=hear)
+        except tinsmith.CapacityError:
+            raise
+        except tinsmith.UserError as error:
+            window = await self.context.sampling.max_context_tokens(session.base_model)
+            if operation.fits(window):
+                raise
+            raise TooLongError(
+                num_prompt=len(operation.prompt_P), max_context_tokens=window, max_tokens=operation.params.max_tokens
+            ) from error
