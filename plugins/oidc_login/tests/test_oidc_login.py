@@ -189,10 +189,29 @@ def test_an_address_that_nobody_verified_names_no_tenant(tmp_path: Path, provide
         with Browser(server.url) as mallory:
             refused = mallory.sign_in("mallory")
             assert refused.status_code == 401
-            assert "has not verified your email address" in refused.text
+            assert "has not verified the claim &#x27;email&#x27;" in refused.text
         with Browser(server.url) as ann:
             ann.sign_in("ann")
             assert ann.user()["tenant"] == "ann@example.org"
+
+
+def test_an_address_that_nobody_verified_lets_nobody_in_and_makes_no_administrator(
+    tmp_path: Path, provider: RealProvider
+) -> None:
+    addresses = {"admin_claim": "email", "admin_values": ["mallory@example.org", "ann@example.org"]}
+    with served(tmp_path / "admin", provider, **addresses) as server:
+        for name, admin in (("mallory", False), ("ann", True)):
+            with Browser(server.url) as browser:
+                browser.sign_in(name)
+                assert browser.user()["admin"] is admin
+    allowed = {"allow_claim": "email", "allow_values": addresses["admin_values"]}
+    with served(tmp_path / "allow", provider, **allowed) as server:
+        with Browser(server.url) as mallory:
+            assert "the provider has not verified it" in mallory.sign_in("mallory").text
+            assert mallory.user() is None
+        with Browser(server.url) as ann:
+            ann.sign_in("ann")
+            assert ann.user()["tenant"] == "ann"
 
 
 def test_accounts_without_the_required_claim_are_refused(tmp_path: Path, provider: RealProvider) -> None:
@@ -341,6 +360,10 @@ def test_without_any_configured_key_a_server_with_a_login_is_closed(tmp_path: Pa
         ({"plugin": "oidc", "client_id": "a"}, "login.issuer: Field required"),
         ({"plugin": "oidc", "client_id": "a", "issuer": "http://idp.example"}, "must be an https URL"),
         ({"plugin": "oidc", "client_id": "a", "issuer": "https://a", "admin_claim": "groups"}, "set both or neither"),
+        (
+            {"plugin": "oidc", "client_id": "a", "issuer": "https://a", "tenant_claim": "upn"},
+            "'upn', which users choose",
+        ),
         ({"plugin": "oidc", "client_id": "a", "issuer": "https://a", "client_secret_file": "/nowhere"}, "cannot read"),
         ({"plugin": "oidc", "client_id": "a", "issuer": "https://a", "scopes": ["email"]}, "must include 'openid'"),
         ({"plugin": "saml"}, "no installed plugin named 'saml' offers a login"),

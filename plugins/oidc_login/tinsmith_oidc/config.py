@@ -1,6 +1,7 @@
 """The settings of the login: the keys of `login:` beside `plugin: oidc`."""
 
 import ipaddress
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,6 +10,15 @@ from pydantic import Field, SecretStr, ValidationError, field_validator, model_v
 
 import tinsmith
 from tinsmith import ConfigError, Settings
+
+CHOSEN_BY_USERS = frozenset(
+    {
+        *("name", "given_name", "family_name", "middle_name", "nickname", "preferred_username", "profile", "picture"),
+        *("website", "gender", "birthdate", "zoneinfo", "locale", "address", "updated_at", "username", "login"),
+        *("upn", "unique_name", "display_name", "displayname"),  # Entra's, which it says not to decide by
+    }
+)
+"""Claims in which users describe themselves (OpenID Connect Core 1.0, 5.1 and 5.7), or that pass to somebody else."""
 
 
 class OidcConfig(tinsmith.BackendConfig):
@@ -29,8 +39,8 @@ class OidcConfig(tinsmith.BackendConfig):
     )
     tenant_claim: str = Field(
         "sub",
-        description="claim whose value is the user's tenant; choose one that users cannot change. `email` counts only "
-        "if the provider has verified it",
+        description="claim whose value is the user's tenant. Here and below, `email` counts only if the provider has "
+        "verified it, and claims that users choose, such as `preferred_username`, are refused",
     )
     admin_claim: str | None = Field(
         None, description="claim that makes administrators, such as `groups`; default: nobody becomes one by signing in"
@@ -40,6 +50,11 @@ class OidcConfig(tinsmith.BackendConfig):
         None, description="claim that users must have to sign in; default: everybody whom the provider knows may"
     )
     allow_values: tuple[str, ...] = Field((), description="values of it, of which users have at least one")
+    trusted_claims: tuple[str, ...] = Field(
+        (),
+        description="claims that users choose at other providers, and at this one cannot: they may be named above. "
+        "Addresses need to be verified all the same",
+    )
     session_s: int = Field(
         8 * 3600, ge=1, description="seconds after which a browser must sign in again; the provider may not ask again"
     )
@@ -71,6 +86,8 @@ class OidcConfig(tinsmith.BackendConfig):
             if (claim is None) != (not values):
                 msg = f"{name}_claim is {claim!r} and {name}_values are {list(values)}; set both or neither"
                 raise ValueError(msg)
+        for name in ("tenant_claim", "admin_claim", "allow_claim"):
+            _expect_of_provider(name, getattr(self, name), self.trusted_claims)
         return self
 
     def secret(self) -> str | None:
@@ -101,6 +118,15 @@ def config_of(settings: Settings) -> OidcConfig | None:
     except ValidationError as error:
         found = "; ".join(f"{'.'.join(('login', *map(str, each['loc'])))}: {each['msg']}" for each in error.errors())
         raise ConfigError(found) from None  # the values may be secrets
+
+
+def _expect_of_provider(setting: str, claim: str | None, trusted: tuple[str, ...]) -> None:
+    if claim is not None and claim not in trusted and re.split("[./:]", claim)[-1].lower() in CHOSEN_BY_USERS:
+        msg = (
+            f"{setting} is {claim!r}, which users choose themselves at many providers; use 'sub' or a claim such as "
+            f"'groups', or, if only administrators of this provider can change it, add {claim!r} to trusted_claims"
+        )
+        raise ValueError(msg)
 
 
 def _is_this_machine(name: str) -> bool:

@@ -20,7 +20,7 @@ from tinsmith_oidc.cookies import Cookies, SignIn
 from tinsmith_oidc.login import is_own_page
 from tinsmith_oidc.provider import Provider
 from tinsmith_oidc.sessions import Sessions
-from tinsmith_oidc.users import Claims, principal_of
+from tinsmith_oidc.users import Claims, principal_of, with_user_info
 
 _PATH: Final = "/login"
 _CALLBACK: Final = f"{_PATH}/callback"
@@ -139,7 +139,7 @@ class LoginRoutes:
         claims = self._provider.verified(tokens.id_token, audiences=(self._config.client_id,))
         _expect_ours(claims, sign_in.nonce, self._config.client_id)
         if tokens.access_token is not None:
-            claims = {**self._provider.user_info(tokens.access_token, claims["sub"]), **claims}
+            claims = with_user_info(claims, self._provider.user_info(tokens.access_token, claims["sub"]))
         return principal_of(claims, self._config)
 
     def _end_of_session(self, request: Request) -> str:

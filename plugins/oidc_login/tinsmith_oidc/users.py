@@ -1,5 +1,10 @@
-"""Who somebody is on this server, by the claims of a token."""
+"""Who somebody is on this server, by the claims of a token.
 
+A claim that decides something must come from the provider, not from the user. An address counts only if the provider
+has verified it; `config.py` refuses the names of claims in which users describe themselves.
+"""
+
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -7,6 +12,8 @@ from tinsmith import AuthenticationError, Principal
 from tinsmith_oidc.config import OidcConfig
 
 _MOST_CHARS: Final = 200
+_ADDRESS: Final = re.compile(r"(?:.*[./:])?(?:e?mails?|e?mail_?address(?:es)?|phone(?:_?numbers?)?)", re.IGNORECASE)
+"""Claims whose values users write themselves, until the provider has sent something there."""
 
 Claims = Mapping[str, Any]
 """Any: what a provider says. Read it by the functions of this module."""
@@ -18,10 +25,24 @@ def principal_of(claims: Claims, config: OidcConfig) -> Principal:
     if allowed is not None and not _has_one(claims, allowed, config.allow_values):
         msg = (
             f"your account may not use this server: its claim {allowed!r} has none of the values in login.allow_values"
+            f"{_unverified(claims, allowed)}"
         )
         raise AuthenticationError(msg)
     admin = config.admin_claim is not None and _has_one(claims, config.admin_claim, config.admin_values)
     return Principal(tenant=_tenant(claims, config.tenant_claim), name=_name(claims), admin=admin)
+
+
+def with_user_info(id_token: Claims, user_info: Claims) -> Claims:
+    """Return the claims of both; those of the ID token count first.
+
+    Whether a claim is verified, only the source of its value can say. If both have it, neither may deny it.
+    """
+    merged = {**user_info, **id_token}
+    for name in [each for each in merged if f"{each}_verified" in merged]:
+        sources = [source for source in (id_token, user_info) if name in source and source[name] == merged[name]]
+        said = [source[f"{name}_verified"] for source in sources if f"{name}_verified" in source]
+        merged[f"{name}_verified"] = bool(said) and all(each is True for each in said)
+    return merged
 
 
 def _tenant(claims: Claims, claim: str) -> str:
@@ -32,22 +53,38 @@ def _tenant(claims: Claims, claim: str) -> str:
             "no tenant; set login.tenant_claim and login.scopes to what the provider sends"
         )
         raise AuthenticationError(msg)
-    if claim == "email" and claims.get("email_verified") is not True:
-        msg = "the provider has not verified your email address, which names your tenant; verify it there"
+    if not _is_verified(claims, claim):
+        msg = (
+            f"the provider has not verified the claim {claim!r} of your account, which names your tenant; verify it "
+            "there"
+        )
         raise AuthenticationError(msg)
     return value
 
 
 def _name(claims: Claims) -> str:
-    """Return a name to show: it decides nothing."""
-    names = (claims.get(claim) for claim in ("email", "preferred_username", "name", "sub"))
+    """Return a name to show and to log: it decides nothing, and an address in it is verified."""
+    usable = (claim for claim in ("email", "preferred_username", "name", "sub") if _is_verified(claims, claim))
+    names = (claims.get(claim) for claim in usable)
     return next((name[:_MOST_CHARS] for name in names if isinstance(name, str) and name.isprintable()), "")
 
 
 def _has_one(claims: Claims, claim: str, values: Sequence[str]) -> bool:
+    if not _is_verified(claims, claim):
+        return False
     value = _value(claims, claim)
     found = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     return any(each in values for each in found if isinstance(each, str))
+
+
+def _is_verified(claims: Claims, claim: str) -> bool:
+    """Return whether the provider stands for a claim: for an address, only if the claim beside it says so."""
+    verified = _value(claims, f"{claim}_verified")
+    return verified is True or (verified is None and _ADDRESS.fullmatch(claim) is None)
+
+
+def _unverified(claims: Claims, claim: str) -> str:
+    return "" if _is_verified(claims, claim) else ", or the provider has not verified it; verify it there"
 
 
 def _value(claims: Claims, claim: str) -> object:
