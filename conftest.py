@@ -32,7 +32,8 @@ _JAX_OUTSIDE_ITS_PLUGIN = (
     "tools/workbench/tests/test_compile_check.py",
 )
 _WITH_PEFT = tuple(
-    f"tests/contract/test_{name}.py" for name in ("checkpoint_command", "expert_adapters", "peft_loads_exports")
+    f"tests/contract/test_{name}.py"
+    for name in ("adapter_kinds", "checkpoint_command", "expert_adapters", "peft_loads_exports")
 )
 _OF_RANKS = ("vllm_sampler", "fsdp_backend", "megatron_backend")
 _ON_POSTGRES = (

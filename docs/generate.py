@@ -19,6 +19,7 @@ from typing import Any
 
 import conformance_cards
 import field_status
+import file_fields
 import sdk_versions
 import syntax_trees
 import typer
@@ -490,6 +491,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "plan-in-full": plan_in_full,
     "fields": field_status.markdown,
     "refusals": field_status.refused_lines,
+    **{f"fields-{name}": partial(file_fields.markdown, table) for name, table in file_fields.TABLES.items()},
     "custom-loss-operations": custom_loss_operations,
     "ranges": range_table,
     "model-families": model_families,

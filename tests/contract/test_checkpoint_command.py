@@ -384,7 +384,6 @@ def test_a_whole_model_becomes_a_checkpoint_of_full_fine_tuning(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"use_rslora": True}, "the same adapter without it has lora_alpha 20"),
         ({"use_dora": True}, "use_dora is True"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is {'q_proj': 2}"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern is"),

@@ -1,18 +1,17 @@
 """Turn a PEFT adapter from anywhere into one of ours; name everything that does not fit."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 
 from tinsmith_checkpoints.errors import ServerError, UnsupportedError, UserError
-from tinsmith_checkpoints.huggingface import peft_layout
+from tinsmith_checkpoints.huggingface import adapter_fields, peft_layout
 from tinsmith_checkpoints.huggingface.adapter_shapes import AdaptedModule, adapted_modules
 from tinsmith_checkpoints.huggingface.decoder import EXPERT_MODULES, HEAD
 from tinsmith_checkpoints.huggingface.peft_layout import SIDES, TINKER_HEAD, rename_module, weight_name
 from tinsmith_checkpoints.tools.contents import Contents
-from tinsmith_checkpoints.values import MAX_ALPHA, Array, Json, LoraConfig
+from tinsmith_checkpoints.values import Array, LoraConfig
 
 _ATTENTION: Final = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -22,17 +21,6 @@ _ATTENTION: Final = (
 )
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS: Final = tuple(EXPERT_MODULES)
-_UNSUPPORTED: Final = {
-    "use_dora": "its magnitudes have no place in a LoRA adapter, merge it instead",
-    "rank_pattern": "every module has the same rank here",
-    "alpha_pattern": "every module has the same alpha here",
-    "modules_to_save": "whole modules beside an adapter are not trained",
-    "fan_in_fan_out": "weights are [out, in] here",
-    "trainable_token_indices": "there is no counterpart here",
-    "target_parameters": "there is no counterpart here",
-    "layer_replication": "there is no counterpart here",
-    "lora_bias": "biases are not trained",
-}
 _SEED: Final = 0  # unused: no weight is drawn but of modules that the import lacks
 
 
@@ -44,7 +32,8 @@ def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:
     if contents.manifest is not None:
         return contents.manifest.lora, {name: contents.weights[name] for name in contents.weights}
     config = contents.adapter_config
-    problems = list(_problems(config))
+    problems = list(adapter_fields.refusals(config))
+    known = not problems
     modules: dict[str, set[str]] = {}
     stored = {rename_module(name, TINKER_HEAD, HEAD): name for name in contents.weights}
     for name, stored_name in stored.items():
@@ -57,6 +46,8 @@ def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:
         if leaf not in (*_ATTENTION, *_MLP, *_EXPERTS, HEAD):
             allowed = ", ".join((*_ATTENTION, *_MLP, *_EXPERTS, HEAD))
             problems.append(f"module {module!r} is not one that is trained here ({allowed})")
+        elif known and module not in modules and (why := adapter_fields.unattached(config, module)) is not None:
+            problems.append(f"PEFT would ignore the weights of module {module!r}: {why}; correct the field")
         modules.setdefault(module, set()).add(side)
         rank = contents.weights.stored[stored_name].shape[-2 if side == "A" else -1]
         if rank != config.get("r"):
@@ -74,7 +65,7 @@ def adapter_of(contents: Contents) -> tuple[LoraConfig, dict[str, Array]]:
     lora = LoraConfig(
         rank=int(config["r"]),
         seed=_SEED,
-        alpha=float(config["lora_alpha"]),
+        alpha=adapter_fields.alpha_of(config),
         train_attn=not leaves.isdisjoint(_ATTENTION),
         train_mlp=not leaves.isdisjoint((*_MLP, *_EXPERTS)),
         train_unembed=HEAD in leaves,
@@ -124,24 +115,3 @@ def _trained_modules(lora: LoraConfig, base_shapes: Mapping[str, tuple[int, ...]
     leaves |= {HEAD} if lora.train_unembed else set()
     every = adapted_modules(base_shapes)
     return {module: shape for module, shape in every.items() if module.rpartition(".")[2] in leaves}
-
-
-def _problems(config: Mapping[str, Json]) -> Iterator[str]:
-    if config.get("peft_type") != "LORA":
-        yield f"peft_type is {config.get('peft_type')!r}, only 'LORA' is trained here"
-    yield from _scale_problems(config.get("r"), config.get("lora_alpha"), use_rslora=bool(config.get("use_rslora")))
-    for key, remedy in _UNSUPPORTED.items():
-        if config.get(key):
-            yield f"{key} is {config[key]!r}: {remedy}"
-    if config.get("bias", "none") != "none":
-        yield f"bias is {config['bias']!r}: biases are not trained"
-
-
-def _scale_problems(rank: object, alpha: object, *, use_rslora: bool) -> Iterator[str]:
-    whole = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
-    if not whole:
-        yield f"r is {rank!r}; it must be a positive whole number"
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 1 / MAX_ALPHA <= alpha <= MAX_ALPHA:
-        yield f"lora_alpha is {alpha!r}; it must be a number of {1 / MAX_ALPHA:.8g} to {MAX_ALPHA:.8g}"
-    elif use_rslora and isinstance(rank, int) and whole:
-        yield f"use_rslora is set; the same adapter without it has lora_alpha {alpha * math.sqrt(rank):.17g}"

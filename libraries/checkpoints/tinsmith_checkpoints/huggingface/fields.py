@@ -1,0 +1,82 @@
+"""What happens to each field of a file from elsewhere: it is honoured, taken at some values alone, or has no meaning.
+
+A file's table is an allow-list. Readers refuse, or announce, a field without a row; the documentation shows the rows.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from tinsmith_checkpoints.values import Json
+
+Status = Literal["honoured", "only", "no meaning"]
+
+OFF: Final = (False, None)
+"""Both ways in which files say that something is not used."""
+
+_SHOWN: Final = 60  # characters of a refused value
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """`taken`: the values of a field that is refused at any other one."""
+
+    status: Status
+    note: str
+    taken: tuple[Json, ...] = ()
+
+    def takes(self, value: Json) -> bool:
+        return self.status != "only" or any(_same(value, each) for each in self.taken)
+
+    def described(self) -> str:
+        """Return the status as the documentation has it."""
+        if self.status != "only":
+            return self.status
+        return f"only {' or '.join(f'`{shown(each)}`' for each in self.taken)}"
+
+
+def honoured(note: str = "") -> Field:
+    return Field("honoured", note)
+
+
+def only(*taken: Json, otherwise: str) -> Field:
+    """`otherwise`: why other values are refused, or what to do instead."""
+    return Field("only", otherwise, taken)
+
+
+def no_meaning(why: str) -> Field:
+    return Field("no meaning", why)
+
+
+@dataclass(frozen=True, slots=True)
+class FileFields:
+    """The table of a file, or of an object in it."""
+
+    file: str
+    fields: Mapping[str, Field]
+
+    def refusals(self, content: Mapping[str, Json]) -> Iterator[str]:
+        """Say of each known field whose value is not taken which it is, and why."""
+        for name, value in content.items():
+            field = self.fields.get(name)
+            if field is not None and not field.takes(value):
+                yield f"{name} is {shown(value)}: {field.note}"
+
+    def unknown(self, content: Mapping[str, Json]) -> list[str]:
+        """Return the fields without a row, sorted, but for those that hold nothing, which their writer has not set."""
+        return sorted(name for name, value in content.items() if name not in self.fields and _holds_something(value))
+
+
+def shown(value: Any) -> str:
+    """Return a value of a file for an error, at a bounded length."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _holds_something(value: Json) -> bool:
+    return value not in (None, False, 0, "", [], {})
+
+
+def _same(left: Json, right: Json) -> bool:
+    """Compare values of JSON, in which true is not 1."""
+    return isinstance(left, bool) is isinstance(right, bool) and left == right
