@@ -1,8 +1,7 @@
-"""Work that a request to stop, or the end of other work, cuts short."""
+"""Work that a request to stop cuts short."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,14 +18,3 @@ async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) 
         if not doing.done():
             doing.cancel()
             await asyncio.wait([doing])
-
-
-@asynccontextmanager
-async def alongside(work: Coroutine[Any, Any, object], *, name: str) -> AsyncIterator[None]:
-    """Do the work while the block runs, then cancel it and wait for its end. The event loop logs what it raises."""
-    task = asyncio.create_task(work, name=name)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -305,6 +306,136 @@ async def test_an_outage_of_the_store_gives_up_no_engine(
         async with supervised(settings, store):
             failed = await until(store, lambda record: record.state == EngineState.FAILED)
     assert (outage, failed.restarts) == (0, 6 + 2)
+
+
+def moved_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The interpreter has moved, and comes back."""
+    there = tmp_path / "python"
+    monkeypatch.setattr(engine_child, "engine_command", lambda _: (str(there), "-c", "raise SystemExit(2)"))
+    return lambda: there.symlink_to(sys.executable)
+
+
+def no_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The machine has no room for another process for a while."""
+    use_command(monkeypatch, "raise SystemExit(2)")
+    start, full = asyncio.create_subprocess_exec, True
+
+    async def refusing(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+        if full:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start(*command, **options)
+
+    def free() -> None:
+        nonlocal full
+        full = False
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refusing)
+    return free
+
+
+def no_place_for_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The settings of the engine cannot be written."""
+    use_command(monkeypatch, "raise SystemExit(2)")
+    directory = settings_for(tmp_path).data_dir.engine_settings(TOY.name, server="").parent
+    directory.write_text("in the way")
+    return directory.unlink
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (moved_away, "FileNotFoundError: [Errno 2] No such file or directory"),
+        (no_processes, "BlockingIOError: [Errno 11] Resource temporarily unavailable"),
+        (no_place_for_settings, "FileExistsError: [Errno 17] File exists"),
+    ],
+)
+async def test_an_engine_that_cannot_be_started_is_tried_again_and_says_why(
+    tmp_path: Path,
+    store: SqlStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Callable[[Path, pytest.MonkeyPatch], Callable[[], None]],
+    words: str,
+) -> None:
+    mend = fault(tmp_path, monkeypatch)
+    async with supervised(settings_for(tmp_path), store):
+        record = await until(store, lambda record: record.restarts >= 2)
+        assert record.state == EngineState.RESTARTING
+        assert "the engine of 'org/toy' could not be started (reference" in record.detail
+        assert "; restarting in " in record.detail
+        assert record.failure is not None
+        assert record.failure.cause.startswith(words)
+        assert words in caplog.text
+        mend()
+        failed = await until(store, lambda record: record.state == EngineState.FAILED)
+        assert "ended with exit code 2" in failed.detail
+
+
+async def test_an_engine_that_can_never_be_started_is_given_up(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved_away(tmp_path, monkeypatch)
+    settings = settings_for(tmp_path).model_copy(update={"recovery": RecoverySettings(max_interruptions=2)})
+    async with supervised(settings, store):
+        failed = await until(store, lambda record: record.state == EngineState.FAILED)
+        assert "could not be started" in failed.detail
+        assert failed.restarts == 2
+
+
+async def test_a_start_that_failed_tells_nothing_about_the_crash_before(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an operation that kills its engine would not be suspected of it."""
+    told = tmp_path / "told"
+    script = f"import os; open({str(told)!r}, 'a').write(os.environ['_TINSMITH_SUPERVISED'] + ' '); raise SystemExit(7)"
+    commands = iter([(sys.executable, "-c", script), ("/missing",), (sys.executable, "-c", script)])
+    last = (sys.executable, "-c", "raise SystemExit(2)")
+    monkeypatch.setattr(engine_child, "engine_command", lambda _: next(commands, last))
+    async with supervised(settings_for(tmp_path), store):
+        await until(store, lambda record: record.state == EngineState.FAILED)
+    assert told.read_text() == " crash "
+
+
+@pytest.mark.parametrize("method", ["release_lease", "list_engines", "report_engine", "overdue_engines"])
+async def test_a_fault_in_the_supervisor_is_logged_and_its_engine_watched_again(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    call, faults, us = getattr(store, method), 1, asyncio.current_task()
+
+    async def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal faults
+        if asyncio.current_task() is not us and faults:
+            faults -= 1
+            msg = "a fault of ours"
+            raise RuntimeError(msg)
+        return await call(*arguments, **options)
+
+    use_command(monkeypatch, "input()" if method == "overdue_engines" else "raise SystemExit(2)")
+    settings = settings_for(tmp_path).model_copy(update={"watchdog": WatchdogSettings(lost_s=1.0)})
+    monkeypatch.setattr(store, method, failing)
+    async with supervised(settings, store):
+        if method == "overdue_engines":
+            async with asyncio.timeout(WAIT_S):
+                while "failed, and starts again" not in caplog.text:  # noqa: ASYNC110 - logged by a task
+                    await asyncio.sleep(0.02)
+        else:
+            await until(store, lambda record: record.state == EngineState.FAILED)
+    assert "org/toy failed, and starts again in" in caplog.text
+    assert "RuntimeError: a fault of ours" in caplog.text
+
+
+async def test_an_engine_does_not_wait_for_a_log_that_cannot_be_written(
+    tmp_path: Path, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would wait for ever to write into a pipe that nobody empties."""
+    use_command(monkeypatch, "import sys; [print('x' * 1000) for _ in range(1000)]; sys.exit(2)")
+    with os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        async with supervised(settings_for(tmp_path), store):
+            await until(store, lambda record: record.state == EngineState.FAILED)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 async def test_an_engine_that_was_killed_for_memory_has_crashed(

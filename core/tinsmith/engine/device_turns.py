@@ -168,13 +168,17 @@ class DeviceTurns:
                 waiter.set_result(None)
 
     async def _change(self) -> None:
-        started, other = self._clock(), _OTHER[self._side]
+        other = _OTHER[self._side]
+        try:
+            await self._give_to(other)
+        except Exception as error:  # noqa: BLE001 - of a plugin: the engine ends with it
+            self._break(other, error)
+
+    async def _give_to(self, other: Side) -> None:
+        started = self._clock()
         try:
             await _sleep(self._sleepers[self._side])
             await _wake(self._sleepers[other])
-        except Exception as error:  # noqa: BLE001 - of a plugin: the engine ends with it
-            self._break(other, error)
-            return
         finally:
             self._changing = None
         self._side = other

@@ -30,11 +30,13 @@ class Cause(StrEnum):
     """The engine was killed from outside, or the store failed."""
     SUPERSEDED = "superseded"
     """Another engine serves the base model now."""
+    UNSTARTED = "unstarted"
+    """This machine could not start the process. It tells nothing about the one before."""
 
     @property
     def is_from_outside(self) -> bool:
         """True if no operation of the engine can be the cause."""
-        return self in (Cause.INTERRUPTION, Cause.SUPERSEDED)
+        return self in (Cause.INTERRUPTION, Cause.SUPERSEDED, Cause.UNSTARTED)
 
 
 _EXITS: Final = {
@@ -71,6 +73,11 @@ class Witness:
         if -code == signal.SIGKILL and _memory_kills() != self._memory_kills:
             return Death(Cause.CRASH, f"{how}, while this machine was out of memory")
         return Death(Cause.INTERRUPTION if -code in _FROM_OUTSIDE else Cause.CRASH, how)
+
+
+def unstarted(error: Exception) -> Death:
+    """Judge a process that could not be started: for want of memory, processes or files, or the program has moved."""
+    return Death(Cause.UNSTARTED, "could not be started", f"{type(error).__name__}: {error}")
 
 
 def is_stopped(pid: int) -> bool:

@@ -11,13 +11,15 @@ import socket
 import sys
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from tinsmith.failpoints import durable_boundary
+from tinsmith.lasting import start_lasting
 from tinsmith.lifeline import end_group
 from tinsmith.log_fields import about
-from tinsmith.processes.deaths import Cause, Death, Witness, is_stopped
+from tinsmith.processes.deaths import Cause, Death, Witness, is_stopped, unstarted
 from tinsmith.settings import ModelSettings, Settings, child_environment
 from tinsmith.settings.environment import HUB_TOKENS, TRACE_HEADERS, WORKER_KEY
 from tinsmith.settings.schema import REVEAL
@@ -50,6 +52,7 @@ and a virtual machine get it from its host again: a fifth of the time of a train
 """
 
 _LAST_WORDS_S: Final = 2.0
+_PASS_ON_S: Final = 0.01  # the engine waits while nobody reads
 _LINE_BYTES: Final = 1 << 16
 
 _log = logging.getLogger(__name__)
@@ -78,31 +81,39 @@ class EngineChild:
         """Start the process and wait for its end; `before` is why the previous one died."""
         witness = Witness()
         engine_id = self.engine_id = new_engine_id()
-        self._write_settings()
         self._last_lines.clear()
         self._lost = None
         own = {SUPERVISED: before or "", ENGINE_ID: engine_id, "PYTHONUNBUFFERED": "1"}  # no last words are lost
-        other_end, tether = os.pipe()  # this end closes when this process dies, however it dies
         try:
-            self._process = await _start(engine_command(self), {**engine_environment(), **own}, other_end)
-        except BaseException:
-            os.close(tether)
-            raise
-        finally:
-            os.close(other_end)
+            self._write_settings()
+            process, tether = await _tethered(engine_command(self), {**engine_environment(), **own})
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing runs, and the next try may succeed
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                self.settings_file.unlink(missing_ok=True)
+            return Ended(engine_id, unstarted(error))
+        self._process = process
         if self._ending is not None:  # asked to end while it was being started
             self.end(self._ending)
-        output = asyncio.create_task(self._pass_on(self._process))
+        name = f"the output of {self.model.name}"
+        output = start_lasting(partial(self._pass_on, process), name=name, pause_s=_PASS_ON_S)
         try:
-            code = await self._process.wait()
-            await asyncio.to_thread(end_group, self._process.pid)
+            code = await process.wait()
+            await asyncio.to_thread(end_group, process.pid)
             await asyncio.wait([output], timeout=_LAST_WORDS_S)  # what it started may hold its output open
             judged = witness.judge(code, self._last_lines[-1] if self._last_lines else "")
             return Ended(engine_id, self._lost or judged)
         finally:
             output.cancel()
             os.close(tether)
+            self._end_what_is_left(process)
             self.settings_file.unlink(missing_ok=True)
+
+    @staticmethod
+    def _end_what_is_left(process: asyncio.subprocess.Process) -> None:
+        """Kill a process that nobody waits for any more."""
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def end(self, number: signal.Signals) -> None:
         """Send SIGTERM or SIGKILL to the process, or as soon as it has been started."""
@@ -162,15 +173,33 @@ class EngineChild:
             if line.startswith(LAST_WORDS):  # the judge of the end logs them
                 continue
             if self._settings.server.log_format == "text":
-                print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
+                _print(f"[{self.model.name}] {line}")
             elif line.startswith('{"time"'):  # a line of its log
-                print(line, file=sys.stderr, flush=True)  # noqa: T201 - the same
+                _print(line)
             else:
                 _log.info("%s", line, extra=about(base_model=self.model.name))
 
 
 def new_engine_id() -> str:
     return f"engine-{secrets.token_hex(8)}"
+
+
+def _print(line: str) -> None:
+    """Print a line of an engine. If it cannot be printed, the next one is read: an engine waits for a full pipe."""
+    with contextlib.suppress(OSError):  # the terminal is closed, or the disk is full: there is nowhere to say so
+        print(line, file=sys.stderr, flush=True)  # noqa: T201 - the engine's own output
+
+
+async def _tethered(command: tuple[str, ...], environment: dict[str, str]) -> tuple[asyncio.subprocess.Process, int]:
+    """Return a new process, and the end of a pipe that closes when this process dies, however it dies."""
+    other_end, tether = os.pipe()
+    try:
+        return await _start(command, environment, other_end), tether
+    except BaseException:
+        os.close(tether)
+        raise
+    finally:
+        os.close(other_end)
 
 
 @durable_boundary("supervisor.start_engine")

@@ -22,6 +22,7 @@ from tinsmith.engine.failures import contained
 from tinsmith.errors import ConfigError
 from tinsmith.figures import RECOVERY_SECONDS, Figures, MemoryPlan
 from tinsmith.hook_values import OperationFinished
+from tinsmith.lasting import alongside
 from tinsmith.placement.plan import as_told
 from tinsmith.placement.report import memory_of
 from tinsmith.plugins.loading import Plugins
@@ -34,7 +35,7 @@ from tinsmith.processes.throughput import Throughput
 from tinsmith.processes.watchdog import Watchdog
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, Settings
-from tinsmith.stopping import alongside, unless_stopped
+from tinsmith.stopping import unless_stopped
 from tinsmith.store import EngineRecord, EngineState, Lease, RequestStore
 from tinsmith.tracer import Tracer
 
@@ -203,11 +204,11 @@ class EngineRun:
         capabilities = backend.trainer_capabilities
         _log.info("ready: %s, on %s in %s", self.model.name, capabilities.device, capabilities.dtype or "its own type")
         async with AsyncExitStack() as beside:
-            await beside.enter_async_context(alongside(_call_when_set(stopping, engine.stop), name="stop"))
+            await beside.enter_async_context(alongside(partial(_call_when_set, stopping, engine.stop), name="stop"))
             throughput = Throughput(self.model.name, self.store, self.figures)
-            await beside.enter_async_context(alongside(throughput.run(), name="throughput"))
+            await beside.enter_async_context(alongside(throughput.run, name="throughput"))
             if sampler is not None:
-                watching = self.reports.watch_sampler(sampler, self.watch)
+                watching = partial(self.reports.watch_sampler, sampler, self.watch)
                 await beside.enter_async_context(alongside(watching, name="sampler-watch"))
             await engine.run()
 

@@ -9,7 +9,7 @@ from typing import Final
 from tinsmith.errors import LeaseLostError, ServerError
 from tinsmith.figures import Figures, Report, encode_report
 from tinsmith.host_usage import Gpus, usage_of_host
-from tinsmith.stopping import alongside
+from tinsmith.lasting import alongside
 from tinsmith.store import Lease, RequestStore
 
 _EVERY_S: Final = 5.0
@@ -22,7 +22,7 @@ async def reporting(store: RequestStore, lease: Lease, figures: Figures) -> Asyn
     """Report in the background while the block runs, and once more at its end."""
     reports = _FigureReports(store, lease, figures)
     try:
-        async with alongside(reports.run(), name="figure-reports"):
+        async with alongside(reports.run, name="figure-reports"):
             yield
     finally:
         with suppress(LeaseLostError, ServerError):

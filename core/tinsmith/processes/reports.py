@@ -11,9 +11,9 @@ from tinsmith.backend import SamplingBackend
 from tinsmith.engine.backend_calls import SAMPLER_CALLS
 from tinsmith.engine.call_watch import CallWatch
 from tinsmith.errors import LeaseLostError, ServerError
+from tinsmith.lasting import alongside
 from tinsmith.operations import Consistency
 from tinsmith.settings.secrets import cleaned
-from tinsmith.stopping import alongside
 from tinsmith.store import (
     ConsistencyCounts,
     DeviceTurn,
@@ -51,7 +51,7 @@ class EngineReports:
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Send reports in the background while the block runs."""
-        return alongside(self._send_changes(), name="engine-reports")
+        return alongside(self._send_changes, name="engine-reports")
 
     async def say(
         self, state: EngineState, detail: str = "", *, capabilities: EngineCapabilities | None = None
@@ -123,6 +123,9 @@ class EngineReports:
                 return  # `hold_lease` ends the engine
             except ServerError:
                 _log.exception("cannot report progress")
+            except Exception:
+                self._changed.set()  # to be sent when this starts again
+                raise
 
     async def _send(self) -> None:
         self.record = replace(self.record, updated_at=datetime.now(UTC))

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import uvicorn
@@ -21,6 +22,7 @@ from rich.markup import escape
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.figures import Figures
 from tinsmith.hook_values import ServerStarted, ServerStopping
+from tinsmith.lasting import Work, lasting
 from tinsmith.lifeline import leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan_of_sound, with_placement
@@ -189,13 +191,15 @@ async def _serve(
             collect_rarely()
             try:
                 async with asyncio.TaskGroup() as beside:
-                    tasks = [
-                        beside.create_task(_housekeeping(settings, store, context)),
-                        beside.create_task(context.hearing.watch()),
-                        beside.create_task(context.storage.watch()),
-                        beside.create_task(_present(http, terminal, settings, plugins, context.engines, url, lock)),
-                        beside.create_task(collect_old()),
-                    ]
+                    works: dict[str, Work] = {
+                        "housekeeping": partial(_housekeeping, settings, store, context),
+                        "the watch for pauses": context.hearing.watch,
+                        "the watch of the disk": context.storage.watch,
+                        "the announcement of the server": partial(_announce, http, settings, plugins, url, lock),
+                        "the display of the engines": partial(_show_engines, http, terminal, settings, context.engines),
+                        "the collection of garbage": collect_old,
+                    }
+                    tasks = [beside.create_task(lasting(work, name=name)) for name, work in works.items()]
                     if isinstance(supervisor, EngineThread):
                         tasks.append(beside.create_task(_stop_when_failed(http, supervisor)))
                     await http.serve([listener])
@@ -241,24 +245,16 @@ async def _stop_when_failed(http: _HttpServer, engine: EngineThread) -> None:
     http.should_exit = True
 
 
-async def _present(
-    http: _HttpServer,
-    terminal: Console,
-    settings: Settings,
-    plugins: Plugins,
-    engines: Engines,
-    url: str,
-    lock: DataDirLock,
-) -> None:
-    """Say where the server is once it answers, and only then which engines are ready."""
+async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:
+    """Say where the server is once it answers."""
     await http.answering.wait()
     lock.describe(url=url)
     plugins.server_started(ServerStarted(url=url, base_models=tuple(model.name for model in settings.models)))
-    await _show_engines(terminal, settings, engines)
 
 
-async def _show_engines(terminal: Console, settings: Settings, engines: Engines) -> None:
-    """Show what the engines report: often while they load, rarely afterwards."""
+async def _show_engines(http: _HttpServer, terminal: Console, settings: Settings, engines: Engines) -> None:
+    """Show what the engines report once the server answers: often while they load, rarely afterwards."""
+    await http.answering.wait()
     names = tuple(model.name for model in settings.models)
     display = EngineDisplay(terminal, names)
     try:

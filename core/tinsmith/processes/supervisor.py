@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 from tinsmith.errors import ServerError
+from tinsmith.lasting import alongside, start_lasting
 from tinsmith.processes.deaths import Cause, Death, Restarts
 from tinsmith.processes.engine_child import Ended, EngineChild
 from tinsmith.processes.reports import fresh_report, last_report
 from tinsmith.references import log_privately
 from tinsmith.settings import ModelSettings, Settings
 from tinsmith.settings.secrets import cleaned
-from tinsmith.stopping import alongside
 from tinsmith.store import EngineFailure, EngineState, RequestStore
 
 STOP_S: Final = 20.0  # to finish the running batch
@@ -43,7 +44,10 @@ class Supervisor:
         """Start every engine. Returns before they have loaded."""
         for child in self._children:
             await self._report(child, EngineState.STARTING)
-            self._tasks.append(asyncio.create_task(self._watch(child), name=f"supervise {child.model.name}"))
+            name = f"supervise {child.model.name}"
+            pause_s = self._settings.supervisor.restart_backoff_s
+            watch = partial(self._watch, child)
+            self._tasks.append(start_lasting(watch, name=name, pause_s=pause_s, stopping=self._stopping))
 
     async def stop(self) -> None:
         """Let every engine finish its current batch, kill those that take too long, and wait for all of them."""
@@ -73,7 +77,8 @@ class Supervisor:
             in_outage = not await self._free_lease(child, ended.engine_id)
             if self._stopping.is_set():
                 break
-            before = ended.death.cause
+            if ended.death.cause is not Cause.UNSTARTED:
+                before = ended.death.cause
             delay_s = restarts.delay_after_s(ended.death, was_ready=was_ready, in_outage=in_outage)
             failure = _failure(child.model.name, ended.death, restarts.attempt)
             if delay_s is None:
@@ -97,7 +102,7 @@ class Supervisor:
     async def _run(self, child: EngineChild, before: Cause | None) -> Ended:
         """Run the process until it ends, or is killed because it gives no sign of life."""
         lost = LostEngine(child, self._store, self._settings.watchdog.lost_s)
-        async with alongside(lost.watch(), name=f"look after {child.model.name}"):
+        async with alongside(lost.watch, name=f"look after {child.model.name}"):
             return await child.run(before)
 
     async def _was_ready(self, child: EngineChild, engine_id: str) -> bool:

@@ -43,7 +43,10 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._watch.check_s):
-            self.check()
+            try:
+                self.check()
+            except Exception:  # noqa: BLE001 - whatever it is: nobody else ends an engine that hangs
+                _log.exception("the watchdog could not look at the running calls, and looks again")
 
     def check(self) -> None:
         call = self._watch.check()

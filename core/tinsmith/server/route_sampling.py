@@ -6,6 +6,7 @@ other: if it is not used, or if this server stops. In it is a sampling session f
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ _SESSION: Final = wire.CreateSessionRequest(display_name="routes of plugins")
 _HEARTBEAT_S: Final = 10.0  # as clients send them
 _MOST_TENANTS: Final = 10_000
 _MOST_MODELS: Final = 1000  # of one tenant; the sampling session of another one is opened again
+
+_log = logging.getLogger(__name__)
 
 
 class FailedSampleError(ServerError):
@@ -183,8 +186,8 @@ class TenantSampling(RouteSampling):
 
     def _cancelled(self, task: asyncio.Task[OperationRecord]) -> None:
         self._cancelling.discard(task)
-        if not task.cancelled():
-            task.exception()  # a sample that could not be cancelled ends by itself
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("a sample could not be cancelled, and ends by itself: %s", error)
 
 
 def _unchanged(result: Result) -> Result:

@@ -19,6 +19,7 @@ from sqlalchemy.exc import IntegrityError, InterfaceError, InternalError, Operat
 from tinsmith.errors import StoreError, StoreFullError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.figures import COMMIT_SECONDS, COMMIT_WRITES, Figures
+from tinsmith.lasting import start_lasting
 from tinsmith.sql_store.databases.database import Channel, Database
 
 _CLOSED: Final = "the request store is closed"
@@ -81,7 +82,8 @@ class Grouping(ABC, Generic[C]):
 
     def open(self) -> None:
         self._is_open = True
-        self._tasks = [asyncio.create_task(self._work(each), name=type(self).__name__) for each in self._connections]
+        name = type(self).__name__
+        self._tasks = [start_lasting(partial(self._work, each), name=name, pause_s=0.0) for each in self._connections]
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
@@ -118,8 +120,12 @@ class Grouping(ABC, Generic[C]):
                     _settle(call, result)
                 if self._pause_s:
                     await asyncio.sleep(self._pause_s)
+        except Exception as error:
+            for call in group:
+                _settle(call, Failure(error))  # those with a result keep it
+            raise
         finally:
-            _refuse(group)  # calls with a result keep it
+            _refuse(group)  # if this was cancelled
 
     def _more(self) -> list[Call]:
         more: list[Call] = []

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from tinsmith.failpoints import durable_boundary
+from tinsmith.lasting import start_lasting
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.connections import Connections
 from tinsmith.sql_store.group_commit import Call
@@ -117,8 +118,8 @@ class SqlStore(RequestStore):
         await self.connections.open()
         self._heartbeats = sessions.Heartbeats(self.connections.relaxed)
         self._heartbeats.open()
-        sweep = log.sweep(self.connections, self._config.safety_poll_s)
-        self._sweeper = asyncio.create_task(sweep, name="sql-safety-poll")
+        sweep = partial(log.sweep, self.connections, self._config.safety_poll_s)
+        self._sweeper = start_lasting(sweep, name="sql-safety-poll")
 
     async def close(self) -> None:
         if self._sweeper is None:

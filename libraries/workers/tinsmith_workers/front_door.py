@@ -4,6 +4,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,10 +109,22 @@ class FrontDoor:
 
     def _accept(self) -> None:
         while not self._closed:
-            with suppress(TimeoutError):
-                peer, _ = self._listener.accept()
-                peer.setblocking(True)  # noqa: FBT003 - the standard library's own
-                threading.Thread(target=self._greet, args=(Channel(peer),), name="greeting", daemon=True).start()
+            try:
+                self._accept_one()
+            except TimeoutError:
+                continue
+            except (OSError, RuntimeError) as error:  # for want of files or threads
+                logger.warning("a worker cannot be let in now: %s", error)
+                time.sleep(_POLL_S)
+
+    def _accept_one(self) -> None:
+        peer, _ = self._listener.accept()
+        try:
+            peer.setblocking(True)  # noqa: FBT003 - the standard library's own
+            threading.Thread(target=self._greet, args=(Channel(peer),), name="greeting", daemon=True).start()
+        except BaseException:
+            peer.close()
+            raise
 
     def _greet(self, channel: Channel) -> None:
         """Wrong keys and broken connections are dropped: strangers must not keep workers from joining."""
@@ -120,8 +133,8 @@ class FrontDoor:
                 next(iter(self._greeted)).hang_up()
             self._greeted[channel] = None
         limit = threading.Timer(_GREETING_S, channel.hang_up)
-        limit.start()
         try:
+            limit.start()
             channel.prove(self._key, "engine")
             hello = channel.receive()
         except (AuthenticationError, EOFError, OSError):

@@ -1,5 +1,6 @@
 """What a worker and its host use: read in a thread beside the calls, and sent along with an answer."""
 
+import logging
 import threading
 from typing import Final
 
@@ -7,6 +8,8 @@ from tinsmith.figures import HostReport
 from tinsmith.host_usage import Gpus, usage_of_host
 
 _EVERY_S: Final = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class Usage:
@@ -26,5 +29,8 @@ class Usage:
         gpus = Gpus() if self._of_host else None
         pause = threading.Event()  # which nobody sets: the process ends
         while True:
-            self._unsent = usage_of_host(() if gpus is None else gpus.read(), with_network=self._of_host)
+            try:
+                self._unsent = usage_of_host(() if gpus is None else gpus.read(), with_network=self._of_host)
+            except Exception:
+                logger.exception("what this worker uses cannot be read; trying again in %g s", _EVERY_S)
             pause.wait(_EVERY_S)

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import Any, Final
 
 import numpy as np
@@ -69,9 +70,16 @@ def main() -> None:
 
 
 def _read(channel: Channel[ToVllm], inbox: "queue.SimpleQueue[ToVllm]") -> None:
-    while (message := channel.receive()) is not None:
-        inbox.put(message)
-    os._exit(0)  # the parent is gone, and vLLM may be doing anything
+    code = 1  # a message cannot be read
+    try:
+        while (message := channel.receive()) is not None:
+            inbox.put(message)
+        code = 0
+    except Exception:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(code)  # the parent is gone or cannot be understood, and vLLM may be doing anything
 
 
 def _engine(start: Start, channel: Channel[ToVllm]) -> tuple[Any, bool]:

@@ -263,10 +263,16 @@ class Replica:
         return Tethered(command, pass_fds=[theirs.fileno()], env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def _send(self, channel: Channel[FromVllm], outbox: "queue.SimpleQueue[msgspec.Struct | None]") -> None:
-        with suppress(OSError):  # the reader notices the process's end
+        try:
             channel.send(self._launch.start)
             while (message := outbox.get()) is not None:
                 channel.send(message)
+        except OSError:
+            return  # the reader notices the process's end
+        except Exception:  # noqa: BLE001 - the process would wait for ever for what it was not sent
+            _log.exception("%s cannot be sent a message, and is ended", self.name)
+            if self._process is not None:
+                self._process.kill()
 
     def _read(self, channel: Channel[FromVllm]) -> tuple[bool, str]:
         """Deliver messages until the process ends. Return whether it was ready, and why it never can be, if known."""

@@ -135,9 +135,11 @@ class Connections:
 
     def _check_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self._next_group = (self._next_group + 1) % _GROUPS
-        for connection in list(self._groups[self._next_group]):
-            connection.check()
-        self._timer = loop.call_later(1 / _GROUPS, self._check_again, loop) if self._all else None
+        try:
+            for connection in list(self._groups[self._next_group]):
+                connection.check()
+        finally:
+            self._timer = loop.call_later(1 / _GROUPS, self._check_again, loop) if self._all else None
 
 
 def connection_of(scope: Scope) -> "BoundedHttp | None":

@@ -11,6 +11,7 @@ import psycopg
 from sqlalchemy import Connection
 
 from tinsmith.errors import StoreError
+from tinsmith.lasting import start_lasting
 from tinsmith.sql_store.databases.database import Channel
 
 _CHANNEL: Final = "tinsmith"
@@ -36,7 +37,7 @@ class NotifyWakeUps(Channel):
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        self._task = asyncio.create_task(self._listen_for_ever(), name="postgres-listen")
+        self._task = start_lasting(self._listen_for_ever, name="postgres-listen")
         try:
             async with asyncio.timeout(_OPEN_S):
                 await self._listening.wait()
