@@ -1,6 +1,7 @@
 """The routes by plain HTTP, without an engine: ids, ownership, repeats, waiting, and every kind of bad body."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fastapi import Response
 
 from tinsmith.operations import Consistency, LoraConfig
 from tinsmith.processes.reports import EngineReports
+from tinsmith.protocol import bounds
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith.server.limits.heavy_work import LargeAnswers
 from tinsmith.store import CheckpointRecord, EngineRecord, EngineState
@@ -249,6 +251,22 @@ def test_a_name_that_comes_twice_is_refused(http: httpx.Client, model: str, fiel
     assert words in failed["error"]
 
 
+@pytest.mark.parametrize("levels", [bounds.MAX_LEVELS, 1100])
+def test_no_route_reads_a_body_of_too_many_levels(server: RunningServer, levels: int) -> None:
+    """Whatever reads it would recurse, and fail in its own way. A numbered request keeps its number."""
+    deep, asked = b"[" * levels + b"]" * levels, set()
+    with httpx.Client(base_url=server.url, headers={**KEY, "content-type": "application/json"}, timeout=300) as http:
+        described = http.get("/openapi.json").json()["paths"]
+        for path, method in ((path, method) for path, methods in described.items() for method in methods):
+            if "application/json" not in described[path][method].get("requestBody", {}).get("content", {}):
+                continue
+            body = b'{"model_id": "m", "seq_id": 1, "x": %b}' % deep
+            answer = http.request(method, re.sub("{.*?}", "x", path), content=body)
+            assert (answer.status_code, "nested too deeply" in answer.text) == (400, True), (path, answer.text)
+            asked.add(path)
+    assert {"/api/v1/asample", "/api/v1/optim_step", "/v1/chat/completions", "/anthropic/api/v1/messages"} <= asked
+
+
 def test_a_sample_can_be_cancelled(http: httpx.Client, session: str) -> None:
     ok(
         http.post(
@@ -376,9 +394,7 @@ def test_malformed_json_is_a_422_with_a_detail(http: httpx.Client, path: str, bo
     assert answer.json()["detail"]
 
 
-@pytest.mark.parametrize(
-    "value", [b'"\\ud800"', b"NaN", b"1e999", b"[" * 5000], ids=["half a surrogate", "NaN", "inf", "deep"]
-)
+@pytest.mark.parametrize("value", [b'"\\ud800"', b"NaN", b"1e999"], ids=["half a surrogate", "NaN", "inf"])
 @pytest.mark.parametrize(
     "body",
     [

@@ -186,6 +186,22 @@ def test_a_body_that_would_take_gigabytes_is_not_decoded(piece: bytes) -> None:
     assert peak_bytes(decode) < 4 * MEGABYTE  # most of it is the process's own
 
 
+@pytest.mark.parametrize(
+    ("place", "around"),
+    [(b"%b", 0), (b'{"a": %b}', 1), (b'{"a": [1, %b]}', 2), (b'[{"b": "]"}, {"a": [], "b": %b}]', 2)],
+)
+@pytest.mark.parametrize(("opens", "closes"), [(b"[", b"]"), (b'{"a":', b"}"), (b"[1,", b"]"), (b'["[[",', b"]")])
+def test_a_body_has_few_levels(place: bytes, around: int, opens: bytes, closes: bytes) -> None:
+    """However deep it is, up to what any parser would return."""
+    for levels in (bounds.MAX_LEVELS - around, bounds.MAX_LEVELS - around + 1, 500, 1000, 1100, 20_000):
+        body = place % (opens * levels + b"1" + closes * levels)
+        if levels + around <= bounds.MAX_LEVELS:
+            assert bounds.json_content(body) is not None
+        else:
+            with pytest.raises(UserError, match="the body is nested too deeply, in more than 64 levels"):
+                bounds.json_content(body)
+
+
 def test_a_refused_request_of_training_data_is_not_decoded_as_json_either() -> None:
     body = b'{"model_id": "m", "seq_id": 1, "x": [' + b"[]," * MEGABYTE + b"0]}"
     assert peak_bytes(lambda: address_of(body)) < MEGABYTE
@@ -210,7 +226,7 @@ LIMITS_PAGE = (Path(__file__).parents[2] / "docs/reference/limits.md").read_text
         f"chunks of a prompt | {bounds.MAX_CHUNKS:,} |",
         f"cut after {8 * bounds.MAX_NAME_CHARS:,} characters",
         f"numbers in a JSON body | {bounds.MAX_NUMBERS:,},",
-        f"{bounds.MAX_CONTAINERS:,}; strings: {bounds.MAX_STRINGS:,}",
+        f"{bounds.MAX_CONTAINERS:,}, in {bounds.MAX_LEVELS} levels; strings: {bounds.MAX_STRINGS:,}",
         f"{MAX_DATA:,} data, each of {bounds.MAX_CHUNKS:,} chunks and {MAX_TENSORS} tensors",
         f"of {bounds.MAX_DIMENSIONS} dimensions; {MAX_ELEMENTS:,} protobuf fields",
         f"{tensors.MAX_DENSE_ELEMENTS:,} elements together",

@@ -37,6 +37,8 @@ MAX_NUMBERS: Final = 4 << 20
 """In a JSON body: tokens, and the values and indices of tensors."""
 MAX_CONTAINERS: Final = 1 << 16
 """Lists and objects in a JSON body."""
+MAX_LEVELS: Final = 64
+"""Of lists and objects in each other in a JSON body. Whatever reads them may then recurse."""
 MAX_STRINGS: Final = 1 << 17
 """Strings in a JSON body, names of fields included."""
 MAX_DIMENSIONS: Final = 8
@@ -46,6 +48,7 @@ MAX_COMPARED_BYTES: Final = 1 << 20
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _CONTROL_BUT_LINES: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _WITH_COLONS: Final = (str, dict, list)
+_CONTAINERS: Final = frozenset({dict, list})
 _STEP: Final = 1 << 20
 _VALUE_BYTES: Final = 8
 
@@ -155,12 +158,13 @@ def stop(value: object) -> object:
 def json_content(body: bytes) -> Json:
     """Decode a JSON body, unless what it holds would take many times its own size in memory.
 
-    Raises orjson.JSONDecodeError, or UserError for what would.
+    Raises orjson.JSONDecodeError, or UserError for what would, or is nested too deeply.
     """
+    count = 0
     for marks, allowed, what in (
         (b",", MAX_NUMBERS, "values"),
-        (b"[{", MAX_CONTAINERS, "lists and objects"),
         (b'"', 2 * MAX_STRINGS, "quotation marks"),
+        (b"[{", MAX_CONTAINERS, "lists and objects"),
     ):
         count = 0
         for at in range(0, len(body), _STEP):  # in steps, so that other threads run in between
@@ -168,7 +172,35 @@ def json_content(body: bytes) -> Json:
             if count > allowed:
                 msg = f"the body holds more than {allowed} {what}; send shorter lists"
                 raise UserError(msg)
-    return orjson.loads(body)
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if "depth" in error.msg:
+            raise _too_deep() from error
+        raise
+    if count > MAX_LEVELS:
+        _refuse_deep(content)
+    return content
+
+
+def _refuse_deep(content: Json) -> None:
+    """Raise UserError if there are too many levels. Level by level: whatever recurses would not return."""
+    level = [content] if type(content) in _CONTAINERS else []
+    for _ in range(MAX_LEVELS):
+        if not (level := [inner for each in level for inner in _containers_in(each)]):
+            return
+    raise _too_deep()
+
+
+def _containers_in(value: Json) -> list[Json]:
+    values = value.values() if isinstance(value, dict) else value
+    if _CONTAINERS.isdisjoint(map(type, values)):  # lists of numbers are long
+        return []
+    return [each for each in values if type(each) in _CONTAINERS]
+
+
+def _too_deep() -> UserError:
+    return UserError(f"the body is nested too deeply, in more than {MAX_LEVELS} levels; flatten it")
 
 
 def refuse_repeated_names(body: bytes, content: dict[str, Json]) -> None:
@@ -179,12 +211,8 @@ def refuse_repeated_names(body: bytes, content: dict[str, Json]) -> None:
     """
     if len(body) > MAX_COMPARED_BYTES:
         return
-    try:
-        if body.count(b":") > _num_colons(content):
-            json.loads(body, object_pairs_hook=_with_each_once, parse_int=str, parse_float=str)
-    except RecursionError as error:
-        msg = "the body is nested too deeply; flatten it"
-        raise UserError(msg) from error
+    if body.count(b":") > _num_colons(content):
+        json.loads(body, object_pairs_hook=_with_each_once, parse_int=str, parse_float=str)
 
 
 def _num_colons(value: str | dict[str, Json] | list[Json]) -> int:

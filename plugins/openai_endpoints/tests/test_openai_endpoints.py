@@ -291,6 +291,20 @@ def test_what_is_not_offered_is_refused_by_name(
         assert answer.json()["error"]["param"] == named
 
 
+@pytest.mark.parametrize("levels", [64, 65, 1100])
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
+def test_arguments_of_many_levels_are_refused(server: RunningServer, levels: int, opens: str, closes: str) -> None:
+    """They are JSON within a text, so nobody has counted their levels before."""
+    function = {"name": "add", "arguments": opens * levels + "1" + closes * levels}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": calls}, *HI]
+    asked = {"model": "toy", "messages": messages, "max_tokens": 1}
+    headers = {"Authorization": "Bearer tml-ann"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, headers=headers, timeout=300)
+    assert answer.status_code == (200 if levels == 64 else 400), answer.text
+    assert levels == 64 or "the call of 'add' cannot be read: it is nested more than 64 deep" in answer.text
+
+
 def test_what_is_no_endpoint_is_no_unknown_model(server: RunningServer) -> None:
     headers = {"Authorization": "Bearer tml-ann"}
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "toy"}, headers=headers, timeout=300)

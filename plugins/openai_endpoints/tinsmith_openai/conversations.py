@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinsmith_checkpoints.huggingface import Json
+from tinsmith import UserError
+from tinsmith_checkpoints.huggingface import Json, check_depth
 from tinsmith_openai.answers import Object
-from tinsmith_openai.bodies import ChatRequest, Message
+from tinsmith_openai.bodies import ChatRequest, Message, ToolCall
 from tinsmith_openai.texts import ModelText
 from tinsmith_openai.transcripts import Digests, Transcripts, digests
 
@@ -93,16 +94,25 @@ def _for_template(text: ModelText, message: Message) -> Object:
     given["content"] = message.text
     if message.role == "developer" and message.role not in text.template.source:
         given["role"] = "system"
-    calls: list[Json] = []
-    for call in message.tool_calls or ():
-        arguments: Json = call.function.arguments
-        try:
-            parsed = json.loads(call.function.arguments)
-        except ValueError:
-            parsed = None
-        if isinstance(parsed, dict):
-            arguments = parsed
-        calls.append({**call.model_dump(), "function": {"name": call.function.name, "arguments": arguments}})
+    calls: list[Json] = [
+        {**call.model_dump(), "function": {"name": call.function.name, "arguments": _arguments(call)}}
+        for call in message.tool_calls or ()
+    ]
     if calls:
         given["tool_calls"] = calls
     return given
+
+
+def _arguments(call: ToolCall) -> Json:
+    """Return the arguments of a call as an object, or as they were sent if they are none."""
+    sent = call.function.arguments
+    try:
+        check_depth(sent.encode())
+    except ValueError as error:
+        msg = f"the arguments of the call of {call.function.name!r} cannot be read: {error}; flatten them"
+        raise UserError(msg) from error
+    try:
+        parsed = json.loads(sent)
+    except ValueError:
+        return sent
+    return parsed if isinstance(parsed, dict) else sent

@@ -27,6 +27,7 @@ from tinsmith_checkpoints.huggingface.known_shapes import known_config
 from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL, decoder_names, language_config
 from tinsmith_checkpoints.huggingface.latent import LatentShape, latent_shape
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.outside_files import check_depth
 from tinsmith_checkpoints.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
 from tinsmith_checkpoints.huggingface.places import Place, weight_places
 from tinsmith_checkpoints.huggingface.rope import Rope, read_rope
@@ -79,6 +80,7 @@ __all__ = [
     "WeightFiles",
     "adapter_config",
     "adapter_weights",
+    "check_depth",
     "decoder_names",
     "decoder_shape",
     "delta_rule",
