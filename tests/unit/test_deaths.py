@@ -60,7 +60,8 @@ def test_a_kernel_that_does_not_count_is_not_asked_further(tmp_path: Path, monke
 
 
 def test_only_deaths_from_outside_leave_the_operations_unsuspected() -> None:
-    assert [cause for cause in Cause if cause.is_from_outside] == [Cause.INTERRUPTION, Cause.SUPERSEDED]
+    outside = [Cause.INTERRUPTION, Cause.SUPERSEDED, Cause.UNSTARTED]
+    assert [cause for cause in Cause if cause.is_from_outside] == outside
 
 
 def restarts(*, max_restarts: int = 2, max_interruptions: int = 3) -> Restarts:
