@@ -2,6 +2,7 @@
 
 import ast
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -24,3 +25,18 @@ def parse(text: str) -> ast.Module:
 def tree_of(file: Path) -> ast.Module:
     """Return the syntax tree of a Python file."""
     return parse(file.read_text(encoding="utf-8"))
+
+
+def named(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield all nodes, each with the name of the function around it."""
+    for node in ast.iter_child_nodes(tree):
+        own = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        here = ".".join(filter(None, (name, node.name))) if own else name
+        yield here, node
+        yield from named(node, here)
+
+
+def has_test(root: Path, test: str) -> bool:
+    """Return whether a test is there, by its file below the root and its name: `FILE::NAME`."""
+    file, _, name = test.partition("::")
+    return (root / file).is_file() and f"def {name}(" in (root / file).read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from tinsmith.server.limits.strangers import Strangers
 from tinsmith.settings import QuotaSettings
 from tinsmith.store import RequestStore
 
-POLL, OTHER = "/api/v1/retrieve_future", "/api/v1/asample"
+POLL, OTHER, OF_A_PLUGIN = "/api/v1/retrieve_future", "/api/v1/asample", "/v1/chat/completions"
 
 
 def identify(scope: Scope) -> Principal:
@@ -104,9 +104,9 @@ async def test_long_polls_of_a_tenant_are_limited(service: Service, http: httpx.
 
 
 async def test_all_requests_of_a_tenant_are_limited(service: Service, http: httpx.AsyncClient) -> None:
-    for path in (POLL, OTHER):
+    for path in (POLL, OTHER, OF_A_PLUGIN):
         task = await begin(service, http, path, "small")
-        for again in (POLL, OTHER):
+        for again in (POLL, OTHER, OF_A_PLUGIN):
             await refused(service, http, again, "requests_in_progress", headers={"x-api-key": "small"})
         await finish(service, task)
         service.may_answer.clear()

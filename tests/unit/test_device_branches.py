@@ -123,24 +123,15 @@ def test_every_decision_on_a_device_is_forced() -> None:
     found = {place for room in ROOMS for file in room.rglob("*.py") for place in places(file, room)}
     assert found - FORCED_BY.keys() - WITHOUT_A_CHOICE.keys() == set(), "force them in a test, and name it above"
     assert (FORCED_BY.keys() | WITHOUT_A_CHOICE.keys()) - found == set(), "they decide nothing any more"
-    assert sorted({test for test in FORCED_BY.values() if not exists(test)}) == []
+    assert sorted({test for test in FORCED_BY.values() if not syntax_trees.has_test(ROOT, test)}) == []
 
 
 def places(file: Path, room: Path) -> Iterator[str]:
     """Yield the functions of a file that decide on a device, as "module:function"."""
     module = ".".join(file.relative_to(room.parent).with_suffix("").parts)
-    for name, node in named(syntax_trees.tree_of(file), ""):
+    for name, node in syntax_trees.named(syntax_trees.tree_of(file)):
         if decides(node):
             yield f"{module}:{name}"
-
-
-def named(tree: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
-    """Yield all nodes, each with the name of the function around it."""
-    for node in ast.iter_child_nodes(tree):
-        own = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        here = ".".join(filter(None, (name, node.name))) if own else name
-        yield here, node
-        yield from named(node, here)
 
 
 def decides(node: ast.AST) -> bool:
@@ -165,11 +156,6 @@ def is_of_a_device(node: ast.AST) -> bool:
         case ast.Attribute(attr=name) | ast.Name(id="platform" as name):
             return name in _OF_PLATFORMS
     return False
-
-
-def exists(test: str) -> bool:
-    file, _, name = test.partition("::")
-    return (ROOT / file).is_file() and f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_a_decision_is_found_wherever_it_stands(tmp_path: Path) -> None:

@@ -20,9 +20,11 @@ from tinsmith.server.api_keys import ApiKeys
 from tinsmith.server.hearing import Hearing
 from tinsmith.server.kept import Engines, Known, KnownOwner, KnownRun, Reading, rarely
 from tinsmith.server.limits.heavy_work import HeavyWork, LargeAnswers
+from tinsmith.server.limits.open_streams import OpenStreams
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.refusal_log import RefusalLog
+from tinsmith.server.run_streams import RunStreams
 from tinsmith.server.sequence_ids import SequenceIds
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.server.storage_health import StorageHealth
@@ -62,6 +64,8 @@ class ServerContext:
     waits: Reading[Waits] = field(init=False)
     hearing: Hearing = field(init=False)
     storage: StorageHealth = field(init=False)
+    run_streams: RunStreams = field(init=False)
+    open_streams: OpenStreams = field(init=False)
     sessions: Known[KnownOwner] = field(init=False)
     runs: Known[KnownRun] = field(init=False)
     samplers: Known[SamplingSessionRecord] = field(init=False)
@@ -72,6 +76,8 @@ class ServerContext:
         self.waits = rarely(partial(read_waits, self.store, self.settings.quotas, self.engines))
         self.hearing = Hearing(unnoticed_s=self.settings.server.session_timeout_s / _UNNOTICED)
         self.storage = StorageHealth(self.store, self.quotas.disk)
+        self.run_streams = RunStreams(self.store, self.stopping)
+        self.open_streams = OpenStreams(self.settings.server.limits, self.settings.quotas)
         self.sessions = Known(lambda name: _owner_of(self.store.get_session(name)))
         self.runs = Known(self._run)
         self.samplers = Known(self.store.get_sampling_session)

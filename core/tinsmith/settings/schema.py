@@ -170,6 +170,15 @@ class LimitsSettings(_Section):
         "after a pause; more get a 429 after some seconds. Health probes do not count: beyond 20 per second from one "
         "address, they are answered late",
     )
+    streams_per_link: int = Field(
+        20, ge=1, description="streams of one share link open at a time at each server; more get a 429"
+    )
+    streams_per_run: int = Field(
+        50, ge=1, description="streams of all share links to one run open at a time at each server; more get a 429"
+    )
+    keyless_streams: int = Field(
+        200, ge=1, description="streams of all share links open at a time at each server; more get a 429"
+    )
 
 
 class ServerSettings(_Section):
@@ -388,6 +397,12 @@ class TenantQuotas(_Section):
         5000,
         ge=1,
         description="requests for results waiting at each server at a time; more get a 429, and the SDK retries",
+    )
+    streams: int | None = Field(
+        100,
+        ge=1,
+        description="runs that streams of the tenant follow at a time at each server, and as many by share links to "
+        "its runs; more get a 429",
     )
     pending_operations: int | None = Field(
         20_000, ge=1, description="training requests that may wait; the next ones get a 429, and the SDK retries"

@@ -5,9 +5,10 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict
 from html import escape
-from typing import Annotated, Final
+from typing import Annotated, Final, ParamSpec, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, Query, Request, Response
@@ -22,10 +23,16 @@ from tinsmith_oidc.provider import Provider
 from tinsmith_oidc.sessions import Sessions
 from tinsmith_oidc.users import Claims, principal_of, with_user_info
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _PATH: Final = "/login"
 _CALLBACK: Final = f"{_PATH}/callback"
 _OWN_PATH: Final = re.compile(r"/(?![/\\])[^\\\x00-\x20\x7f]*")
 """A path on this server: `//other.example` and what browsers take for it lead elsewhere."""
+MOST_ASKING: Final = 16
+"""Threads that may wait for the provider at a time. The server has 40 for everything."""
+
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -35,7 +42,7 @@ _HEADERS: Final = {
 
 
 class LoginRoutes:
-    """What waits for the provider runs in threads."""
+    """What waits for the provider runs in threads, of which strangers get some only."""
 
     def __init__(
         self, settings: Settings, config: OidcConfig, provider: Provider, cookies: Cookies, sessions: Sessions
@@ -45,6 +52,7 @@ class LoginRoutes:
         self._provider = provider
         self._cookies = cookies
         self._sessions = sessions
+        self._asking = 0  # threads that may wait for the provider
 
     def router(self, context: RoutesContext) -> APIRouter:
         router = APIRouter(tags=["login"])
@@ -54,8 +62,25 @@ class LoginRoutes:
         router.post(f"{_PATH}/logout")(context.public(self.log_out))
         return router
 
-    def sign_in(self, request: Request, next_path: Annotated[str, Query(alias="next")] = "/") -> Response:
+    async def sign_in(self, request: Request, next_path: Annotated[str, Query(alias="next")] = "/") -> Response:
         """Send the browser to the provider. `next` is the path on this server to come back to."""
+        try:
+            return await self._in_thread(self._begin, request, next_path)
+        except AuthenticationError as error:
+            return _failure(error)
+
+    async def _in_thread(self, work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Do what may wait for the provider. Raises AuthenticationError if too many do so."""
+        if self._asking >= MOST_ASKING:
+            msg = f"{MOST_ASKING} sign-ins wait for the provider, as many as may at a time; try again in some seconds"
+            raise AuthenticationError(msg)
+        self._asking += 1
+        try:
+            return await run_in_threadpool(work, *args, **options)
+        finally:
+            self._asking -= 1
+
+    def _begin(self, request: Request, next_path: str) -> Response:
         sign_in = SignIn(
             state=secrets.token_urlsafe(32),
             nonce=secrets.token_urlsafe(32),
@@ -74,10 +99,7 @@ class LoginRoutes:
             "code_challenge": base64.urlsafe_b64encode(challenge).rstrip(b"=").decode(),
             "code_challenge_method": "S256",
         }
-        try:
-            url = _with_query(self._provider.endpoint("authorization_endpoint"), query)
-        except AuthenticationError as error:
-            return _failure(error)
+        url = _with_query(self._provider.endpoint("authorization_endpoint"), query)
         answer = RedirectResponse(url, 303, _HEADERS)
         self._cookies.start(answer, sign_in)
         return answer
@@ -92,8 +114,8 @@ class LoginRoutes:
     ) -> Response:
         """Take the provider's answer, and open a session. A sign-in that this browser has not begun is refused."""
         try:
-            sign_in = await run_in_threadpool(self._sign_in_of, request, state, iss)
-            user = await run_in_threadpool(self._user, sign_in, code, error)
+            sign_in = await self._in_thread(self._sign_in_of, request, state, iss)
+            user = await self._in_thread(self._user, sign_in, code, error)
         except AuthenticationError as failure:
             answer = _failure(failure)
         else:
@@ -115,7 +137,10 @@ class LoginRoutes:
             return JSONResponse({"detail": "only a page of this server can end its session"}, 403, _HEADERS)
         if (session := self._sessions.of(request.headers)) is not None:
             await self._sessions.end(session)
-        redirect = await run_in_threadpool(self._end_of_session, request)
+        try:
+            redirect = await self._in_thread(self._end_of_session, request)
+        except AuthenticationError:  # the provider is away, or slow; the session here has ended
+            redirect = "/"
         answer = JSONResponse({"redirect": redirect}, headers=_HEADERS)
         self._cookies.close(answer)
         return answer
@@ -144,10 +169,7 @@ class LoginRoutes:
 
     def _end_of_session(self, request: Request) -> str:
         """Return the provider's page for it (OpenID Connect RP-Initiated Logout 1.0), or our own."""
-        try:
-            found = self._provider.metadata("end_session_endpoint")
-        except AuthenticationError:  # the provider is away; the session here has ended
-            found = None
+        found = self._provider.metadata("end_session_endpoint")
         if not isinstance(found, str):
             return "/"
         query = {"client_id": self._config.client_id, "post_logout_redirect_uri": f"{self._url(request)}/"}

@@ -23,6 +23,9 @@ from tinsmith.server.limits.quotas import Quotas
 
 LONG_POLLS: Final = frozenset(f"{API_PREFIX}/{path}" for path in ("retrieve_future", "retrieve_futures", "run_events"))
 
+METRICS: Final = "/metrics"
+"""By which operators see that a tenant has too much in progress: it never counts."""
+
 Identify = Callable[[Scope], Principal]
 """Raises TinsmithError if the caller is unknown."""
 
@@ -92,7 +95,7 @@ class Edge:
 class Rates:
     """A tenant that sends too many requests, or has too many in progress, is refused by the head alone.
 
-    Only requests of the API count as in progress.
+    Requests to plugins' routes count as well: an answer that is streamed may stay open for long.
     """
 
     def __init__(self, quotas: Quotas, key_id: KeyId) -> None:
@@ -103,7 +106,7 @@ class Rates:
         if (caller := request.caller) is None:
             return
         self._quotas.admit_request(caller.tenant, lambda: self._key_id(caller, Headers(scope=request.scope)))
-        if request.path.startswith(f"{API_PREFIX}/"):
+        if request.path != METRICS:
             counted = self._quotas.in_progress(caller.tenant, polls=request.path in LONG_POLLS)
             request.held.enter_context(counted)
 

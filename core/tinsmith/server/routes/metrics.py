@@ -1,32 +1,34 @@
 """Runs and their curves, as the page and programs read them, and the metrics that clients add."""
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Final
 
-import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import UserError
 from tinsmith.protocol import wire
-from tinsmith.server.auth import AccessScope, Actor, Caller, Viewer, own_run, readable_run, visible_tenant
-from tinsmith.server.context import API_PREFIX, Context, ServerContext
+from tinsmith.server.auth import (
+    AccessScope,
+    Actor,
+    Caller,
+    Viewer,
+    own_run,
+    readable_run,
+    viewer_of,
+    visible_tenant,
+)
+from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.lineage import lineage_of
+from tinsmith.server.routes.downloads import WhileSending
 from tinsmith.server.routes.sessions import Limit, Offset
 from tinsmith.server.run_report import report
-from tinsmith.server.run_views import Step, finite, joined, list_summaries, read_measured, series_of, summary_of
-from tinsmith.server.share_links import make_link, shared_run, url_of
-from tinsmith.store import Measured, MetricsRow, RequestStore, RunRecord, ShareLink
+from tinsmith.server.run_views import joined, list_summaries, read_measured, series_of, summary_of
+from tinsmith.server.share_links import HEADER, make_link, shared_run, url_of
+from tinsmith.store import Measured, MetricsRow, ShareLink
 from tinsmith.store.metrics import MOST_NAMES
 from tinsmith.store.refusals import missing
-from tinsmith_checkpoints.values import Json
-
-_log = logging.getLogger(__name__)
 
 router = APIRouter(prefix=API_PREFIX, tags=["metrics"], route_class=JsonRoute)
 
@@ -35,9 +37,6 @@ MOST_BYTES: Final = 64 << 20
 
 _MOST_OPERATIONS: Final = 200  # of one answer: each of their results is read whole
 _MOST_RUNS: Final = 16  # of one stream
-_TAIL: Final = 64  # steps before the newest one that a stream looks at for changes
-_LEAST_S: Final = 0.5  # between two events of a run
-_STREAM_S: Final = 60.0  # then the reader asks again, and its key is checked again
 
 
 @router.get("/runs", response_model_exclude_none=True)
@@ -173,63 +172,20 @@ def _shown(link: ShareLink) -> wire.ShareLink:
 
 @router.get("/run_events", response_class=StreamingResponse)
 async def run_events(
-    request: Request, context: Context, run: Annotated[list[str], Query(min_length=1, max_length=_MOST_RUNS)]
+    request: Request,
+    context: Context,
+    sending: WhileSending,
+    run: Annotated[list[str], Query(min_length=1, max_length=_MOST_RUNS)],
 ) -> StreamingResponse:
     """Stream the newest steps of runs as they come, as server-sent events, for a minute: then ask again.
 
     Each event is `{"run_id", "points": [{"step", "time", "values"}]}`. The first ones repeat what is there.
     """
     runs = [await shared_run(request, context, model_id) for model_id in dict.fromkeys(run)]
-    return StreamingResponse(
-        _events(context, runs), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-    )
-
-
-async def _events(context: ServerContext, runs: list[RunRecord]) -> AsyncIterator[bytes]:
-    queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_follow(context.store, run, queue)) for run in runs]
-    tasks.append(asyncio.create_task(_end(context.stopping, queue)))
-    try:
-        while (event := await queue.get()) is not None:
-            yield event
-    finally:
-        for each in tasks:
-            each.cancel()
-
-
-async def _end(stopping: asyncio.Event, queue: asyncio.Queue[bytes | None]) -> None:
-    """End the stream when its time is over or the server stops."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_STREAM_S):
-            await stopping.wait()
-    await queue.put(None)
-
-
-async def _follow(store: RequestStore, run: RunRecord, queue: asyncio.Queue[bytes | None]) -> None:
-    """Put an event into the queue whenever steps near the newest one have changed."""
-    known, newest, sent = -1, run.steps, dict[int, Json]()
-    try:
-        while True:
-            written = await store.wait_for_metrics(run.model_id, known=known, timeout_s=_STREAM_S)
-            if written > known:
-                known = written
-                steps = joined(await read_measured(store, run.model_id, max(newest - _TAIL, 0)))[-_TAIL - 1 :]
-                points = {step[0]: _point(step) for step in steps}
-                changed = [point for step, point in points.items() if sent.get(step) != point]
-                newest, sent = max(newest, *points, 0), points
-                if changed:
-                    await queue.put(b"data: " + orjson.dumps({"run_id": run.model_id, "points": changed}) + b"\n\n")
-                await asyncio.sleep(_LEAST_S)
-    except TinsmithError as error:  # the reader asks again, and learns why
-        _log.debug("the stream of %s ends: %s", run.model_id, error)
-    finally:
-        queue.put_nowait(None)
-
-
-def _point(step: Step) -> Json:
-    number, time, values = step
-    return {
-        "step": number,
-        "time": time.timestamp(),
-        "values": {name: finite(value) for name, value in values.items()},
-    }
+    if (secret := request.headers.get(HEADER)) is not None:
+        counted = context.open_streams.of_link(secret, runs)
+    else:
+        counted = context.open_streams.of_tenant((await viewer_of(request, context)).tenant, runs)
+    sending.enter_context(counted)
+    events = context.run_streams.events(runs)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
