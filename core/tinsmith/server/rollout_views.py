@@ -1,6 +1,5 @@
 """Rollouts as people and programs read them: a step's, by reward, and one in full, with its text."""
 
-import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol import wire
 from tinsmith.server.run_views import finite
@@ -19,6 +18,7 @@ from tinsmith.settings import Settings
 from tinsmith.store import OF_CLIENT
 from tinsmith.store.refusals import no_such
 from tinsmith.store.rollouts import Rollout, decode_rewards, decode_rollouts
+from tinsmith_checkpoints.huggingface.tokenizer_files import read_tokenizer
 
 _SHOWN: Final = 64  # tokens of a rollout in a list
 
@@ -40,13 +40,12 @@ class _Named:
 
 @cache
 def decoder_of(directory: Path) -> Decode | None:
-    """Return what decodes tokens of a base model; None without its tokenizer, or the library."""
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return None
+    """Return what decodes tokens of a base model; None without a tokenizer that can be read, or the library."""
     try:
-        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
-    except ModuleNotFoundError:
+        tokenizer = read_tokenizer(directory)
+    except (ModuleNotFoundError, ConfigError):
+        return None
+    if tokenizer is None:
         return None
 
     def decode(tokens: Sequence[int]) -> str:

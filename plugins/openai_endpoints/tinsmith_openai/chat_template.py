@@ -13,7 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith import ConfigError, UserError
-from tinsmith_checkpoints.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json, special_tokens, tokenizer_config
 
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -40,11 +40,10 @@ class ChatTemplate:
     @classmethod
     def of_model(cls, directory: Path) -> "ChatTemplate | None":
         """Read a Hugging Face directory's template; None if it has none."""
-        config = _read(directory / "tokenizer_config.json")
-        tokens = {name: _text(value) for name, value in config.items() if name.endswith("_token") and _text(value)}
+        config = tokenizer_config(directory)
         file = directory / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.exists() else _named(config.get("chat_template"))
-        return None if source is None else cls(source, tokens)
+        return None if source is None else cls(source, special_tokens(config))
 
     def render(
         self,
@@ -103,20 +102,6 @@ def _refuse(message: str) -> NoReturn:
 
 def _now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
-
-
-def _read(path: Path) -> dict[str, Json]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _text(value: Json) -> str:
-    """Return a special token; older files hold its whole description."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else ""
 
 
 def _named(templates: Json) -> str | None:

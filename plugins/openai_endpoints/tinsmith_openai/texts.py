@@ -10,7 +10,8 @@ from typing import Final
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from tinsmith import UnsupportedError
+from tinsmith import ConfigError, UnsupportedError
+from tinsmith_checkpoints.huggingface import read_tokenizer
 from tinsmith_openai.chat_template import ChatTemplate
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -27,12 +28,21 @@ def _bytes_of_characters() -> dict[str, int]:
 _BYTES: Final = _bytes_of_characters()
 
 
+def _tokenizer_in(directory: Path) -> Tokenizer:
+    try:
+        found = read_tokenizer(directory)
+    except ConfigError as error:
+        raise UnsupportedError(str(error)) from error
+    assert found is not None, "looked for before"
+    return found
+
+
 class ModelText:
     """The tokenizer of a base model, and its chat template if it has one. Any thread may use it."""
 
     def __init__(self, base_model: str, directory: Path) -> None:
         self.base_model = base_model
-        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._tokenizer = _tokenizer_in(directory)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, what in added.items() if what.special)
         self._template = ChatTemplate.of_model(directory)

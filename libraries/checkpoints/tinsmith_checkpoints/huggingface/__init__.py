@@ -42,6 +42,7 @@ from tinsmith_checkpoints.huggingface.tiny_classes import (
     tiny_causal_lm,
     tiny_config,
 )
+from tinsmith_checkpoints.huggingface.tokenizer_files import read_tokenizer, special_tokens, tokenizer_config
 from tinsmith_checkpoints.huggingface.weight_files import WeightFiles
 from tinsmith_checkpoints.values import Json
 
@@ -95,9 +96,12 @@ __all__ = [
     "mixers",
     "read_model_config",
     "read_rope",
+    "read_tokenizer",
     "save_as_published",
+    "special_tokens",
     "tiny_causal_lm",
     "tiny_config",
+    "tokenizer_config",
     "weight_counts",
     "weight_name",
     "weight_places",

@@ -3,8 +3,10 @@
 A file's table is an allow-list. Readers refuse, or announce, a field without a row; the documentation shows the rows.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from tinsmith_checkpoints.values import Json
@@ -14,7 +16,11 @@ Status = Literal["honoured", "only", "no meaning"]
 OFF: Final = (False, None)
 """Both ways in which files say that something is not used."""
 
+ANNOUNCEMENTS: Final = logging.getLogger("tinsmith.files")
+"""Says which fields nothing reads, once for each file in a process. `tinsmith doctor` listens to it."""
+
 _SHOWN: Final = 60  # characters of a refused value
+_announced: Final = set[tuple[Path, tuple[str, ...]]]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,18 @@ class FileFields:
 
     def unknown(self, content: Mapping[str, Json]) -> list[str]:
         """Return the fields without a row, sorted, but for those that hold nothing, which their writer has not set."""
-        return sorted(name for name, value in content.items() if name not in self.fields and _holds_something(value))
+        return sorted(name for name, value in content.items() if name not in self.fields and holds_something(value))
+
+
+def announce(file: Path, names: Sequence[str]) -> None:
+    """Log that a file has fields without a row, unless that has been said."""
+    if names and (file, tuple(names)) not in _announced:
+        _announced.add((file, tuple(names)))
+        ANNOUNCEMENTS.warning(
+            "%s has fields that nothing here reads: %s; docs/reference/files.md lists the known ones",
+            file,
+            ", ".join(names),
+        )
 
 
 def shown(value: Any) -> str:
@@ -73,7 +90,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _holds_something(value: Json) -> bool:
+def holds_something(value: Json) -> bool:
+    """Return whether a value is more than what a writer gives a field that is not used."""
     return value not in (None, False, 0, "", [], {})
 
 

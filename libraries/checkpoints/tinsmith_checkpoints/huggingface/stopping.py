@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tinsmith_checkpoints.errors import ConfigError, UnsupportedError
+from tinsmith_checkpoints.huggingface.fields import announce, shown
+from tinsmith_checkpoints.huggingface.tokenizer_fields import GENERATION_CONFIG_FIELDS
+from tinsmith_checkpoints.huggingface.tokenizer_files import read_tokenizer, special_tokens, tokenizer_config
 from tinsmith_checkpoints.values import Json, StopReason
 
 if TYPE_CHECKING:
@@ -42,11 +45,8 @@ class StopRules:
         A sequence ends with the tokenizer's `eos_token` or an id of `generation_config.json` (of `config.json`, if the
         former has none). Raise ConfigError if one of these files is broken.
         """
-        from tokenizers import Tokenizer  # not every process that imports this package needs it
-
         config_eos_tokens = _configured_eos(model_path)
-        tokenizer_file = model_path / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.exists() else None
+        tokenizer = read_tokenizer(model_path)
         return cls({*config_eos_tokens, *_tokenizer_eos(model_path, tokenizer)}, tokenizer)
 
     def stop_tokens(self, params: StopParams) -> frozenset[int]:
@@ -109,9 +109,17 @@ class StopWatch:
 
 def _configured_eos(model_path: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        eos = _read_json(model_path / name).get("eos_token_id")
+        file = model_path / name
+        config = _read_json(file)
+        if name == GENERATION_CONFIG_FIELDS.file:
+            announce(file, GENERATION_CONFIG_FIELDS.unknown(config))
+        eos = config.get("eos_token_id")
         if eos is not None:
-            return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)
+            tokens = eos if isinstance(eos, list) else [eos]
+            if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+                msg = f"{str(file)!r}: eos_token_id is {shown(eos)}; it must be the number of a token, or several"
+                raise ConfigError(msg)
+            return tuple(tokens)
     return ()
 
 
@@ -129,7 +137,6 @@ def _read_json(path: Path) -> dict[str, Json]:
 def _tokenizer_eos(model_path: Path, tokenizer: "Tokenizer | None") -> set[int]:
     if tokenizer is None:
         return set()
-    eos = _read_json(model_path / "tokenizer_config.json").get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos  # older files hold the token's whole description
-    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    text = special_tokens(tokenizer_config(model_path)).get("eos_token")
+    token = tokenizer.token_to_id(text) if text is not None else None
     return set() if token is None else {token}
