@@ -1,6 +1,7 @@
 """Stop tokens, end of sequence, and stop strings found in the decoded tail against a search in the whole text."""
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tinsmith.errors import ConfigError, UnsupportedError
 from tinsmith.operations import SamplingParams
 from tinsmith_checkpoints.huggingface.stopping import DecodedTail, StopRules
+from tinsmith_checkpoints.huggingface.text_steps import TextSteps
 
 CORPUS = [
     "the cat sat on the mat",
@@ -71,21 +73,41 @@ def test_the_tail_finds_what_the_whole_text_holds(tokenizer: Tokenizer, strings:
             assert found == naive_first_stop(tokenizer, sequence, strings)
 
 
-def test_the_tail_stays_short(tokenizer: Tokenizer) -> None:
-    lengths: list[int] = []
+class Counting:
+    """A tokenizer that remembers how much it decodes."""
 
-    class Counting:
-        id_to_token = tokenizer.id_to_token
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.id_to_token = tokenizer.id_to_token
+        self.get_added_tokens_decoder = tokenizer.get_added_tokens_decoder
+        self.lengths: list[int] = []
+        self._tokenizer = tokenizer
 
-        def decode(self, tokens: list[int], **options: bool) -> str:
-            lengths.append(len(tokens))
-            return tokenizer.decode(tokens, **options)
+    def decode(self, tokens: list[int], **options: bool) -> str:
+        self.lengths.append(len(tokens))
+        return self._tokenizer.decode(tokens, **options)
 
-    tail = DecodedTail(Counting(), ("STOP",))  # type: ignore[arg-type]
-    for token in range(200):
+
+@pytest.mark.parametrize("spelled", ["a", "\u0122"], ids=["text", "bytes that are no character"])
+def test_a_token_costs_the_same_at_any_length_of_text_and_string(tokenizer: Tokenizer, spelled: str) -> None:
+    token = tokenizer.token_to_id(spelled)
+    assert token is not None
+    counting = Counting(tokenizer)
+    tail = DecodedTail(counting, ("a" * 16_000 + "b",))  # type: ignore[arg-type]
+    for _ in range(500):
         tail.push(token)
-    assert len(lengths) == 200
-    assert max(lengths) <= len("STOP") + 4
+    assert len(counting.lengths) <= 1000
+    assert max(counting.lengths) <= 16
+
+
+def test_bytes_that_are_no_character_hold_up_no_text(tokenizer: Tokenizer) -> None:
+    """All but the last of them are certain, and the text behind them comes at once."""
+    byte = tokenizer.token_to_id("\u0122")
+    steps = TextSteps(tokenizer, skip_special_tokens=False)
+    tokens = [byte] * 100 + tokenizer.encode("the end").ids + [byte] * 9 + tokenizer.encode("\u00f6").ids
+    so_far = list(accumulate(map(steps.add, tokens), initial=""))
+    assert so_far[-1] == tokenizer.decode(tokens, skip_special_tokens=False)
+    assert so_far[90].count("\ufffd") > 80
+    assert so_far[100 + len(tokenizer.encode("the end").ids)].endswith("the end")
 
 
 def test_ids_without_a_token_are_no_text(tokenizer: Tokenizer) -> None:

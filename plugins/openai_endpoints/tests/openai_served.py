@@ -14,6 +14,11 @@ from tokenizers.pre_tokenizers import Split
 from tinsmith import BackendSpec, Failed, OnTokens, Sample, SampleOutput, hookimpl
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith_openai.bodies import ChatRequest
+from tinsmith_openai.conversations import Conversation, read_conversation
+from tinsmith_openai.text_work import Asker
+from tinsmith_openai.texts import ModelText
+from tinsmith_openai.transcripts import Transcripts
 
 VOCAB_SIZE = 128
 CONTEXT = 2048
@@ -49,6 +54,14 @@ def toy_model(directory: Path, *, plugin: str = "toy") -> ModelSettings:
             {"plugin": plugin, "vocab_size": VOCAB_SIZE, "max_context_tokens": CONTEXT}
         ),
     )
+
+
+def prompt_of(text: ModelText, kept: Transcripts, tenant: str, body: ChatRequest) -> Conversation:
+    return read_conversation(text, kept, tenant, body, window=1 << 20, asker=Asker())
+
+
+def encoded(text: ModelText, said: str) -> list[int]:
+    return text.encode(said, special=False, window=1 << 20, asker=Asker()).tolist()
 
 
 def tokens_of(text: str) -> list[int]:

@@ -12,12 +12,12 @@ import anthropic
 import httpx
 import pytest
 import tinker
-from openai_served import END, checkpoint, tokens_of, toy_model, train_to_say, write_model
+from openai_served import END, checkpoint, encoded, prompt_of, tokens_of, toy_model, train_to_say, write_model
 from starlette.requests import ClientDisconnect
 
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith_openai.answers import chat_message
-from tinsmith_openai.conversations import keep_answer, read_conversation
+from tinsmith_openai.conversations import keep_answer
 from tinsmith_openai.growing_text import GrowingText
 from tinsmith_openai.live_answers import Hear, LiveAnswer
 from tinsmith_openai.messages.answers import MessageEvents, content, events_of
@@ -238,17 +238,17 @@ def test_a_message_that_is_sent_back_has_the_tokens_that_were_sampled(tmp_path: 
         return MessagesRequest.model_validate(json.loads(json.dumps(asked)))
 
     chat = request().chat()
-    asked = read_conversation(text, kept, "ann", chat)
-    said = text.encode('<tool_call>{"arguments":{"b":2.0,"a":1},   "name":"add"}</tool_call><end>', special=False)
+    asked = prompt_of(text, kept, "ann", chat)
+    said = encoded(text, '<tool_call>{"arguments":{"b":2.0,"a":1},   "name":"add"}</tool_call><end>')
     words, calls = find_tool_calls(text.template, text.decode(said))
     keep_answer(kept, "ann", asked, chat, chat_message(words, calls), said)
     result = {"type": "tool_result", "tool_use_id": calls[0].id, "content": "ok"}
     later = request(
         {"role": "assistant", "content": content(words, calls)}, {"role": "user", "content": [result]}
     ).chat()
-    transcript = [*asked.tokens, *said]
-    assert read_conversation(text, kept, "ann", later).tokens[: len(transcript)] == transcript
-    assert read_conversation(text, kept, "bob", later).tokens[: len(transcript)] != transcript
+    transcript = [*asked.tokens.tolist(), *said]
+    assert prompt_of(text, kept, "ann", later).tokens.tolist()[: len(transcript)] == transcript
+    assert prompt_of(text, kept, "bob", later).tokens.tolist()[: len(transcript)] != transcript
 
 
 class BrokenText(GrowingText):

@@ -72,6 +72,6 @@ def test_two_checkpoints_answer_side_by_side(
     browser.evaluate("document.querySelector('#tokens').value = '9999999'")
     browser.evaluate("document.querySelector('#text').value = 'more'; document.querySelector('#say').requestSubmit()")
     browser.until("document.querySelectorAll('.failed small').length === 2")
-    assert "context window" in browser.evaluate("document.querySelector('.failed').textContent")
+    assert "maximum context length" in browser.evaluate("document.querySelector('.failed').textContent")
     assert browser.evaluate("state.messages[0].length") == 4
     assert [each for each in browser.problems if "status of 40" not in each] == []

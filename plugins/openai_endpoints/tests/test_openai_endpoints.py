@@ -1,6 +1,5 @@
 """The endpoints with OpenAI's own client, beside the SDK, on one server of a toy model."""
 
-import asyncio
 import hashlib
 import itertools
 import json
@@ -20,7 +19,8 @@ from openai.types.chat import ChatCompletionMessageParam
 from openai_served import END, Patient, PatientBackends, checkpoint, tokens_of, toy_model, train_to_say
 
 from tinsmith.testing.harness import RunningServer, running_server
-from tinsmith_openai.streams import streamed
+from tinsmith_openai.streams import events_of
+from tinsmith_openai.text_work import Asker
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # what the SDK leaves open is its business
 
@@ -232,11 +232,7 @@ def test_a_call_of_a_tool_is_streamed_whole() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
     answer = {"object": "chat.completion", "choices": [choice], "usage": {}}
-
-    async def events() -> list[str]:
-        return [str(event) async for event in streamed(answer, include_usage=False).body_iterator]
-
-    said, ended, done = asyncio.run(events())
+    said, ended, done = events_of(answer, Asker(), include_usage=False)
     chunk = json.loads(said.removeprefix("data: "))
     assert chunk["object"] == "chat.completion.chunk"
     assert chunk["choices"][0]["delta"] == {**message, "tool_calls": [{"index": 0, **call}]}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from openai_served import write_model
+from openai_served import encoded, prompt_of, write_model
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteFallback
 from tokenizers.models import BPE
@@ -17,7 +17,7 @@ from tinsmith_checkpoints.huggingface.tiny_tokenizer import chat_template
 from tinsmith_openai.answers import finished_text
 from tinsmith_openai.bodies import ChatRequest
 from tinsmith_openai.chat_template import ChatTemplate
-from tinsmith_openai.conversations import keep_answer, read_conversation
+from tinsmith_openai.conversations import keep_answer
 from tinsmith_openai.growing_text import GrowingText
 from tinsmith_openai.texts import ModelText
 from tinsmith_openai.tool_calls import find_tool_calls
@@ -109,18 +109,18 @@ def test_a_transcript_keeps_the_tokens_that_were_sampled(tmp_path: Path) -> None
     transcript: list[int] = []
     for turn in range(30):
         body = ChatRequest.model_validate({"model": "toy", "messages": messages, "tools": [TOOL]})
-        asked = read_conversation(text, kept, "ann", body)
-        assert asked.tokens[: len(transcript)] == transcript
-        assert text.decode(asked.tokens[len(transcript) :]).endswith("[assistant] ")
-        said = text.encode(f'<tool_call>{{"arguments":{{"a":{turn}}},   "name":"add"}}</tool_call><end>', special=False)
-        transcript = [*asked.tokens, *said]
+        asked = prompt_of(text, kept, "ann", body)
+        assert asked.tokens.tolist()[: len(transcript)] == transcript
+        assert text.decode(asked.tokens.tolist()[len(transcript) :]).endswith("[assistant] ")
+        said = encoded(text, f'<tool_call>{{"arguments":{{"a":{turn}}},   "name":"add"}}</tool_call><end>')
+        transcript = [*asked.tokens.tolist(), *said]
         _, calls = find_tool_calls(text.template, text.decode(said))
         call = {"id": calls[0].id, "type": "function", "function": {"name": "add", "arguments": calls[0].arguments}}
         answer = {"role": "assistant", "content": None, "tool_calls": [call]}
         keep_answer(kept, "ann", asked, body, answer, said)
         for tenant in ("bob", "ann"):
             later = ChatRequest.model_validate({"model": "toy", "messages": [*messages, answer], "tools": [TOOL]})
-            found = read_conversation(text, kept, tenant, later).tokens[: len(transcript)]
+            found = prompt_of(text, kept, tenant, later).tokens.tolist()[: len(transcript)]
             assert (found == transcript) is (tenant == "ann"), "what is kept is its tenant's"
         messages += [answer, {"role": "tool", "tool_call_id": calls[0].id, "content": "ok"}]
 
@@ -141,7 +141,7 @@ def test_room_for_transcripts_is_taken_from_the_oldest_and_from_the_ends() -> No
 def test_bytes_of_tokens_make_up_the_text_although_characters_are_divided(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", TinyShape(num_layers=1, hidden_size=16))
     text, said = ModelText("tiny", tmp_path / "model"), "naïve 漢字 🫖!\n"
-    tokens = text.encode(said, special=False)
+    tokens = encoded(text, said)
     assert any("\N{REPLACEMENT CHARACTER}" in text.piece(token) for token in tokens)
     assert b"".join(text.bytes_of(token) or b"" for token in tokens).decode() == said
 
@@ -153,7 +153,7 @@ def test_bytes_of_sentencepiece(tmp_path: Path) -> None:
     tokenizer.decoder = ByteFallback()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = ModelText("tiny", tmp_path)
-    assert b"".join(text.bytes_of(token) or b"" for token in text.encode("aé", special=False)) == "aé".encode()
+    assert b"".join(text.bytes_of(token) or b"" for token in encoded(text, "aé")) == "aé".encode()
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].role }}", "{{ messages[0].role }}{# developer #}"])
@@ -163,7 +163,7 @@ def test_a_developers_words_are_the_systems_where_a_template_knows_no_developer(
     body = ChatRequest.model_validate({"model": "toy", "messages": [{"role": "developer", "content": "hi"}]})
     text = ModelText("toy", directory)
     expected = "developer" if "developer" in source else "system"
-    assert text.decode(read_conversation(text, Transcripts(), "ann", body).tokens) == expected
+    assert text.decode(prompt_of(text, Transcripts(), "ann", body).tokens.tolist()) == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

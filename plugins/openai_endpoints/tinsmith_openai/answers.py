@@ -6,7 +6,7 @@
 import math
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 
 from tinsmith import FloatArray, SampledSequence, SampleOutput, TokenArray, TopLogprobs
 from tinsmith_checkpoints.huggingface import Json
@@ -21,7 +21,7 @@ def head(kind: str, prefix: str, model: str) -> Object:
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage(prompts: Iterable[Sequence[int]], outputs: Sequence[SampleOutput]) -> Object:
+def usage(prompts: Iterable[Sized], outputs: Sequence[SampleOutput]) -> Object:
     num_prompt = sum(map(len, prompts))
     num_sampled = sum(len(sequence.tokens) for output in outputs for sequence in output.sequences)
     cached = sum(output.prompt_cache_hit_tokens for output in outputs)

@@ -1,15 +1,25 @@
 """From a conversation to the tokens of its prompt, and back from sampled tokens to a message."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
-from tinsmith import UserError
+import numpy as np
+
+from tinsmith import TokenArray, UserError
 from tinsmith_checkpoints.huggingface import Json, check_depth
 from tinsmith_openai.answers import Object
 from tinsmith_openai.bodies import ChatRequest, Message, ToolCall
+from tinsmith_openai.refusals import TooLongError
+from tinsmith_openai.text_work import Asker
 from tinsmith_openai.texts import ModelText
 from tinsmith_openai.transcripts import Digests, Transcripts, digests
+
+_MOST_BEGINNINGS: Final = 16
+"""Kept turns with which a prompt is compared. Each is rendered, and a template that changes an earlier turn, as some
+drop what was thought, mostly changes all turns behind it as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,15 +29,22 @@ class Conversation:
     messages: Sequence[Object]  # as templates read them
     tools: Sequence[Json]
     options: Object
-    tokens: list[int]
+    tokens: TokenArray
     digests: Digests
     of_all: Json
     known: bytes | None  # the digest of the message up to which the tokens were kept
     num_known: int  # tokens up to there
 
 
-def read_conversation(text: ModelText, kept: Transcripts, tenant: str, body: ChatRequest) -> Conversation:
-    """Make the prompt. Raise UserError if the template refuses the messages. Takes long for long ones."""
+def read_conversation(
+    text: ModelText, kept: Transcripts, tenant: str, body: ChatRequest, *, window: int, asker: Asker
+) -> Conversation:
+    """Make the prompt. Takes long for long ones.
+
+    Raise UserError if the template refuses the messages, and TooLongError if they do not fit into a context of `window`
+    tokens. Most that do not fit are refused before anything is made of them.
+    """
+    _refuse_long(text, body, window)
     messages = [_for_template(text, message) for message in body.messages]
     tools: list[Json] = [] if body.tool_choice == "none" else [tool.model_dump() for tool in body.tools]
     options = dict(body.chat_template_kwargs)
@@ -35,22 +52,26 @@ def read_conversation(text: ModelText, kept: Transcripts, tenant: str, body: Cha
     names = digests(of_all, [_as_sent(message) for message in body.messages])
 
     def render(number: int, *, add_generation_prompt: bool) -> str:
-        return text.template.render(
+        asker.check()
+        rendered = text.template.render(
             messages[:number], tools=tools, options=options, add_generation_prompt=add_generation_prompt
         )
+        text.refuse_long(len(rendered), window)
+        return rendered
 
     whole = render(len(messages), add_generation_prompt=True)
     tokens, known, num_known = None, None, 0
-    for at in reversed([at for at, message in enumerate(body.messages) if message.role == "assistant"]):
-        before = kept.tokens(tenant, names[at])
-        if before is None:
-            continue
-        tail = _tail(text, whole, render(at + 1, add_generation_prompt=False), before[-1])
-        if tail is not None:
-            tokens, known, num_known = [*before, *text.encode(tail, special=False)], names[at], len(before)
+    for at in _kept_turns(kept, tenant, body, names):
+        before = kept.tokens(tenant, names[at]) or []
+        tail = _tail(text, whole, render(at + 1, add_generation_prompt=False), before[-1]) if before else None
+        if tail is not None and len(before) < window:
+            more = text.encode(tail, special=False, window=window, asker=asker)
+            tokens, known, num_known = np.concatenate([np.array(before, np.int32), more]), names[at], len(before)
+            if len(tokens) > window:
+                raise TooLongError(num_prompt=len(tokens), max_context_tokens=window)
             break
     if tokens is None:
-        tokens = text.encode(whole, special=False)
+        tokens = text.encode(whole, special=False, window=window, asker=asker)
     return Conversation(
         messages=messages,
         tools=tools,
@@ -63,13 +84,36 @@ def read_conversation(text: ModelText, kept: Transcripts, tenant: str, body: Cha
     )
 
 
+def _refuse_long(text: ModelText, body: ChatRequest, window: int) -> None:
+    """A message takes a token or more: templates mark where each begins."""
+    if len(body.messages) > window:
+        raise TooLongError(num_prompt=len(body.messages), max_context_tokens=window, at_least=True)
+    text.refuse_long(sum(map(len, _texts(body))), window)
+
+
+def _texts(body: ChatRequest) -> Iterator[str]:
+    for message in body.messages:
+        if isinstance(message.content, list):
+            yield from (part.text for part in message.content)
+        else:
+            yield message.content or ""
+        yield message.reasoning_content or ""
+        yield from (call.function.arguments for call in message.tool_calls or ())
+
+
+def _kept_turns(kept: Transcripts, tenant: str, body: ChatRequest, names: Digests) -> list[int]:
+    """Return which turns of the assistant are kept, the last ones first."""
+    said = (at for at in reversed(range(len(names))) if body.messages[at].role == "assistant")
+    return list(islice((at for at in said if kept.has(tenant, names[at])), _MOST_BEGINNINGS))
+
+
 def keep_answer(
     kept: Transcripts, tenant: str, asked: Conversation, body: ChatRequest, answer: Object, tokens: Sequence[int]
 ) -> None:
     """Remember the tokens of an answer, after its prompt's."""
     said = Message.model_validate(answer)
     name = digests(asked.of_all, [*(_as_sent(message) for message in body.messages), _as_sent(said)])[-1]
-    kept.keep(tenant, name, parent=asked.known, tokens=[*asked.tokens[asked.num_known :], *tokens])
+    kept.keep(tenant, name, parent=asked.known, tokens=[*asked.tokens[asked.num_known :].tolist(), *tokens])
 
 
 def _tail(text: ModelText, whole: str, until: str, end: int) -> str | None:

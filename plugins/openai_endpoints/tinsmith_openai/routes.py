@@ -1,15 +1,13 @@
 """The routes: `models`, `completions` and `chat/completions`."""
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import tinsmith
 from tinsmith.stores import SamplingSessionRecord
@@ -17,13 +15,23 @@ from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai import answers, models
 from tinsmith_openai.answers import Object
 from tinsmith_openai.bodies import ChatRequest, CompletionRequest, SamplingBody
-from tinsmith_openai.conversations import Conversation, keep_answer, read_conversation
-from tinsmith_openai.drawing import CLIENT_GONE, ClientGoneError, sampling_params, together, unless_gone
+from tinsmith_openai.conversations import Conversation, keep_answer
+from tinsmith_openai.drawing import (
+    CLIENT_GONE,
+    ClientGoneError,
+    refuse_many_logprobs,
+    sampling_params,
+    together,
+    unless_gone,
+)
 from tinsmith_openai.growing_text import GrowingText
+from tinsmith_openai.json_pieces import as_json
 from tinsmith_openai.live_answers import Hear, LiveAnswer
+from tinsmith_openai.prompts import read_prompts
 from tinsmith_openai.refusals import NoSuchModelError
 from tinsmith_openai.serving import Serving
-from tinsmith_openai.streams import OpenAiEvents, streamed
+from tinsmith_openai.streams import OpenAiEvents, events_of
+from tinsmith_openai.text_work import Asker
 from tinsmith_openai.texts import ModelText
 from tinsmith_openai.tool_calls import find_tool_calls
 
@@ -64,17 +72,53 @@ class Endpoints:
             body: CompletionRequest, request: Request, caller: Annotated[tinsmith.Principal, known]
         ) -> Response:
             session, text = await self._serving.opened(caller, body.model)
-            return await _answered(request, body, text, partial(self._complete, caller, body, session, text))
+            answer = partial(self._complete, caller, body, len(await request.body()), session, text)
+            return await self._answered(request, caller, body, text, answer)
 
         @router.post("/chat/completions")
         async def chat(body: ChatRequest, request: Request, caller: Annotated[tinsmith.Principal, known]) -> Response:
             session, text = await self._serving.opened(caller, body.model)
-            return await _answered(request, body, text, partial(self._chat, caller, body, session, text))
+            answer = partial(self._chat, caller, body, len(await request.body()), session, text)
+            return await self._answered(request, caller, body, text, answer)
 
         return router
 
     async def _models(self, caller: tinsmith.Principal) -> list[Object]:
         return await models.listed_models(self._settings, self._context.store, caller, started=self._started)
+
+    async def _answered(
+        self,
+        request: Request,
+        caller: tinsmith.Principal,
+        body: SamplingBody,
+        text: ModelText,
+        answer: Callable[[Hear | None], Coroutine[Any, Any, Object]],
+    ) -> Response:
+        """Answer when everything is drawn, or with the first token, if a client reads them as they come.
+
+        Until then, what fails has the status of its error.
+        """
+        try:
+            if body.streams_by_token:
+                head = answers.head(*_STREAMED[type(body)], body.model)
+                form = OpenAiEvents(head, include_usage=body.stream_options.include_usage)
+                return await LiveAnswer(form, answer, partial(GrowingText, text, body.stop_strings)).response(request)
+            return await unless_gone(request, self._written(caller, body, answer))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+
+    async def _written(
+        self,
+        caller: tinsmith.Principal,
+        body: SamplingBody,
+        answer: Callable[[Hear | None], Coroutine[Any, Any, Object]],
+    ) -> Response:
+        whole, work = await answer(None), self._serving.work
+        size = _size(body, whole["usage"])
+        if body.stream:
+            write = partial(events_of, whole, include_usage=body.stream_options.include_usage)
+            return StreamingResponse(iter(await work.run(caller.tenant, size, write)), media_type="text/event-stream")
+        return Response(await work.run(caller.tenant, size, partial(as_json, whole)), media_type="application/json")
 
     # /completions
 
@@ -82,11 +126,18 @@ class Endpoints:
         self,
         caller: tinsmith.Principal,
         body: CompletionRequest,
+        num_bytes: int,
         session: SamplingSessionRecord,
         text: ModelText,
         hear: Hear | None = None,
     ) -> Object:
-        prompts = await asyncio.to_thread(_prompts, text, body)
+        window = await self._serving.window(session, num_bytes)
+        read = partial(read_prompts, text, body, window)
+        prompts = await self._serving.work.run(caller.tenant, num_bytes, read)
+        if body.logprobs is not None:
+            most = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+            shown = sum(map(len, prompts)) if body.echo else 0
+            refuse_many_logprobs(body.n * (shown + most * len(prompts)), body.logprobs)
         asked = [self._completion(session, body, prompt, index) for index, prompt in enumerate(prompts)]
         heard = [None if hear is None else _from(hear, index * body.n) for index in range(len(prompts))]
         outputs = await together(
@@ -94,25 +145,31 @@ class Endpoints:
         )
         if body.max_tokens == 0:
             outputs = [_nothing_drawn(output) for output in outputs]
-        choices: list[Json] = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            for sequence in output.sequences:
-                choice = _completion_choice(text, body, prompt, output, sequence)
-                choices.append({"index": len(choices), **choice})
-        return {
-            **answers.head("text_completion", "cmpl", body.model),
-            "choices": choices,
-            "usage": answers.usage(prompts, outputs),
-        }
+        usage = answers.usage(prompts, outputs)
+
+        def build(asker: Asker) -> Object:
+            choices: list[Json] = []
+            for prompt, output in zip(prompts, outputs, strict=True):
+                for sequence in output.sequences:
+                    asker.check()
+                    choice = _completion_choice(text, body, prompt, output, sequence)
+                    choices.append({"index": len(choices), **choice})
+            return {
+                **answers.head("text_completion", "cmpl", body.model),
+                "choices": choices,
+                "usage": usage,
+            }
+
+        return await self._serving.work.run(caller.tenant, _size(body, usage) * (body.n if body.echo else 1), build)
 
     def _completion(
-        self, session: SamplingSessionRecord, body: CompletionRequest, prompt: list[int], index: int
+        self, session: SamplingSessionRecord, body: CompletionRequest, prompt: tinsmith.TokenArray, index: int
     ) -> tinsmith.Sample:
         scores_prompt = body.echo and body.logprobs is not None
         return tinsmith.Sample(
             sampling_session_id=session.sampling_session_id,
             snapshot_id=session.snapshot_id,
-            prompt_P=np.array(prompt, np.int32),
+            prompt_P=prompt,
             # nothing but scores: one token is drawn, and not shown
             params=sampling_params(
                 body, max_tokens=_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens or 1, index=index
@@ -129,22 +186,30 @@ class Endpoints:
         self,
         caller: tinsmith.Principal,
         body: ChatRequest,
+        num_bytes: int,
         session: SamplingSessionRecord,
         text: ModelText,
         hear: Hear | None = None,
     ) -> Object:
-        kept, tenant = self._serving.transcripts, caller.tenant
-        asked = await asyncio.to_thread(read_conversation, text, kept, tenant, body)
+        _, asked = await self._serving.read(caller, session, text, lambda: body, num_bytes)
         output = await self._serving.draw_chat(caller, body, session, asked, hear)
-        choices = [self._chat_choice(text, tenant, body, asked, each) for each in output.sequences]
-        answer: Object = {
-            **answers.head("chat.completion", "chatcmpl", body.model),
-            "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
-            "usage": answers.usage([asked.tokens], [output]),
-        }
-        if body.return_token_ids:
-            answer["prompt_token_ids"] = answers.as_list(asked.tokens)
-        return answer
+        usage = answers.usage([asked.tokens], [output])
+
+        def build(asker: Asker) -> Object:
+            choices: list[Json] = []
+            for index, sequence in enumerate(output.sequences):
+                asker.check()
+                choices.append({"index": index, **self._chat_choice(text, caller.tenant, body, asked, sequence)})
+            answer: Object = {
+                **answers.head("chat.completion", "chatcmpl", body.model),
+                "choices": choices,
+                "usage": usage,
+            }
+            if body.return_token_ids:
+                answer["prompt_token_ids"] = answers.as_list(asked.tokens)
+            return answer
+
+        return await self._serving.work.run(caller.tenant, _size(body, usage), build)
 
     def _chat_choice(
         self,
@@ -168,32 +233,18 @@ class Endpoints:
         }
 
 
-async def _answered(
-    request: Request, body: SamplingBody, text: ModelText, answer: Callable[[Hear | None], Coroutine[Any, Any, Object]]
-) -> Response:
-    """Answer when everything is drawn, or with the first token, if a client reads them as they come.
-
-    Until then, what fails has the status of its error.
-    """
-    try:
-        if body.streams_by_token:
-            head = answers.head(*_STREAMED[type(body)], body.model)
-            form = OpenAiEvents(head, include_usage=body.stream_options.include_usage)
-            return await LiveAnswer(form, answer, partial(GrowingText, text, body.stop_strings)).response(request)
-        whole = await unless_gone(request, answer(None))
-    except ClientGoneError:
-        return Response(status_code=CLIENT_GONE)
-    return streamed(whole, include_usage=body.stream_options.include_usage) if body.stream else JSONResponse(whole)
-
-
 def _from(hear: Hear, first: int) -> Hear:
     """Return what hears a prompt's sequences, of which the first one is that choice."""
     return lambda sequence, tokens: hear(first + sequence, tokens)
 
 
-def _prompts(text: ModelText, body: CompletionRequest) -> list[list[int]]:
-    """Return the tokens of each prompt. Takes long for long ones."""
-    return [text.encode(each, special=True) if isinstance(each, str) else each for each in body.prompts]
+def _size(body: SamplingBody, usage: Any) -> int:  # Any: of an answer made here
+    """Return a measure of the work of writing an answer: its tokens, and several times as much for each logprob."""
+    top = body.top_logprobs if isinstance(body, ChatRequest) and body.logprobs else None
+    if isinstance(body, CompletionRequest):
+        top = body.logprobs
+    logprobs = 0 if top is None else 4 * (1 + top)
+    return int(usage["total_tokens"]) * (1 + logprobs)
 
 
 def _nothing_drawn(output: tinsmith.SampleOutput) -> tinsmith.SampleOutput:
@@ -218,14 +269,14 @@ def _nothing_drawn(output: tinsmith.SampleOutput) -> tinsmith.SampleOutput:
 def _completion_choice(
     text: ModelText,
     body: CompletionRequest,
-    prompt: list[int],
+    prompt: tinsmith.TokenArray,
     output: tinsmith.SampleOutput,
     sequence: tinsmith.SampledSequence,
 ) -> Object:
     tokens = answers.tokens_of(sequence)
     said = answers.finished_text(text, tokens, body.stop_strings)
     choice: Object = {
-        "text": text.decode(prompt) + said if body.echo else said,
+        "text": text.decode(prompt.tolist()) + said if body.echo else said,
         "finish_reason": sequence.stop_reason,
         "logprobs": None,
     }
@@ -233,7 +284,7 @@ def _completion_choice(
         shown, scores = tokens, answers.numbers(sequence.logprobs)
         tops = answers.best_tokens(text, sequence.top_logprobs, len(tokens))
         if body.echo and output.prompt_logprobs is not None:
-            shown, scores = [*prompt, *tokens], [*answers.numbers(output.prompt_logprobs), *scores]
+            shown, scores = [*prompt.tolist(), *tokens], [*answers.numbers(output.prompt_logprobs), *scores]
             tops = [*answers.best_tokens(text, output.top_prompt_logprobs, len(prompt)), *tops]
             tops[0] = None  # nothing predicts the first token
         choice["logprobs"] = answers.completion_logprobs(text, shown, scores, tops)

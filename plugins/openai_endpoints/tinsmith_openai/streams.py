@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from fastapi.responses import StreamingResponse
-
 from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai.answers import Object
+from tinsmith_openai.json_pieces import as_json
 from tinsmith_openai.live_answers import EventForm
+from tinsmith_openai.text_work import Asker
 
 DONE: Final = "data: [DONE]\n\n"
 
@@ -53,7 +53,7 @@ class OpenAiEvents(EventForm[Answer]):
         return as_event({**self._head, "choices": choices, **usage})
 
 
-def streamed(answer: Answer, *, include_usage: bool) -> StreamingResponse:
+def events_of(answer: Answer, asker: Asker, *, include_usage: bool) -> list[str]:
     """Return the events of a finished answer."""
     is_chat = answer["object"] == "chat.completion"
     head = {**answer, "object": "chat.completion.chunk" if is_chat else "text_completion"}
@@ -62,8 +62,7 @@ def streamed(answer: Answer, *, include_usage: bool) -> StreamingResponse:
     chunks: list[Object] = [{**head, "choices": [part]} for part in parts]
     if include_usage:
         chunks = [*({**chunk, "usage": None} for chunk in chunks), {**head, "choices": [], "usage": usage}]
-    events = (*map(as_event, chunks), DONE)
-    return StreamingResponse(iter(events), media_type="text/event-stream")
+    return [*(f"data: {as_json(chunk, asker)}\n\n" for chunk in chunks), DONE]
 
 
 def as_event(chunk: Object) -> str:

@@ -3,18 +3,23 @@
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-from tinsmith import ConfigError, UnsupportedError
-from tinsmith_checkpoints.huggingface import read_tokenizer
+from tinsmith import ConfigError, TokenArray, UnsupportedError
+from tinsmith_checkpoints.huggingface import TextSteps, read_tokenizer
 from tinsmith_openai.chat_template import ChatTemplate
+from tinsmith_openai.refusals import TooLongError
+from tinsmith_openai.text_work import Asker
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_LIKELY_CHARS: Final = 8
+"""Of a token. Hardly any text has as many on average."""
+_CUT_TOKENS: Final = 64
+"""By so many, the tokens of a text's beginning may differ from the beginning of its tokens."""
 _BYTE_FALLBACK: Final = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece
 
 
@@ -45,6 +50,9 @@ class ModelText:
         self._tokenizer = _tokenizer_in(directory)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, what in added.items() if what.special)
+        self._longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        """Of a token, in characters: where one stands for a byte, no text of the token has more."""
+        self._pieces: dict[int, str] = {}  # of the vocabulary
         self._template = ChatTemplate.of_model(directory)
 
     @property
@@ -57,24 +65,50 @@ class ModelText:
             raise UnsupportedError(msg)
         return self._template
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """`special`: with the tokens that the model expects around a text, such as one at its beginning."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+    def refuse_long(self, num_chars: int, window: int) -> None:
+        """Raise TooLongError if no text of so many characters fits into a context of `window` tokens."""
+        num_tokens = -(-num_chars // self._longest)
+        if num_tokens > window:
+            raise TooLongError(num_prompt=num_tokens, max_context_tokens=window, at_least=True)
+
+    def encode(self, text: str, *, special: bool, window: int, asker: Asker) -> TokenArray:
+        """Return the tokens, or raise TooLongError if they do not fit into a context of `window` tokens.
+
+        `special`: with the tokens that the model expects around a text, such as one at its beginning. Python's lock is
+        free meanwhile: `Tokenizer.encode` holds it in any thread, for seconds with some megabytes. The beginning of a
+        long text comes first, because it mostly shows that the whole is too long.
+        """
+        self.refuse_long(len(text), window)
+        size = _LIKELY_CHARS * (window + _CUT_TOKENS)
+        while size < len(text):
+            found = self._tokenizer.encode_batch_fast([text[:size]], add_special_tokens=False)[0]
+            asker.check()
+            if len(found) > window + _CUT_TOKENS:
+                raise TooLongError(num_prompt=len(found) - _CUT_TOKENS, max_context_tokens=window, at_least=True)
+            size *= 4
+        whole = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+        asker.check()
+        if len(whole) > window:
+            raise TooLongError(num_prompt=len(whole), max_context_tokens=window)
+        return np.array(whole.ids, np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text, without special tokens."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        (text,) = self._tokenizer.decode_batch([tokens], skip_special_tokens=True)  # `decode` holds Python's lock
+        return text
 
-    def stepwise(self) -> Callable[[int], str | None]:
+    def stepwise(self) -> Callable[[int], str]:
         """Return a function that takes the tokens of a text one by one, and returns what each adds to it.
 
-        None or nothing: it is a special token, or a character is not complete.
+        Nothing, if it is a special token, or a character is not complete.
         """
-        return partial(DecodeStream(skip_special_tokens=True).step, self._tokenizer)
+        return TextSteps(self._tokenizer, skip_special_tokens=True).add
 
     def piece(self, token: int) -> str:
         """Return the text of one token. Of a part of a character, it is a replacement character."""
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        if (known := self._pieces.get(token)) is None:
+            known = self._pieces[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return known
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the UTF-8 of one token, which may be a part of a character. None if the tokenizer does not tell."""

@@ -10,6 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -49,22 +50,37 @@ class Transcripts:
     def __init__(self, *, tenant_tokens: int = _TENANT_TOKENS) -> None:
         self._tenant_tokens = tenant_tokens
         self._tenants: OrderedDict[str, _Kept] = OrderedDict()
+        self._lock = Lock()  # long conversations are read in threads
 
     def tokens(self, tenant: str, digest: bytes) -> list[int] | None:
         """Return the tokens of a conversation up to a message; None if they are not kept."""
+        with self._lock:
+            chain = self._chain(tenant, digest)
+        return np.concatenate([turn.tokens for turn in reversed(chain)]).tolist() if chain else None
+
+    def _chain(self, tenant: str, digest: bytes) -> list[_Turn]:
+        """Return a turn and those before it, the last one first; nothing if one of them is not kept."""
         kept = self._tenants.get(tenant)
         chain: list[_Turn] = []
         at: bytes | None = digest
         while kept is not None and at is not None:
             if (turn := kept.turns.get(at)) is None:
-                return None
+                return []
             kept.turns.move_to_end(at)  # the first turn last, so that no turn outlives its parent
             chain.append(turn)
             at = turn.parent
-        return [int(token) for turn in reversed(chain) for token in turn.tokens] if chain else None
+        return chain
+
+    def has(self, tenant: str, digest: bytes) -> bool:
+        """Return whether the last turn of a conversation is kept; `tokens` needs those before it as well."""
+        return (kept := self._tenants.get(tenant)) is not None and digest in kept.turns
 
     def keep(self, tenant: str, digest: bytes, *, parent: bytes | None, tokens: Sequence[int]) -> None:
         """Keep the tokens of a conversation up to a message. `tokens` leaves out the parent's."""
+        with self._lock:
+            self._keep(tenant, digest, parent, tokens)
+
+    def _keep(self, tenant: str, digest: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
         kept = self._tenants.pop(tenant, None) or _Kept()
         self._tenants[tenant] = kept
         if len(self._tenants) > _MOST_TENANTS:

@@ -35,6 +35,7 @@ from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, Stor
 from tinsmith_checkpoints.huggingface.sizes import WeightCounts, adapter_weights, weight_counts
 from tinsmith_checkpoints.huggingface.state_files import Kind, Targets
 from tinsmith_checkpoints.huggingface.stopping import StopRules, StopWatch
+from tinsmith_checkpoints.huggingface.text_steps import TextSteps
 from tinsmith_checkpoints.huggingface.tiny_classes import (
     TINY,
     TINY_CLASSES,
@@ -77,6 +78,7 @@ __all__ = [
     "StoredTensor",
     "StoredTensors",
     "Targets",
+    "TextSteps",
     "WeightCounts",
     "WeightFiles",
     "adapter_config",

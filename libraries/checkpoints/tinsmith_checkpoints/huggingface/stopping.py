@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from tinsmith_checkpoints.errors import ConfigError, UnsupportedError
 from tinsmith_checkpoints.huggingface.fields import announce, shown
+from tinsmith_checkpoints.huggingface.text_steps import TextSteps
 from tinsmith_checkpoints.huggingface.tokenizer_fields import GENERATION_CONFIG_FIELDS
 from tinsmith_checkpoints.huggingface.tokenizer_files import read_tokenizer, special_tokens, tokenizer_config
 from tinsmith_checkpoints.values import Json, StopReason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-TAIL_MARGIN_TOKENS = 4
-"""Tokens decoded before the longest possible match, so that a character cut at the tail's start cannot touch it."""
 
 
 class StopParams(Protocol):
@@ -68,27 +66,24 @@ class StopRules:
 
 
 class DecodedTail:
-    """Finds stop strings in the text of the last few tokens, at a cost that does not grow with the sequence.
+    """Finds stop strings in the text of the last tokens, at a cost that does not grow with the sequence.
 
-    Every token with text has at least one byte, so a match that ends in the newest token begins at most as many tokens
-    back as the string has bytes. Matches that end earlier were found earlier.
+    Only a string's length of the text is kept, and only what a token adds is decoded. So a long string costs a search
+    in as much text, and not its decoding.
     """
 
     def __init__(self, tokenizer: "Tokenizer", strings: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+        self._steps = TextSteps(tokenizer, skip_special_tokens=False)
         self._strings = tuple(string for string in strings if string)
-        longest = max((len(string.encode()) for string in self._strings), default=0)
-        self._max_tokens = longest + TAIL_MARGIN_TOKENS
-        self._tail: list[int] = []
+        self._most = max(map(len, self._strings), default=1) - 1
+        self._tail = ""
 
     def push(self, token: int) -> bool:
         """Add a token. Return True if it completes one of the strings."""
-        if self._tokenizer.id_to_token(token) is None:
-            return False  # an embedding row without a token (vocabulary padding) has no text
-        self._tail.append(token)
-        del self._tail[: -self._max_tokens]
-        text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
-        return any(string in text for string in self._strings)
+        text = self._tail + self._steps.add(token)
+        begin = len(self._tail) + 1  # of matches that end in what is new
+        self._tail = text[-self._most :] if self._most else ""
+        return any(text.find(string, max(0, begin - len(string))) >= 0 for string in self._strings)
 
 
 class StopWatch:

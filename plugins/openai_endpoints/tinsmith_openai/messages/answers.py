@@ -65,7 +65,7 @@ def stop_reason(
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def token_ids(prompt: Sequence[int], sequence: tinsmith.SampledSequence) -> Object:
+def token_ids(prompt: tinsmith.TokenArray, sequence: tinsmith.SampledSequence) -> Object:
     return {"prompt_token_ids": as_list(prompt), "token_ids": as_list(sequence.tokens)}
 
 

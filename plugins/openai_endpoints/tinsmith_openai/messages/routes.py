@@ -1,6 +1,5 @@
 """The routes of Anthropic's API: `messages` and `messages/count_tokens`."""
 
-import asyncio
 import json
 from functools import partial
 from typing import Annotated
@@ -12,7 +11,7 @@ import tinsmith
 from tinsmith.stores import SamplingSessionRecord
 from tinsmith_openai.answers import chat_message, finished_text, tokens_of
 from tinsmith_openai.bodies import ChatRequest
-from tinsmith_openai.conversations import Conversation, keep_answer, read_conversation
+from tinsmith_openai.conversations import Conversation, keep_answer
 from tinsmith_openai.drawing import CLIENT_GONE, ClientGoneError, unless_gone
 from tinsmith_openai.growing_text import GrowingText
 from tinsmith_openai.live_answers import Hear, LiveAnswer
@@ -39,17 +38,24 @@ def messages_router(serving: Serving, prefix: str) -> APIRouter:
         body: MessagesRequest, request: Request, caller: Annotated[tinsmith.Principal, known]
     ) -> Response:
         session, text = await serving.opened(caller, body.model)
-        chat, asked = await asyncio.to_thread(_read, serving, text, caller, body)
-        drawn = _Drawn(serving, caller, body, chat, session, text, asked)
+        read = serving.read(caller, session, text, body.chat, len(await request.body()))
         try:
+            chat, asked = await unless_gone(request, read)
+            drawn = _Drawn(serving, caller, body, chat, session, text, asked)
             return await drawn.answered(request)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
 
     @router.post("/messages/count_tokens")
-    async def count_tokens(body: CountTokensRequest, caller: Annotated[tinsmith.Principal, known]) -> Response:
-        _, text = await serving.opened(caller, body.model)
-        _, asked = await asyncio.to_thread(_read, serving, text, caller, body)
+    async def count_tokens(
+        body: CountTokensRequest, request: Request, caller: Annotated[tinsmith.Principal, known]
+    ) -> Response:
+        session, text = await serving.opened(caller, body.model)
+        read = serving.read(caller, session, text, body.chat, len(await request.body()))
+        try:
+            _, asked = await unless_gone(request, read)
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
         return JSONResponse({"input_tokens": len(asked.tokens)})
 
     return router
@@ -59,14 +65,6 @@ async def _check_version(anthropic_version: Annotated[str | None, Header()] = No
     if anthropic_version is not None and anthropic_version not in _VERSIONS:
         msg = f"anthropic-version {anthropic_version[:100]!r} is not offered; send {', '.join(_VERSIONS)}"
         raise tinsmith.UserError(msg)
-
-
-def _read(
-    serving: Serving, text: ModelText, caller: tinsmith.Principal, body: CountTokensRequest
-) -> tuple[ChatRequest, Conversation]:
-    """Return the chat that a request asks for, and its prompt. Takes long for a long one."""
-    chat = body.chat()
-    return chat, read_conversation(text, serving.transcripts, caller.tenant, chat)
 
 
 class _Drawn:
@@ -102,9 +100,13 @@ class _Drawn:
         return JSONResponse(whole)
 
     async def _whole(self, hear: Hear | None) -> answers.Message:
-        asked, body = self._asked, self._body
-        output = await self._serving.draw_chat(self._caller, self._chat, self._session, asked, hear)
+        output = await self._serving.draw_chat(self._caller, self._chat, self._session, self._asked, hear)
         (sequence,) = output.sequences
+        size = len(self._asked.tokens) + len(sequence.tokens)
+        return await self._serving.work.run(self._caller.tenant, size, lambda _: self._message(sequence, output))
+
+    def _message(self, sequence: tinsmith.SampledSequence, output: tinsmith.SampleOutput) -> answers.Message:
+        asked, body = self._asked, self._body
         tokens = tokens_of(sequence)
         said, calls = self._said(finished_text(self._text, tokens, self._chat.stop_strings))
         if self._text.is_special(tokens[-1]):  # the model has ended its turn itself
