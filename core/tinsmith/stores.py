@@ -1,8 +1,7 @@
 """For plugins that bring a request store, or that read the server's.
 
-A store over SQL subclasses `SqlStore`. Any other implements `RequestStore`, with everything in the package
-`tinsmith.store`. Its records and methods grow with each feature, so they are not among the public names: such a store
-is written for one release. Both pass `tinsmith.testing.RequestStoreContract`.
+A store subclasses `SqlStore`, and passes `tinsmith.testing.RequestStoreContract`. The records and methods of
+`RequestStore` grow with each feature, so they are not among the public names.
 """
 
 from tinsmith.sql_store.config import SqlStoreConfig

@@ -9,27 +9,27 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from tinsmith.memory_store.memory import Memory
-from tinsmith.memory_store.store import MemoryStore
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
 from tinsmith.settings import ApiKey, ServerSettings, Settings
-from tinsmith.store import AuditEntry
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import AuditEntry, StoreContext
 from tinsmith.testing.store_records import a_checkpoint, a_model
 
 KEYS = tuple(ApiKey(key=SecretStr(f"tml-{name}"), tenant=name, admin=name == "root") for name in ("ann", "bob", "root"))
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    store = MemoryStore(Memory())
+async def store(tmp_path: Path) -> AsyncIterator[SqlStore]:
+    store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
     await store.open()
     yield store
     await store.close()
 
 
 @pytest.fixture
-async def http(store: MemoryStore, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def http(store: SqlStore, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     settings = Settings(server=ServerSettings(data_dir=tmp_path, api_keys=KEYS))
     app = await create_app(settings, store=store, plugins=Plugins())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost/api/v1/") as http:
@@ -48,7 +48,7 @@ async def read(http: httpx.AsyncClient, key: str = "tml-ann", **query: Any) -> l
     return entries
 
 
-async def test_each_deed_is_there_with_who_did_it(http: httpx.AsyncClient, store: MemoryStore) -> None:
+async def test_each_deed_is_there_with_who_did_it(http: httpx.AsyncClient, store: SqlStore) -> None:
     await a_model(store)
     record = a_checkpoint()
     await store.add_checkpoint(record)
@@ -95,7 +95,7 @@ async def test_nobody_reads_what_others_did_but_an_administrator(http: httpx.Asy
     assert "tml-wrong" not in str(of_all)
 
 
-async def test_a_day_is_read_in_pages(http: httpx.AsyncClient, store: MemoryStore) -> None:
+async def test_a_day_is_read_in_pages(http: httpx.AsyncClient, store: SqlStore) -> None:
     today = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
     for number in range(-1, 3):
         at = today + timedelta(days=min(number, 0), seconds=number)

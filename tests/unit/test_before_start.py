@@ -105,14 +105,6 @@ BAD = {
         "has the schema '0022' of a tinsmith before 0.1.0", (at("store.url", "sqlite:///{}/older.db"),), with_files
     ),
     "a shared SQLite database": Bad("several servers cannot share an SQLite", (at("server.share_data_dir", True),)),
-    "two models and a store in memory": Bad(
-        "models: tiny, other: a server with `store.plugin: memory` runs the engine in its own process",
-        (at("store", {"plugin": "memory"}), at("models", [TOY, {**TOY, "name": "other"}])),
-    ),
-    "a store in memory whose engine nobody starts": Bad(
-        "supervisor.engines: []: nobody else can run the engine",
-        (at("store", {"plugin": "memory"}), at("supervisor.engines", [])),
-    ),
     "a data directory in use": Bad("data' is in use by another server", (), in_use),
     "a data directory that is none": Bad(
         "cannot write to '{}/file'", (at("server.data_dir", "{}/file/x"),), with_files

@@ -14,14 +14,14 @@ from pydantic import SecretStr
 
 import tinsmith
 from tinsmith.hook_values import Principal
-from tinsmith.memory_store.memory import Memory
-from tinsmith.memory_store.store import MemoryStore
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.app import create_app
 from tinsmith.server.issued_keys import IssuedKeys
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey, KeySource, QuotaSettings, ServerSettings, Settings
-from tinsmith.store import IssuedKey
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import IssuedKey, StoreContext
 
 KEYS = tuple(ApiKey(key=SecretStr(f"tml-{name}"), tenant=name, admin=name == "root") for name in ("ann", "bob", "root"))
 URL = "http://localhost/api/v1/"
@@ -60,7 +60,7 @@ class Server:
         self.app.state.context.api_keys.keys = LiveKeys(KeySource(keys=keys))
 
 
-async def a_server(store: MemoryStore, tmp_path: Path, keys: tuple[ApiKey, ...] = KEYS, **quotas: int) -> Server:
+async def a_server(store: SqlStore, tmp_path: Path, keys: tuple[ApiKey, ...] = KEYS, **quotas: int) -> Server:
     settings = Settings(
         server=ServerSettings(data_dir=tmp_path, api_keys=keys), quotas=QuotaSettings.model_validate(quotas)
     )
@@ -70,19 +70,19 @@ async def a_server(store: MemoryStore, tmp_path: Path, keys: tuple[ApiKey, ...] 
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    store = MemoryStore(Memory())
+async def store(tmp_path: Path) -> AsyncIterator[SqlStore]:
+    store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
     await store.open()
     yield store
     await store.close()
 
 
 @pytest.fixture
-async def server(store: MemoryStore, tmp_path: Path) -> Server:
+async def server(store: SqlStore, tmp_path: Path) -> Server:
     return await a_server(store, tmp_path)
 
 
-async def test_a_made_key_is_shown_once_and_kept_as_a_hash(server: Server, store: MemoryStore) -> None:
+async def test_a_made_key_is_shown_once_and_kept_as_a_hash(server: Server, store: SqlStore) -> None:
     made = await server.made(note="of ann")
     assert made["key"].startswith("tml-")
     assert len(made["key"]) > 30
@@ -123,7 +123,7 @@ async def test_nobody_else_sees_or_deletes_a_key(server: Server) -> None:
 
 
 async def test_a_deleted_key_is_refused_at_once_and_by_others_within_a_second(
-    server: Server, store: MemoryStore, tmp_path: Path
+    server: Server, store: SqlStore, tmp_path: Path
 ) -> None:
     """So are its tokens."""
     other, made = await a_server(store, tmp_path), await server.made()
@@ -138,12 +138,13 @@ async def test_a_deleted_key_is_refused_at_once_and_by_others_within_a_second(
     assert [await other.status(key) for key in (made["key"], token)] == [401, 401]
 
 
-async def test_a_key_expires(server: Server, store: MemoryStore) -> None:
+async def test_a_key_expires(server: Server, store: SqlStore) -> None:
     made = await server.made(expires_in_s=3600)
     assert datetime.fromisoformat(made["expires_at"]) - datetime.fromisoformat(made["created_at"]) == timedelta(hours=1)
     assert await server.status(made["key"]) == 200
     kept = await store.find_api_key(made["key_id"])
     assert kept is not None
+    await store.delete_api_key(made["key_id"], tenant="ann")
     await store.add_api_key(replace(kept, expires_at=datetime.now(UTC)))
     server.clock.time_s += 1
     assert await server.status(made["key"]) == 401
@@ -168,13 +169,13 @@ async def test_only_made_keys_are_deleted_over_http(server: Server) -> None:
     assert await server.status("tml-ann") == 200
 
 
-async def test_a_server_without_configured_keys_makes_none(store: MemoryStore, tmp_path: Path) -> None:
+async def test_a_server_without_configured_keys_makes_none(store: SqlStore, tmp_path: Path) -> None:
     server = await a_server(store, tmp_path, ())
     refused = await server.ask("POST", "auth/apikeys", "tml-any", {"name": "laptop"})
     assert (refused.status_code, "configure server.api_keys first" in refused.text) == (400, True)
 
 
-async def test_a_tenant_has_a_limit_of_keys(store: MemoryStore, tmp_path: Path) -> None:
+async def test_a_tenant_has_a_limit_of_keys(store: SqlStore, tmp_path: Path) -> None:
     server = await a_server(store, tmp_path, api_keys=2)
     for _ in range(2):
         await server.made()
@@ -198,7 +199,7 @@ class Login:
         return Principal(tenant="cat") if headers.get("x-api-key") == "tml-of-a-plugin" else None
 
 
-async def test_whoever_signs_in_by_a_plugin_makes_keys(store: MemoryStore, tmp_path: Path) -> None:
+async def test_whoever_signs_in_by_a_plugin_makes_keys(store: SqlStore, tmp_path: Path) -> None:
     settings = Settings(server=ServerSettings(data_dir=tmp_path, api_keys=KEYS))
     plugins = Plugins()
     plugins.add(Login(), "login")

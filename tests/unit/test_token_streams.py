@@ -2,14 +2,12 @@
 
 import asyncio
 from datetime import UTC, datetime
+from pathlib import Path
 
-import pytest
-
-from tinsmith.engine import token_streams
 from tinsmith.engine.token_streams import TokenTeller
-from tinsmith.memory_store.memory import Memory
-from tinsmith.memory_store.store import MemoryStore
-from tinsmith.store import DrawnTokens, OperationRecord, OperationState
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
+from tinsmith.store import DrawnTokens, OperationRecord, OperationState, StoreContext
 
 RECORD = OperationRecord(
     request_id="r",
@@ -26,17 +24,16 @@ RECORD = OperationRecord(
 )
 
 
-async def test_the_first_tokens_are_told_at_once_and_the_next_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_tokens_are_told_at_once_and_the_next_ones_together(tmp_path: Path) -> None:
     told, second = asyncio.Queue[DrawnTokens](), asyncio.Event()
 
     async def wait(_seconds: float) -> None:
         """Takes the place of the time between two tellings."""
         await second.wait()
 
-    monkeypatch.setattr(token_streams.asyncio, "sleep", wait)
-    store = MemoryStore(Memory())
+    store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
     await store.open()
-    teller = TokenTeller(store)
+    teller = TokenTeller(store, pause=wait)
     telling = asyncio.create_task(teller.run())
     with store.drawn("s:sample:0", 7, told.put_nowait), teller.telling(RECORD) as tell:
         tell(0, 0, [1])

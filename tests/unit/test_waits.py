@@ -3,16 +3,17 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from tinsmith.backend import TrainerCapabilities
-from tinsmith.memory_store.memory import Memory
-from tinsmith.memory_store.store import MemoryStore
 from tinsmith.operations import SampleOutput
 from tinsmith.protocol.wire import WaitsFor
 from tinsmith.server.waits import read_waits
 from tinsmith.settings import QuotaSettings
+from tinsmith.sql_store.config import SqlStoreConfig
+from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import (
     DeviceTurn,
     EngineCapabilities,
@@ -20,6 +21,7 @@ from tinsmith.store import (
     EngineState,
     RunState,
     SamplingSessionRecord,
+    StoreContext,
 )
 from tinsmith.testing.store_records import (
     BASE,
@@ -46,8 +48,8 @@ READY = EngineRecord(
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[MemoryStore]:
-    store = MemoryStore(Memory())
+async def store(tmp_path: Path) -> AsyncIterator[SqlStore]:
+    store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=tmp_path))
     await store.open()
     await a_model(store)
     await heard(store)
@@ -56,29 +58,29 @@ async def store() -> AsyncIterator[MemoryStore]:
     await store.close()
 
 
-async def report(store: MemoryStore, record: EngineRecord = READY) -> None:
+async def report(store: SqlStore, record: EngineRecord = READY) -> None:
     await store.report_engine(record, lease=await lease_of(store))
 
 
-async def wait_of(store: MemoryStore, model_id: str = RUN) -> WaitsFor:
+async def wait_of(store: SqlStore, model_id: str = RUN) -> WaitsFor:
     found = await maybe_wait_of(store, model_id)
     assert found is not None
     assert found.since_s >= 0
     return found
 
 
-async def maybe_wait_of(store: MemoryStore, model_id: str = RUN) -> WaitsFor | None:
+async def maybe_wait_of(store: SqlStore, model_id: str = RUN) -> WaitsFor | None:
     run = await store.get_run(model_id)
     waits = await read_waits(store, QuotaSettings())
     return waits.of(run, await store.get_session(run.session_id), operator=False)
 
 
-async def test_nothing_is_pending(store: MemoryStore) -> None:
+async def test_nothing_is_pending(store: SqlStore) -> None:
     found = await wait_of(store)
     assert (found.kind, found.text) == ("client", "nothing is pending, so it is the client's turn")
 
 
-async def test_the_client_has_gone(store: MemoryStore) -> None:
+async def test_the_client_has_gone(store: SqlStore) -> None:
     long_ago = datetime.now(UTC) - timedelta(minutes=5)
     session = replace(await store.get_session("s1"), last_seen_at=long_ago)
     waits = await read_waits(store, QuotaSettings())
@@ -87,7 +89,7 @@ async def test_the_client_has_gone(store: MemoryStore) -> None:
     assert found.text.endswith("; no heartbeat has come from it for more than 30 s")
 
 
-async def test_a_parked_model(store: MemoryStore) -> None:
+async def test_a_parked_model(store: SqlStore) -> None:
     parked = replace(await store.get_run(RUN), state=RunState.PARKED)
     waits = await read_waits(store, QuotaSettings())
     found = waits.of(parked, await store.get_session("s1"), operator=False)
@@ -95,20 +97,20 @@ async def test_a_parked_model(store: MemoryStore) -> None:
     assert found.text.endswith("client's turn; until then, the model is parked")
 
 
-async def test_a_run_that_has_ended_waits_for_nothing(store: MemoryStore) -> None:
+async def test_a_run_that_has_ended_waits_for_nothing(store: SqlStore) -> None:
     await store.end_session("s1", "success", None)
     assert await maybe_wait_of(store) is None
     await store.lose_run(await lease_of(store), RUN, "lost")
     assert await maybe_wait_of(store) is None
 
 
-async def test_the_queue_and_what_is_in_front(store: MemoryStore) -> None:
+async def test_the_queue_and_what_is_in_front(store: SqlStore) -> None:
     await store.submit(an_operation(seq_id=1))
     found = await wait_of(store)
     assert (found.kind, found.text) == ("queue", "optim_step: 0 of your requests are ahead in the queue")
 
 
-async def test_other_tenants_are_counted_but_not_named(store: MemoryStore) -> None:
+async def test_other_tenants_are_counted_but_not_named(store: SqlStore) -> None:
     await a_model(store, "s2:train:0", tenant="bob")
     await store.submit(an_operation("s2:train:0", 1, tenant="bob"))
     await claim(store)
@@ -121,7 +123,7 @@ async def test_other_tenants_are_counted_but_not_named(store: MemoryStore) -> No
     assert "other" not in alone.text
 
 
-async def test_a_program_is_compiled(store: MemoryStore) -> None:
+async def test_a_program_is_compiled(store: SqlStore) -> None:
     await report(store, replace(READY, detail="compiling"))
     await store.submit(an_operation(seq_id=1))
     assert (await wait_of(store)).text.endswith("in the queue; the engine is compiling")
@@ -132,13 +134,13 @@ async def test_a_program_is_compiled(store: MemoryStore) -> None:
     assert (await wait_of(store)).kind == "run"
 
 
-async def test_a_missing_number(store: MemoryStore) -> None:
+async def test_a_missing_number(store: SqlStore) -> None:
     await store.submit(an_operation(seq_id=3))
     found = await wait_of(store)
     assert (found.kind, found.text) == ("number", f"seq_id 1 of {RUN!r} has not arrived, and 3 comes after it")
 
 
-async def test_a_place(store: MemoryStore) -> None:
+async def test_a_place(store: SqlStore) -> None:
     waiting = a_run("s1:train:1", next_seq_id=-1)
     await store.create_run(waiting, a_creation("s1:train:1"))
     found = await wait_of(store, "s1:train:1")
@@ -146,7 +148,7 @@ async def test_a_place(store: MemoryStore) -> None:
     assert found.text.startswith(f"1 of the 1 places for models of {BASE!r} are taken")
 
 
-async def test_the_devices(store: MemoryStore) -> None:
+async def test_the_devices(store: SqlStore) -> None:
     turn = DeviceTurn(side="sampling", since=datetime.now(UTC), waiting=True)
     await report(store, replace(READY, turn=turn))
     await store.submit(an_operation(seq_id=1))
@@ -155,7 +157,7 @@ async def test_the_devices(store: MemoryStore) -> None:
     assert (found.kind, found.text.partition(":")[0]) == ("turn", "waits for its turn on the device")
 
 
-async def test_samples_from_its_weights(store: MemoryStore) -> None:
+async def test_samples_from_its_weights(store: SqlStore) -> None:
     """They wait for the sampler, and the run waits for them."""
     sampler = SamplingSessionRecord(
         sampling_session_id="s1:sample:0",
@@ -177,7 +179,7 @@ async def test_samples_from_its_weights(store: MemoryStore) -> None:
     assert (await wait_of(store)).kind == "client"
 
 
-async def test_an_engine_that_is_not_ready(store: MemoryStore) -> None:
+async def test_an_engine_that_is_not_ready(store: SqlStore) -> None:
     await store.submit(an_operation(seq_id=1))
     await report(store, replace(READY, state=EngineState.LOADING, detail="loading weights", progress=0.5))
     found = await wait_of(store)

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from tinsmith.errors import ConfigError, NotFoundError, UserError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_shared_store
+from tinsmith.processes.assembly import make_store
 from tinsmith.settings import Settings
 from tinsmith.store import RequestStore
 
@@ -39,7 +39,7 @@ async def opened_store(settings: Settings, plugins: Plugins, *, create: bool = F
             "with --data-dir, or its configuration file with --config"
         )
         raise ConfigError(msg)
-    store = make_shared_store(settings, plugins)
+    store = make_store(settings, plugins)
     await store.open()
     try:
         yield store

@@ -5,7 +5,7 @@ Nothing depends on them: the result of a sample has all its tokens, whatever was
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -35,8 +35,9 @@ class _Run:
 class TokenTeller:
     """Passes on the tokens that the sampler reports of streamed samples."""
 
-    def __init__(self, store: RequestStore) -> None:
+    def __init__(self, store: RequestStore, *, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self._store = store
+        self._pause = pause
         self._untold: dict[tuple[str, int, int], list[_Run]] = {}  # by sampling session, seq_id and sequence
         self._any = asyncio.Event()
 
@@ -67,7 +68,7 @@ class TokenTeller:
                 await self._store.tell_drawn(self._take())
             except StoreError as error:  # a result that cannot be recorded either is retried; this comes with it
                 _log.debug("tokens were not told: %s", error)
-            await asyncio.sleep(EVERY_S)
+            await self._pause(EVERY_S)
 
     def _take(self) -> list[DrawnTokens]:
         untold, self._untold = self._untold, {}

@@ -29,7 +29,7 @@ BUILTINS: Final = (
     "losses",
     "schedulers",
     "sql_store",
-    "memory_store",
+    "scratch_store",
     "toy_backend",
     "toy_sampler",
     "no_sampler",

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from tinsmith.placement.machine import this_machine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.scheduler import Scheduler
 from tinsmith.settings import DataDir, ModelSettings, PluginSection, Settings
-from tinsmith.store import DeviceTurn, EngineCapabilities, RequestStore, StoreContext
+from tinsmith.store import DeviceTurn, EngineCapabilities, RequestStore, StoreContext, StoreSpec
 from tinsmith.tracer import Tracer
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference
 from tinsmith_checkpoints.huggingface.hub_download import download_model
@@ -34,23 +35,24 @@ NO_SAMPLER: Final = "none"
 
 def make_store(settings: Settings, plugins: Plugins, figures: Figures | None = None) -> RequestStore:
     """Return the request store, not opened yet. It may time its commits in `figures`."""
+    spec, config, context = store_parts(settings, plugins)
+    return spec.create(config, context if figures is None else replace(context, figures=figures))
+
+
+def hold_store(settings: Settings, plugins: Plugins) -> AbstractContextManager[None]:
+    """Return what a server enters before it makes its store, and leaves after it has closed it."""
+    spec, config, context = store_parts(settings, plugins)
+    if spec.hold is not None:
+        return spec.hold(config, context)
+    settings.data_dir.scratch_store.unlink(missing_ok=True)  # what engines keep here is durable from now on
+    return nullcontext()
+
+
+def store_parts(settings: Settings, plugins: Plugins) -> tuple[StoreSpec[Any], Any, StoreContext]:
+    """Return the offer of the configured store, its section, and what it gets from the core."""
     spec = plugins.stores.get(settings.store.plugin)
     config = spec.config.model_validate(settings.store.options())
-    context = StoreContext(
-        data_dir=settings.data_dir.root, shared=settings.server.share_data_dir, figures=figures or Figures()
-    )
-    return spec.create(config, context)
-
-
-def make_shared_store(settings: Settings, plugins: Plugins) -> RequestStore:
-    """Return the request store, not opened yet, for a process beside the server. Raise ConfigError if it has none."""
-    if plugins.stores.get(settings.store.plugin).in_process:
-        msg = (
-            f"store.plugin {settings.store.plugin!r} lives in the process of its server, which runs the engines "
-            "itself, and nobody else can open it; for this, serve with --store sql"
-        )
-        raise ConfigError(msg)
-    return make_store(settings, plugins)
+    return spec, config, StoreContext(data_dir=settings.data_dir.root, shared=settings.server.share_data_dir)
 
 
 def make_scheduler(settings: Settings, plugins: Plugins) -> Scheduler:

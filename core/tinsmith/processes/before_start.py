@@ -14,10 +14,9 @@ from typing import Final
 from tinsmith.errors import ConfigError, PluginError, StoreError
 from tinsmith.placement.components import AnySpec, own_options
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import NO_SAMPLER
+from tinsmith.processes.assembly import NO_SAMPLER, store_parts
 from tinsmith.processes.data_dir_lock import refuse_if_in_use
 from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
-from tinsmith.store import StoreContext
 
 _ANYBODY: Final = "key-"
 """The prefix of the tenants of a server without keys."""
@@ -60,9 +59,7 @@ def refuse(found: list[Obstacle]) -> None:
 
 def look_at_store(settings: Settings, plugins: Plugins) -> str | None:
     """Return what the store says of itself. Raise ConfigError, or StoreError if it cannot be reached for now."""
-    spec = plugins.stores.get(settings.store.plugin)
-    config = spec.config.model_validate(settings.store.options())
-    context = StoreContext(data_dir=settings.data_dir.root, shared=settings.server.share_data_dir)
+    spec, config, context = store_parts(settings, plugins)
     if spec.diagnose is None:
         spec.create(config, context)
         return None
@@ -109,24 +106,6 @@ def _bind_failure(server: ServerSettings, error: OSError) -> str:
             return f"server.port: {server.port} needs privileges; choose one above 1023"
         case _:
             return f"server.host: cannot listen on {server.host!r}: {error.strerror}; use an address of this machine"
-
-
-def _engine_of_the_server(settings: Settings, plugins: Plugins) -> Iterator[str]:
-    """A store in the server's process has its engine there as well, and a process can hold one."""
-    store, started = settings.store.plugin, settings.supervisor.engines
-    if not plugins.stores.get(store).in_process:
-        return
-    names = [model.name for model in settings.models]
-    if len(names) > 1:
-        yield (
-            f"models: {', '.join(names)}: a server with `store.plugin: {store}` runs the engine in its own process, "
-            "and so serves one base model; keep one of them, or serve with --store sql"
-        )
-    if started is not None and set(started) != set(names):
-        yield (
-            f"supervisor.engines: {list(started)}: nobody else can run the engine of a server with `store.plugin: "
-            f"{store}`; remove the setting, or serve with --store sql"
-        )
 
 
 def _trainers(settings: Settings, plugins: Plugins) -> Iterator[str]:
@@ -180,7 +159,6 @@ CHECKS: Final[dict[str, Callable[[Settings, Plugins], Iterator[str]]]] = {
     ),
     "database": _raising(look_at_store),
     "login": _login,
-    "engine": _engine_of_the_server,
     "backend": _trainers,
     "sampler": _samplers,
 }

@@ -22,7 +22,7 @@ from tinsmith.lifeline import end_with, leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan, with_placement
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_scheduler, make_shared_store, make_store, make_tracer
+from tinsmith.processes.assembly import make_scheduler, make_store, make_tracer
 from tinsmith.processes.deaths import EXIT_MISCONFIGURED, EXIT_STORE, EXIT_SUPERSEDED, Cause
 from tinsmith.processes.engine_child import ENGINE_ID, LAST_WORDS, SUPERVISED, new_engine_id
 from tinsmith.processes.engine_run import EngineRun, Previous, StoppedWhileLoadingError
@@ -54,7 +54,6 @@ def run_engine(settings: Settings, model_name: str, plugins: Plugins) -> None:
     sys.setswitchinterval(SWITCH_S)
     log_to_stderr(settings.server.log_level, settings.server.log_format)
     try:
-        make_shared_store(settings, plugins)  # raises if an engine can be no process of its own
         plan = make_plan(settings, plugins, this_machine(), [model_name])  # or as the server
         uvloop.run(_until_signalled(with_placement(settings, plan), model_name, plugins))
     except StoppedWhileLoadingError:
@@ -111,15 +110,12 @@ async def serve_engine(
     stopping: asyncio.Event,
     before: Cause | None = None,
     on_lost: Callable[[LeaseLostError], object] | None = None,
-    on_hung: Callable[[str], None] | None = None,
 ) -> None:
     """Serve one of the configured base models until `stopping` is set. First wait while another engine serves it.
 
     `before` is why the previous engine died, None if nobody saw it die.
     Raise ConfigError or PluginError if the engine cannot start as configured, ServerError if it cannot continue,
     LeaseLostError if another engine has taken over; `on_lost` is called before that is raised, at once.
-    `on_hung` gets the reason when a call does not return, in another thread, and ends the process, by default with
-    EXIT_HUNG.
     """
     model = settings.model(model_name)
     figures = Figures()
@@ -152,7 +148,6 @@ async def serve_engine(
                     watch=CallWatch(settings.watchdog),
                     figures=figures,
                     tracer=tracer,
-                    on_hung=on_hung,
                 )
                 await hold_lease(store, taken.lease, engine_run.run(stopping), on_lost)
             finally:

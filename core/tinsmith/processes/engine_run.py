@@ -84,11 +84,10 @@ class EngineRun:
     watch: CallWatch
     figures: Figures
     tracer: Tracer | None
-    on_hung: Callable[[str], None] | None  # as the watchdog's `end`
 
     async def run(self, stopping: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
-        watchdog = Watchdog(self.watch, tell=lambda why: _soon(loop, self.reports.silence, why), end=self.on_hung)
+        watchdog = Watchdog(self.watch, tell=lambda why: _soon(loop, self.reports.silence, why))
         async with self.reports.running(), reporting(self.store, self.lease, self.figures):
             with watchdog.running():
                 await self._run(stopping)

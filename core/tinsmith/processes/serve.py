@@ -19,20 +19,19 @@ from fastapi import FastAPI
 from rich.console import Console
 from rich.markup import escape
 
+from tinsmith import scratch
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.figures import Figures
 from tinsmith.hook_values import ServerStarted, ServerStopping
 from tinsmith.lasting import Work, lasting
-from tinsmith.lifeline import leave
 from tinsmith.placement.machine import this_machine
 from tinsmith.placement.plan import make_plan_of_sound, with_placement
 from tinsmith.placement.report import lines_of
 from tinsmith.plugins.loading import Plugins
-from tinsmith.processes.assembly import make_store, make_tracer
+from tinsmith.processes.assembly import hold_store, make_store, make_tracer
 from tinsmith.processes.before_start import listen, obstacles, refuse
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.processes.display import EngineDisplay, is_busy, show_banner
-from tinsmith.processes.engine_thread import EngineThread
 from tinsmith.processes.garbage import collect_old, collect_rarely
 from tinsmith.processes.housekeeping import Housekeeping
 from tinsmith.processes.logs import RepeatedWarnings, console_of, log_to_stderr
@@ -43,7 +42,7 @@ from tinsmith.server.context import ServerContext
 from tinsmith.server.kept import Engines
 from tinsmith.server.limits.bounded_http import BoundedHttp
 from tinsmith.server.live_keys import LiveKeys
-from tinsmith.settings import DataDir, ServerSettings, Settings
+from tinsmith.settings import ServerSettings, Settings
 from tinsmith.settings.environment import forget_settings
 from tinsmith.store import EngineState, RequestStore
 from tinsmith.tracer import Tracer
@@ -65,7 +64,6 @@ _log = logging.getLogger(__name__)
 def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) -> None:
     """Serve until SIGINT or SIGTERM; a second signal stops at once. Raise ConfigError if the server cannot start.
 
-    If the store is in this process, end it with the engine's exit code when the engine fails.
     `keys`: API keys that follow their files; default: a fixed set from the settings.
     """
     configure_logging(settings.server)
@@ -77,13 +75,12 @@ def serve(settings: Settings, plugins: Plugins, keys: LiveKeys | None = None) ->
     if (stand_in := StandIn.of(settings.losses, plugins.losses.all())) is not None:
         _log.warning("%s", stand_in)
     settings = assign_devices(settings, plugins)
-    with DataDirLock(settings.data_dir, shared=settings.server.share_data_dir) as lock:
+    held = DataDirLock(settings.data_dir, shared=settings.server.share_data_dir)
+    with held as lock, hold_store(settings, plugins):
         listener = listen(settings.server)
         url = _url(settings.server, listener)
         with listener:
-            code = uvloop.run(_serve(settings, plugins, keys, listener, url, lock))
-    if code is not None:
-        leave(code)
+            uvloop.run(_serve(settings, plugins, keys, listener, url, lock))
 
 
 def forget_settings_of_environment(server: ServerSettings) -> None:
@@ -164,17 +161,11 @@ async def _serve(
     listener: socket.socket,
     url: str,
     lock: DataDirLock,
-) -> int | None:
-    """Return the exit code with which the process has to end at once, None if it can wait for its threads."""
+) -> None:
     figures = Figures()
     store = make_store(settings, plugins, figures)
-    in_process = plugins.stores.get(settings.store.plugin).in_process
-    _mark(settings.data_dir, in_memory=in_process)
     await store.open()
-    supervisor: Supervisor | EngineThread = Supervisor(settings, store)
-    if in_process:
-        [model] = settings.models  # as checked before the start
-        supervisor = EngineThread(settings, model, store)
+    supervisor = Supervisor(settings, store)
     tracer: Tracer | None = None
     try:
         await supervisor.start()  # first: engines take longer to start than all that follows
@@ -200,8 +191,6 @@ async def _serve(
                         "the collection of garbage": collect_old,
                     }
                     tasks = [beside.create_task(lasting(work, name=name)) for name, work in works.items()]
-                    if isinstance(supervisor, EngineThread):
-                        tasks.append(beside.create_task(_stop_when_failed(http, supervisor)))
                     await http.serve([listener])
                     for task in tasks:
                         task.cancel()
@@ -213,17 +202,6 @@ async def _serve(
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
         await store.close()
-    return supervisor.exit_code if isinstance(supervisor, EngineThread) else None
-
-
-def _mark(data_dir: DataDir, *, in_memory: bool) -> None:
-    """Note whether what the engines keep here ends with this server, so that no server in memory removes more."""
-    if not in_memory:
-        data_dir.in_memory.unlink(missing_ok=True)
-    elif not data_dir.in_memory.exists():
-        data_dir.in_memory.write_text(
-            "The store of this server is in memory, and its recovery points and snapshots end with it.\n"
-        )
 
 
 async def _housekeeping(settings: Settings, store: RequestStore, context: ServerContext) -> None:
@@ -237,12 +215,6 @@ async def _housekeeping(settings: Settings, store: RequestStore, context: Server
         uploads_root=settings.data_dir.uploads,
     )
     await housekeeping.run()
-
-
-async def _stop_when_failed(http: _HttpServer, engine: EngineThread) -> None:
-    await http.answering.wait()  # it could not be stopped in order before
-    await engine.failed.wait()
-    http.should_exit = True
 
 
 async def _announce(http: _HttpServer, settings: Settings, plugins: Plugins, url: str, lock: DataDirLock) -> None:
@@ -312,13 +284,14 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextmanager
-def _signals(http: _HttpServer, supervisor: Supervisor | EngineThread, terminal: Console) -> Iterator[None]:
+def _signals(http: _HttpServer, supervisor: Supervisor, terminal: Console) -> Iterator[None]:
     """At the first signal, stop in order; at the second, kill the engines and exit."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
         if http.should_exit:
             supervisor.kill()
+            scratch.remove_all()
             os._exit(_EXIT_INTERRUPTED)
         http.should_exit = True
         terminal.print("\nstopping; press Ctrl-C again to stop at once")

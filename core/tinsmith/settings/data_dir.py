@@ -27,8 +27,8 @@ class DataDir:
         return self.root / "server.lock"
 
     @property
-    def in_memory(self) -> Path:
-        """Marks a directory of servers that keep their store in memory, whose recovery points nobody else needs."""
+    def scratch_store(self) -> Path:
+        """A link to the store of a server with `--store memory`. Once it leads nowhere, what engines keep is stale."""
         return self.root / "in-memory"
 
     @property

@@ -781,12 +781,8 @@ class StoreSpec(Generic[_Config]):
     config: type[_Config]
     create: Callable[[_Config, StoreContext], RequestStore]
     description: str = ""
-    in_process: bool = False
-    """Whether only the process that makes the store can open it.
-
-    Then the server runs its engine in a thread, serves one base model and ends with it, and no other command can read
-    what it keeps.
-    """
+    hold: Callable[[_Config, StoreContext], AbstractContextManager[None]] | None = None
+    """What a server enters before it creates the store, and leaves after it has closed it: the store ends with it."""
     diagnose: Callable[[_Config, StoreContext], str] | None = None
     """Look at the store without changing it, before each start of a server and for `tinsmith doctor`.
 

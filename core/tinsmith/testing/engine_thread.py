@@ -53,7 +53,6 @@ def engine_thread(settings: Settings, model: ModelSettings, plugins: Plugins, st
             watch=CallWatch(settings.watchdog),
             figures=figures,
             tracer=tracer,
-            on_hung=None,
         )
         running = asyncio.run_coroutine_threadsafe(_run(run, backend, sampler, stopping), loop.loop)
         if running in wait([running, reports.ready], return_when=FIRST_COMPLETED).done:

@@ -1,7 +1,6 @@
 """A request store: the SQL store, with its database in a directory of its own.
 
-SQLite wants a local disk; checkpoints may lie on a shared one. A store that is not SQL subclasses
-`tinsmith.stores.RequestStore` instead, as `tinsmith.memory_store` does, and passes the same suite.
+SQLite wants a local disk; checkpoints may lie on a shared one.
 """
 
 from pathlib import Path
