@@ -87,7 +87,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "rank": _honoured(
             "1 up to the backend's limit, any whole number; 0 is full fine-tuning, if the backend offers it"
         ),
-        "seed": _honoured("drawn from the model id if absent"),
+        "seed": _honoured("drawn from the model id if absent or -1"),
         "train_unembed": _honoured(),
         "train_mlp": _honoured(),
         "train_attn": _honoured("all three false is refused"),
@@ -251,7 +251,7 @@ FIELDS: dict[str, dict[str, Status]] = {
     },
     "SamplingParams": {
         "max_tokens": _honoured("absent: up to the context length"),
-        "seed": _honoured("folded into 0 to 2**63 - 2; drawn from the request's ids if absent"),
+        "seed": _honoured("folded into 0 to 2**63 - 2; drawn from the request's ids if absent or -1"),
         "stop": _honoured("added to EOS; an empty list switches EOS off too"),
         "temperature": _honoured("0 is greedy"),
         "top_k": _honoured("-1 is off"),

@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import client_fields
 import conformance_cards
 import field_status
 import file_fields
@@ -492,6 +493,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "fields": field_status.markdown,
     "refusals": field_status.refused_lines,
     **{f"fields-{name}": partial(file_fields.markdown, table) for name, table in file_fields.TABLES.items()},
+    **{f"client-fields-{name}": partial(client_fields.markdown, each) for name, each in client_fields.TABLES.items()},
     "custom-loss-operations": custom_loss_operations,
     "ranges": range_table,
     "model-families": model_families,

@@ -39,6 +39,7 @@ from tinsmith.figures import Figures
 from tinsmith.hook_values import (
     ErrorAnswer,
     OperationFinished,
+    OtherField,
     Principal,
     RouteSampling,
     RoutesContext,
@@ -110,6 +111,7 @@ __all__ = [
     "OperationFinished",
     "OptimStep",
     "OptimStepOutput",
+    "OtherField",
     "OutOfMemoryError",
     "Pending",
     "Placement",

@@ -83,6 +83,23 @@ class ErrorAnswer:
     code: str | None = None  # what programs know the error by, if its class has one
 
 
+@dataclass(frozen=True, slots=True)
+class OtherField:
+    """A field of a request that has no effect. A body's `other_fields` maps names to them, so that each is told apart.
+
+    Bodies are those of `RoutesContext.json_route`, with `extra="forbid"`, and the models within them.
+    """
+
+    note: str  # why it has no meaning, or what to do instead
+    neutral: tuple[Json, ...] | None  # the values that may be sent; None: all
+
+    def takes(self, value: Json) -> bool:
+        """A null asks for nothing. 1 and 1.0 are one value, 1 and true are not."""
+        if value is None or self.neutral is None:
+            return True
+        return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in self.neutral)
+
+
 ErrorForm = Callable[[ErrorAnswer], Mapping[str, Json]]
 """Makes the JSON body of an error's answer."""
 

@@ -1,6 +1,7 @@
 """Requests, encoded by the SDK itself where it has an encoder, to operations."""
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -459,7 +460,7 @@ def test_stops(stop: object, strings: tuple[str, ...], tokens: tuple[int, ...], 
     assert (params.stop_strings, params.stop_tokens, params.stop_at_eos) == (strings, tokens, at_eos)
 
 
-@pytest.mark.parametrize("seed", [0, 2**40, 2**63 - 1, 2**64 - 1, -1])
+@pytest.mark.parametrize("seed", [0, 2**40, 2**63 - 1, 2**64 - 1, -2, -(2**63)])
 def test_any_seed_is_folded_into_63_bits(seed: int) -> None:
     params = sample(sample_request(sampling_params={"max_tokens": 1, "seed": seed})).params
     assert 0 <= params.seed < 2**63 - 1
@@ -467,9 +468,22 @@ def test_any_seed_is_folded_into_63_bits(seed: int) -> None:
         assert params.seed == seed
 
 
-def test_a_missing_seed_depends_on_the_requests_ids_alone() -> None:
-    assert sample(sample_request()).params.seed == sample(sample_request()).params.seed
-    assert sample(sample_request()).params.seed != sample(sample_request(seq_id=1)).params.seed
+@pytest.mark.parametrize("missing", [{}, {"seed": None}, {"seed": -1}])
+def test_a_missing_seed_depends_on_the_requests_ids_alone(missing: dict[str, Any]) -> None:
+    def seed(**more: Any) -> int:
+        return sample(sample_request(sampling_params={"max_tokens": 1, **missing}, **more)).params.seed
+
+    assert seed() == seed()
+    assert seed() != seed(seq_id=1)
+
+
+def test_adapters_with_a_missing_seed_differ() -> None:
+    def seed(number: int) -> int:
+        model = {"session_id": "s", "model_seq_id": number, "base_model": "toy", "lora_config": {"rank": 4, "seed": -1}}
+        return translate.create_model(wire.CreateModelRequest.model_validate(model)).lora.seed
+
+    assert seed(0) == seed(0)
+    assert seed(0) != seed(1)
 
 
 def test_missing_max_tokens_fill_the_context_once_it_is_known() -> None:

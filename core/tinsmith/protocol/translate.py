@@ -26,7 +26,6 @@ from tinsmith.store.canonical import add_canonical
 from tinsmith.store.codec import kind_of
 from tinsmith_checkpoints.age_files import read_recipients
 
-_SEED_RANGE = 2**63 - 1
 _KINDS = ("snapshot", "inflight")
 _CUSTOM_LOSS_ID = re.compile(r"(.+):loss:(0|[1-9][0-9]{0,3})", re.DOTALL)  # `store.refusals.custom_loss_id`
 CUSTOM = "custom"
@@ -65,7 +64,7 @@ def create_model(request: wire.CreateModelRequest) -> ops.CreateModel:
         msg = "lora_config is missing; send one (rank 0 is full fine-tuning, if the base model offers it)"
         raise UnsupportedError(msg)
     config, name = request.lora_config, model_id(request.session_id, request.model_seq_id)
-    seed = _derived_seed(name) if config.seed is None else config.seed % _SEED_RANGE
+    seed = _derived_seed(name) if config.seed is None else config.seed
     lora = ops.LoraConfig(
         rank=config.rank,
         seed=seed,
@@ -368,7 +367,7 @@ def _sampling_params(
     if max_tokens is None and max_context_tokens is not None:
         max_tokens = max(1, max_context_tokens - num_prompt)
     strings, tokens = _stops(params.stop)
-    seed = _derived_seed(f"{sampling_session}/{request.seq_id}") if params.seed is None else params.seed % _SEED_RANGE
+    seed = _derived_seed(f"{sampling_session}/{request.seq_id}") if params.seed is None else params.seed
     return ops.SamplingParams(
         max_tokens=max_tokens or 0,
         seed=seed,
@@ -396,7 +395,7 @@ def _stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, ...], t
 
 def _derived_seed(name: str) -> int:
     """Derive a seed from ids that are never used twice, so that a retried request is the same request."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % _SEED_RANGE
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % wire.SEED_RANGE
 
 
 def checksum(text: str) -> int:

@@ -5,13 +5,16 @@ But a newer SDK may send each of its fields, whether or not its user has set the
 false, 0, "", an empty list or object) is left out: that is how JSON says that a feature is not used. In all other
 bodies, unknown fields are left out.
 
+A model may list fields of other servers that it does not offer, in `other_fields`: each with the values that ask for
+nothing more than is done anyhow, whether or not they hold something.
+
 A null in the place of a field that may be left out counts as left out, unless the field is a decimal number: there, the
 SDK writes null for NaN.
 
 None of this costs anything for a body that holds no such thing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from itertools import islice
@@ -20,6 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args, get_origi
 from pydantic import BaseModel, ValidationError
 
 from tinsmith.errors import UnsupportedError
+from tinsmith.hook_values import OtherField
 from tinsmith_checkpoints.values import Json
 
 SDK_VERSIONS: Final = "0.22.3 to 0.38.0"
@@ -107,7 +111,11 @@ def _tidied(model: type[BaseModel], content: dict[str, Json], where: str) -> Ite
     for name in list(content):
         value, field = content[name], model.model_fields.get(name)
         if field is None:
-            if value and is_exact(model) and not _is_of_other_type(model, content):
+            other = _other_fields(model).get(name)
+            if other is not None and not other.takes(value):
+                line = f"{where + name!r} ({_shown(value)}) is not offered: {other.note}"
+                yield UnknownField(model.__name__, name), line
+            elif other is None and value and is_exact(model) and not _is_of_other_type(model, content):
                 yield UnknownField(model.__name__, name), _line(model, where, name, value)
             del content[name]
         elif value is None and not field.is_required() and field.annotation is not float:
@@ -116,6 +124,11 @@ def _tidied(model: type[BaseModel], content: dict[str, Json], where: str) -> Ite
             for at, part in _parts(value, is_map=get_origin(field.annotation) is dict):
                 if isinstance(part, dict):
                     yield from _tidied(_meant(models, part), part, f"{where}{name}{at}.")
+
+
+def _other_fields(model: type[BaseModel]) -> Mapping[str, OtherField]:
+    found: Mapping[str, OtherField] = getattr(model, "other_fields", {})
+    return found
 
 
 def _parts(value: Json, *, is_map: bool) -> Iterator[tuple[str, Json]]:

@@ -175,8 +175,13 @@ def test_a_call_of_a_tool_is_a_block_and_comes_whole() -> None:
 @pytest.mark.parametrize(
     ("change", "status", "match"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 422, "thinking.type: Input should be 'disabled'"),
-        ({"output_config": {"effort": "low"}}, 400, "output_config"),
+        (
+            {"thinking": {"type": "sometimes"}},
+            422,
+            "thinking.type: Input should be 'enabled', 'adaptive' or 'disabled'",
+        ),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "output_config.format"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, 400, "disable_parallel_tool_use"),
         ({"tool_choice": {"type": "any"}}, 422, "tool_choice"),
         ({"max_tokens": 0}, 422, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 422, "image"),

@@ -240,6 +240,23 @@ def test_a_call_of_a_tool_is_streamed_whole() -> None:
     assert done == "data: [DONE]\n\n"
 
 
+@pytest.mark.parametrize("seed", [None, -1])
+def test_a_group_without_a_seed_is_not_one_answer(ann: openai.OpenAI, seed: int | None) -> None:
+    """Six requests had one answer, and so no advantage to learn from."""
+    asked = {"model": "toy", "prompt": "ab", "max_tokens": 6, "extra_body": IDS}
+    texts = {ann.completions.create(**asked, seed=seed).choices[0].text for _ in range(6)}
+    assert len(texts) == 6
+    chats = [ann.chat.completions.create(model="toy", messages=HI, max_tokens=6, seed=seed) for _ in range(6)]
+    assert len({chat.choices[0].message.content for chat in chats}) == 6
+
+
+def test_answers_of_one_request_differ_and_of_one_seed_do_not(ann: openai.OpenAI) -> None:
+    asked = {"model": "toy", "prompt": ["ab", "ab"], "max_tokens": 6, "seed": 7, "n": 3}
+    texts, again = ([each.text for each in ann.completions.create(**asked).choices] for _ in range(2))
+    assert len(set(texts)) == 6, "by prompt and by number"
+    assert texts == again
+
+
 def test_prompts_are_scored_without_drawing(ann: openai.OpenAI, service: tinker.ServiceClient, path: str) -> None:
     prompts = ["abcab", "ccc"]
     got = ann.completions.create(model=path, prompt=prompts, max_tokens=0, logprobs=1, echo=True)

@@ -1,14 +1,15 @@
-"""The JSON bodies of requests. A field that is not listed here is refused by name, unless it holds nothing.
+"""The JSON bodies of requests.
 
-Fields that would change what is sampled and are not offered are left out, so they are refused as well. `user` and
-`metadata` change nothing anywhere: they are accepted.
+A field that is neither here nor in `other_fields` is refused by name, unless it holds nothing.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tinsmith_checkpoints.huggingface import Json
+from tinsmith_openai import other_fields
+from tinsmith_openai.other_fields import OtherFields
 
 _MOST_PROMPTS = 1024
 MOST_STOPS = 256
@@ -16,6 +17,10 @@ MOST_STOPS = 256
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Float = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(lambda value: 1.0 if value is None else value)]
 """A temperature or a share of the probability. Both APIs take null for the default, which is 1."""
+Seed = Annotated[Int | None, AfterValidator(lambda seed: None if seed == -1 else seed)]
+"""None: the server draws one. Clients write null or, as for other servers, -1: a group of samples must not be one."""
+TopK = Annotated[Int, AfterValidator(lambda top_k: top_k or -1)]
+"""Both 0 and -1 stand for all tokens."""
 Name = Annotated[str, Field(max_length=1024)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
@@ -26,7 +31,14 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _without_strict(function: dict[str, Json]) -> dict[str, Json]:
+    """Leave out what forces arguments into a schema: here they are not forced, and no template knows the word."""
+    return {name: value for name, value in function.items() if name != "strict"}
+
+
 class StreamOptions(_Body):
+    other_fields: ClassVar[OtherFields] = other_fields.OF_STREAM_OPTIONS
+
     include_usage: bool = False
 
 
@@ -37,16 +49,14 @@ class SamplingBody(_Body):
     max_tokens: Annotated[Int, Field(ge=0)] | None = None
     temperature: Float = 1.0
     top_p: Float = 1.0
-    top_k: Int = -1
+    top_k: TopK = -1
     n: Annotated[Int, Field(ge=1)] = 1
-    seed: Int | None = None
+    seed: Seed = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
     stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOPS)] = []
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str | None = None
-    metadata: dict[str, Json] | None = None
 
     @property
     def streams_by_token(self) -> bool:
@@ -59,6 +69,8 @@ class SamplingBody(_Body):
 
 
 class CompletionRequest(SamplingBody):
+    other_fields: ClassVar[OtherFields] = other_fields.OF_COMPLETIONS
+
     prompt: (
         str
         | Tokens
@@ -87,18 +99,24 @@ class Function(_Body):
 
 
 class ToolCall(_Body):
+    other_fields: ClassVar[OtherFields] = other_fields.OF_CALLS
+
     id: Name
     type: Literal["function"] = "function"
     function: Function
 
 
 class TextPart(_Body):
+    other_fields: ClassVar[OtherFields] = other_fields.OF_PARTS
+
     type: Literal["text"] = "text"
     text: str
 
 
 class Message(_Body):
     """One message. Which fields count for which role is up to the model's chat template."""
+
+    other_fields: ClassVar[OtherFields] = other_fields.OF_MESSAGES
 
     type: Literal["text"] = "text"  # says nothing; some releases of lm-eval send it
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -122,8 +140,10 @@ class Message(_Body):
 
 
 class Tool(_Body):
+    other_fields: ClassVar[OtherFields] = other_fields.OF_TOOLS
+
     type: Literal["function"]
-    function: dict[str, Json]
+    function: Annotated[dict[str, Json], AfterValidator(_without_strict)]
 
 
 class ResponseFormat(_Body):
@@ -131,15 +151,24 @@ class ResponseFormat(_Body):
 
 
 class ChatRequest(SamplingBody):
+    other_fields: ClassVar[OtherFields] = other_fields.OF_CHATS
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=0)] = 0
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: Literal[True] = True
     response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Json] = {}
+
+    @property
+    def template_options(self) -> dict[str, Json]:
+        """What the template reads, if it knows the names. Those of `chat_template_kwargs` win."""
+        effort = self.reasoning_effort
+        asked = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return {**asked, **self.chat_template_kwargs}
 
     @property
     def streams_by_token(self) -> bool:
@@ -151,7 +180,7 @@ class ChatRequest(SamplingBody):
         if self.top_logprobs and not self.logprobs:
             msg = "top_logprobs needs logprobs; set it to true"
             raise ValueError(msg)
-        if None not in {self.max_tokens, self.max_completion_tokens}:
-            msg = "max_tokens and max_completion_tokens are the same; send one of them"
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            msg = "max_tokens and max_completion_tokens are the same, and differ; send one of them"
             raise ValueError(msg)
         return self

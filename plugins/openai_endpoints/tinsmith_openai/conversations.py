@@ -47,7 +47,7 @@ def read_conversation(
     _refuse_long(text, body, window)
     messages = [_for_template(text, message) for message in body.messages]
     tools: list[Json] = [] if body.tool_choice == "none" else [tool.model_dump() for tool in body.tools]
-    options = dict(body.chat_template_kwargs)
+    options = body.template_options
     of_all: Json = [text.base_model, tools, options]
     names = digests(of_all, [_as_sent(message) for message in body.messages])
 

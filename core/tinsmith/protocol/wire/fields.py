@@ -1,6 +1,6 @@
 """The types of fields, and the two kinds of bodies that are read."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import numpy as np
 import orjson
@@ -18,6 +18,8 @@ from pydantic import (
 from tinsmith.protocol import bounds
 from tinsmith_checkpoints.values import Json
 
+SEED_RANGE: Final = 2**63 - 1
+
 JsonMetadata = Annotated[dict[str, Json], BeforeValidator(bounds.metadata)]
 TextMetadata = Annotated[dict[str, str], BeforeValidator(bounds.metadata)]
 Name = Annotated[str, StringConstraints(max_length=bounds.MAX_NAME_CHARS), AfterValidator(bounds.plain)]
@@ -25,7 +27,11 @@ Name = Annotated[str, StringConstraints(max_length=bounds.MAX_NAME_CHARS), After
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
 SeqId = Annotated[int, Field(ge=0, lt=2**31)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Seed = Annotated[
+    Annotated[int, Field(ge=-(2**63), lt=2**64)] | None,
+    AfterValidator(lambda seed: None if seed in (None, -1) else seed % SEED_RANGE),
+]
+"""Of 64 bits, folded into what operations hold. None if there is none: clients write null or, as other servers, -1."""
 Integers = Annotated[
     np.ndarray[Any, np.dtype[np.int64]],
     PlainValidator(bounds.integers),

@@ -56,7 +56,7 @@ Stop = str | Annotated[list[Int], Field(fail_fast=True)] | Annotated[list[str], 
 
 class SamplingParams(ExactBody):
     max_tokens: Int | None = None
-    seed: Seed | None = None
+    seed: Seed = None
     stop: Annotated[Stop | None, BeforeValidator(bounds.stop)] = None
     temperature: float = 1.0
     top_k: Int = -1

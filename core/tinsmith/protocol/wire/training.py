@@ -10,7 +10,7 @@ from tinsmith.protocol.wire.fields import Body, ExactBody, Int, JsonMetadata, Na
 
 class LoraConfig(ExactBody):
     rank: Int
-    seed: Seed | None = None
+    seed: Seed = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True

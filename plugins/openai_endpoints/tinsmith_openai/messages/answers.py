@@ -29,6 +29,7 @@ def message_start(body: MessagesRequest, num_prompt: int) -> Object:
         "stop_reason": None,
         "stop_sequence": None,
         "usage": {"input_tokens": num_prompt, "output_tokens": 0},
+        **({} if body.context_management is None else {"context_management": {"applied_edits": []}}),
     }
 
 

@@ -1,29 +1,45 @@
 """The JSON bodies of Anthropic's requests, and the chats that they ask for.
 
-A field that is not listed here is refused by name, unless it holds nothing. `cache_control` and `metadata` change
-nothing: prefixes of prompts are always cached.
+A field that is neither here nor in `other_fields` is refused by name, unless it holds nothing.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai import bodies
-from tinsmith_openai.bodies import MOST_STOPS, Float, Int, Name, Stop
+from tinsmith_openai.bodies import MOST_STOPS, Float, Int, Name, Seed, Stop, TopK
+from tinsmith_openai.messages import other_fields
+from tinsmith_openai.other_fields import OtherFields
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    cache_control: dict[str, Json] | None = None
+    other_fields: ClassVar[OtherFields] = other_fields.OF_BLOCKS
 
 
 class TextBlock(_Body):
     type: Literal["text"]
     text: str
+
+
+class ThinkingBlock(_Body):
+    """What the model thought. Ours are not signed."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(_Body):
+    """What another model thought, which nobody here can read: it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
 
 
 class ToolUseBlock(_Body):
@@ -51,7 +67,10 @@ class UserMessage(_Body):
 
 class AssistantMessage(_Body):
     role: Literal["assistant"]
-    content: str | list[Annotated[TextBlock | ToolUseBlock, Field(discriminator="type")]]
+    content: (
+        str
+        | list[Annotated[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+    )
 
 
 class SystemMessage(_Body):
@@ -63,6 +82,8 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 class Tool(_Body):
+    other_fields: ClassVar[OtherFields] = other_fields.OF_TOOLS
+
     type: Literal["custom"] = "custom"
     name: Name
     description: str | None = None
@@ -70,16 +91,37 @@ class Tool(_Body):
 
 
 class ToolChoice(_Body):
+    other_fields: ClassVar[OtherFields] = other_fields.OF_TOOL_CHOICES
+
     type: Literal["auto", "none"]
-    disable_parallel_tool_use: Literal[False] = False
 
 
 class Thinking(_Body):
-    type: Literal["disabled"]
+    """Whether the model is to think, if its template knows `enable_thinking`."""
+
+    other_fields: ClassVar[OtherFields] = other_fields.OF_THINKING
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class OutputConfig(_Body):
+    """`effort` goes to the template as `reasoning_effort`."""
+
+    other_fields: ClassVar[OtherFields] = other_fields.OF_OUTPUT
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ContextManagement(_Body):
+    """Which parts of a long conversation may be left out. None is: the answer says so."""
+
+    edits: list[dict[str, Json]] = []
 
 
 class CountTokensRequest(_Body):
     """What decides about a prompt."""
+
+    other_fields: ClassVar[OtherFields] = other_fields.OF_REQUESTS
 
     model: Name
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -87,6 +129,8 @@ class CountTokensRequest(_Body):
     tools: list[Tool] = []
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Json] = {}
 
     @model_validator(mode="after")
@@ -106,20 +150,28 @@ class CountTokensRequest(_Body):
             "messages": [*begin, *(each for message in self.messages for each in _chat_messages(message))],
             "tools": [{"type": "function", "function": _function(tool)} for tool in self.tools],
             "tool_choice": self.tool_choice.type,
-            "chat_template_kwargs": self.chat_template_kwargs,
+            "chat_template_kwargs": self._template_options(),
         }
+
+    def _template_options(self) -> dict[str, Json]:
+        """Those of `chat_template_kwargs` win."""
+        asked: dict[str, Json] = {}
+        if self.thinking is not None:
+            asked["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config.effort is not None:
+            asked["reasoning_effort"] = self.output_config.effort
+        return {**asked, **self.chat_template_kwargs}
 
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[Int, Field(ge=1)]
     temperature: Float = 1.0
     top_p: Float = 1.0
-    top_k: Int = -1
+    top_k: TopK = -1
     stop_sequences: Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
     stream: bool = False
-    seed: Int | None = None
+    seed: Seed = None
     return_token_ids: bool = False
-    metadata: dict[str, Json] | None = None
 
     def chat(self) -> bodies.ChatRequest:
         return bodies.ChatRequest.model_validate(
@@ -156,6 +208,8 @@ def _chat_messages(message: UserMessage | AssistantMessage | SystemMessage) -> I
         if isinstance(each, ToolUseBlock)
     ]
     said: dict[str, object] = {"role": message.role, "content": words}
+    if thought := "".join(each.thinking for each in message.content if isinstance(each, ThinkingBlock)):
+        said["reasoning_content"] = thought
     yield {**said, "content": words or None, "tool_calls": calls} if calls else said
 
 
