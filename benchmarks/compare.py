@@ -9,6 +9,7 @@ after `python docs/generate.py`. A round that other processes disturbed is throw
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from comparison.scenarios import SCENARIOS, TENANTS
 from comparison.servers import Server, Setup
 from comparison.shapes import SHAPES
 
+from tinsmith.loopback import exempt_loopback
 from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 _ROOT: Final = Path(__file__).parents[1]
@@ -50,6 +52,7 @@ _FURTHER: Final = ("start", "sft", "sample", "sample-lone", "weight-sync", "logp
 
 
 def main() -> int:
+    exempt_loopback(os.environ)
     options = _parser().parse_args()
     scripts = [["tinsmith", "--backend", options.backend], *(shlex.split(peer) for peer in options.peer)]
     found: dict[str, Any] = {

@@ -26,6 +26,7 @@ import tinker
 from comparison.shapes import SHAPES
 from comparison.workbench import done
 
+from tinsmith.loopback import exempt_loopback
 from tinsmith.testing.served_process import served_process
 from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
@@ -164,6 +165,7 @@ def _ms(values_s: Sequence[float]) -> str:
 
 
 def main() -> int:
+    exempt_loopback(os.environ)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", choices=list(SHAPES))
     parser.add_argument("--backend", default="jax", choices=["jax", "toy"])

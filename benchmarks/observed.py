@@ -35,6 +35,7 @@ from comparison.scenarios import SCENARIOS, Job
 from comparison.shapes import SHAPES
 from comparison.workbench import Workbench, done
 
+from tinsmith.loopback import exempt_loopback
 from tinsmith.testing.served_process import ServedProcess, served_process
 from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
@@ -173,6 +174,7 @@ def bench(directory: Path, settings: dict[str, Any], scenario: str, tokens: int)
 
 
 def main() -> None:
+    exempt_loopback(os.environ)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenario", default="rl", choices=list(SCENARIOS))
     parser.add_argument("--model", default="tiny", choices=list(SHAPES))

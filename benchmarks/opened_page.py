@@ -27,6 +27,7 @@ from typing import Any
 import tinker
 from live_tenants import BASE_MODEL, START_S, Served, key_of, served
 
+from tinsmith.loopback import exempt_loopback
 from tinsmith.store.metrics import encode_values
 from tinsmith.testing.sdk_data import datum, step
 
@@ -112,6 +113,7 @@ def spent(server: Served, seconds: float) -> float:
 
 
 def main() -> None:
+    exempt_loopback(os.environ)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=10_000)

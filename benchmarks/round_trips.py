@@ -12,6 +12,7 @@ Each figure of tinsmith stands beside another one, in alternating rounds:
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from comparison.servers import Server, Setup
 from comparison.shapes import SHAPES
 from comparison.workbench import done
 
+from tinsmith.loopback import exempt_loopback
 from tinsmith_checkpoints.huggingface.tiny_model import write_tiny_model
 
 _TRIPS: Final = ("optim-step", "weight-sync")
@@ -40,6 +42,7 @@ _KEY_OF_MANY: Final = "tml-many"
 
 
 def main() -> int:
+    exempt_loopback(os.environ)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sdk", type=Path, help="directory with the Tinker SDK of the clients")
     parser.add_argument("--model", default="tiny", choices=list(SHAPES))

@@ -6,6 +6,7 @@ Numbers depend on the machine and on what else it does; compare runs on one mach
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +20,7 @@ from tinker import types
 
 from tinsmith.backend import BackendContext
 from tinsmith.commands.demo import served_tiny_model
+from tinsmith.loopback import exempt_loopback
 from tinsmith.operations import CreateModel, Datum, Forward, LoraConfig
 from tinsmith.plugins.loading import Plugins
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
@@ -32,10 +34,11 @@ BATCH = 8
 
 
 def main() -> int:
+    exempt_loopback(os.environ)
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default=None)
     options = parser.parse_args()
-    console = Console()
+    console = Console(emoji=False)
     with (
         tempfile.TemporaryDirectory() as directory,
         served_tiny_model(console, Path(directory), backend=options.backend) as (url, base_model),

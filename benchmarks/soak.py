@@ -38,6 +38,7 @@ import httpx
 import numpy as np
 import psutil
 
+from tinsmith.loopback import exempt_loopback
 from tinsmith.processes.serve import allow_many_files
 from tinsmith.protocol.proto import tinker_public_pb2 as pb
 from tinsmith_checkpoints.values import Json
@@ -323,6 +324,7 @@ async def soak(server: Served, options: argparse.Namespace) -> list[dict[str, fl
 
 
 def main() -> int:
+    exempt_loopback(os.environ)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--tenants", type=int, default=64)

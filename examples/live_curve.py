@@ -19,7 +19,7 @@ class LiveCurve:
         self._height = height
         self._every = every  # on something that is no terminal
         self._values: list[float] = []
-        self._console = Console()
+        self._console = Console(emoji=False)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
 
     def __enter__(self) -> Self:

@@ -11,7 +11,9 @@ from http import HTTPStatus
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote
-from urllib.request import Request, urlopen
+from urllib.request import Request
+
+from tinsmith.loopback import open_url
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Tracker:
     def _post(self, url: str, data: bytes) -> Exception | None:
         """Return why it may work later, if so."""
         try:
-            urlopen(Request(url, data, self._headers), timeout=_TIMEOUT_S).close()
+            open_url(Request(url, data, self._headers), timeout_s=_TIMEOUT_S).close()
         except HTTPError as error:
             with error:
                 if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code == HTTPStatus.TOO_MANY_REQUESTS:

@@ -88,6 +88,8 @@ def test_what_each_run_waits_for(queued: RunningServer) -> None:
         for name in ("ann", "bob", "admin")
     }
     assert [len(each) for each in answers.values()] == [1, 1, 2]
+    for run in answers["admin"]:
+        assert f"  {run['run_id']}, 0 steps" in shown, "whole, and :train: is no emoji"
     for run in itertools.chain(*answers.values()):
         assert run["waits_for"].pop("since_s") >= 0
         assert run["waits_for"] == {"kind": "engine", "text": "no engine of 'toy' has started yet"}

@@ -289,19 +289,21 @@ async def test_a_full_socket_does_not_stop_the_sender(tmp_path: Path) -> None:
     await two.close()
 
 
-async def test_a_long_path_falls_back_to_a_short_private_one(tmp_path: Path) -> None:
-    long = tmp_path / ("d" * 120) / "wake"
+@pytest.mark.parametrize("name", ["d" * 180, f"{'d' * 90} d"])
+async def test_processes_wake_each_other_in_a_directory_with_a_long_path(tmp_path: Path, name: str) -> None:
+    long = tmp_path / name / "wake"
+    long.parent.mkdir()
     one, two = SocketWakeUps(long), SocketWakeUps(long)
     await one.open()
     await two.open()
+    assert len(list(long.iterdir())) == 2, "there, and not where each process's environment says"
     with two.subscribe("here") as here:
         one.send(["here"])
         await asyncio.wait_for(here.wait(), WAIT_S)
-    directory = one.directory
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(long.stat().st_mode) == 0o700
     await one.close()
     await two.close()
-    assert not directory.exists()
+    assert not long.exists()
 
 
 async def test_the_last_to_leave_may_remove_the_directory_while_another_arrives(
@@ -353,7 +355,7 @@ async def test_what_is_committed_stays_so_if_nobody_can_be_woken(
     store = a_store(tmp_path)
     await store.open()
     assert isinstance(store.connections.wakeups, SocketWakeUps)
-    directory = store.connections.wakeups.directory  # not next to the database if its path is long
+    directory = store.connections.wakeups.directory
     cannot_be_removed = directory / "1-dead.sock"
     cannot_be_removed.mkdir()
     await store.submit(a_sample(0))

@@ -287,7 +287,7 @@ def _dtype(name: str | None) -> str | None:
 def _progress(what: str) -> Iterator[rewriting.Progress]:
     """Show the tensor being processed on stderr, if that is a terminal."""
     console = new_console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what)
-        yield lambda name: bar.update(task, description=f"{what} {escape(name)}")
+        yield lambda name: bar.update(task, description=f"{what} {printable(name)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
+import signal
 import sys
 import traceback
 from importlib.metadata import version as distribution_version
@@ -25,6 +27,7 @@ from tinsmith.commands.session import add_session_commands
 from tinsmith.commands.status import add_status_commands
 from tinsmith.commands.track import track
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.loopback import exempt_loopback
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.logs import escape_lines
 from tinsmith.settings.environment import remember_credentials
@@ -61,6 +64,8 @@ class CommandGroup(TyperGroup):
 def app() -> None:
     """Run the command line. An error meant for people goes to stderr without a traceback, with exit code 2."""
     remember_credentials()
+    exempt_loopback(os.environ)
+    _settle_process()
     _print_what_can_be_printed()
     plugins = Plugins.load()
     group = build_group(plugins)
@@ -129,6 +134,13 @@ def _check_arguments() -> None:
                 "as LC_ALL=C.UTF-8"
             )
             raise UserError(msg)
+
+
+def _settle_process() -> None:
+    """Set right what a shell or a service manager may have handed down, for this process and those that it starts."""
+    os.umask(os.umask(0o022) | 0o002)  # others may write no file of ours
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how processes end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD})
 
 
 def _print_what_can_be_printed() -> None:

@@ -3,15 +3,19 @@
 import json
 from typing import Annotated, Any, Final
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 import typer
 
 from tinsmith.errors import UserError
+from tinsmith.loopback import open_url
 
 _TIMEOUT_S: Final = 30.0
 
-ServerUrl = Annotated[str, typer.Option(envvar="TINKER_BASE_URL", help="URL of the server")]
+URL_VARIABLE: Final = "TINKER_BASE_URL"
+"""The environment variable that names the server, as the SDK reads it."""
+
+ServerUrl = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="URL of the server")]
 ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key")]
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 DEFAULT_KEY: Final = "tml-local"
@@ -21,9 +25,8 @@ def get(url: str, path: str, key: str) -> bytes:
     """Return the body of an answer. Raise UserError if the server cannot be reached, or refuses the request."""
     remedy = "pass --url and --key, or set TINKER_BASE_URL and TINKER_API_KEY"
     try:
-        with urlopen(
-            Request(f"{url.rstrip('/')}{path}", headers={"x-api-key": key} if key else {}), timeout=_TIMEOUT_S
-        ) as answer:
+        request = Request(f"{url.rstrip('/')}{path}", headers={"x-api-key": key} if key else {})
+        with open_url(request, timeout_s=_TIMEOUT_S) as answer:
             return bytes(answer.read())
     except HTTPError as error:
         with error:

@@ -8,22 +8,25 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Annotated, Final
+from urllib.error import HTTPError
+from urllib.request import Request
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from tinsmith.commands.options import Backend, base_model_name_of
 from tinsmith.errors import ServerError, UserError
 from tinsmith.lifeline import Tethered
+from tinsmith.loopback import open_url
 from tinsmith.processes.data_dir_lock import read_server_url
 from tinsmith.processes.logs import console as new_console
+from tinsmith.processes.logs import printable
 from tinsmith.settings import DataDir
 from tinsmith.settings.sources import ENV_PREFIX
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
@@ -154,7 +157,7 @@ def _wait_until_ready(console: Console, server: Tethered, data_dir: DataDir, log
                 ready, told = _readiness(url)
                 if ready:
                     return url
-                status.update(told)
+                status.update(Text(printable(told)))
             time.sleep(_POLL_S)
     msg = f"the server was not ready after {_START_TIMEOUT_S:.0f} s; the end of its log {log}:\n{_tail(log)}"
     raise ServerError(msg)
@@ -162,8 +165,8 @@ def _wait_until_ready(console: Console, server: Tethered, data_dir: DataDir, log
 
 def _readiness(url: str) -> tuple[bool, str]:
     try:
-        urllib.request.urlopen(f"{url}/readyz", timeout=5).close()
-    except urllib.error.HTTPError as error:
+        open_url(Request(f"{url}/readyz"), timeout_s=5).close()
+    except HTTPError as error:
         engines = json.load(error).get("engines", {}).values()
         told = "; ".join(f"{engine['state']} {engine.get('detail') or ''}".strip() for engine in engines)
         if any(engine["state"] == "failed" for engine in engines):

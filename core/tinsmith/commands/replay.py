@@ -109,7 +109,7 @@ class Replay:
     async def _rebuilt(
         self, store: RequestStore, model: ModelSettings, model_id: str, until: int
     ) -> tuple[Rebuilt, ModelState]:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         hidden = not self._console.is_terminal
         with Progress(*columns, console=self._console, transient=True, disable=hidden) as progress:
             task = progress.add_task(f"loading {model.name}", total=None)

@@ -40,7 +40,7 @@ def print_plot(curves: wire.RunCurves, metrics: Sequence[str]) -> None:
     for each in _chosen(curves, metrics):
         console.print(f"\n[bold]{escape(each.name)}[/] {_number(_finite(each)[-1][1])}", soft_wrap=True)
         for line in chart(_finite(each), width=width - _LABEL - 1, lines=_LINES):
-            console.print(line, soft_wrap=True, markup=False)
+            console.print(line if console.encoding == "utf-8" else _in_ascii(line), soft_wrap=True, markup=False)
 
 
 def _chosen(curves: wire.RunCurves, metrics: Sequence[str]) -> list[wire.Series]:
@@ -85,6 +85,11 @@ def chart(points: Sequence[tuple[int, float]], *, width: int, lines: int) -> lis
     drawn = ["".join(chr(_BRAILLE + cell) for cell in row) for row in cells]
     steps = f"{first}{last:>{width - len(str(first))}}" if last > first else str(first)
     return [f"{label:>{_LABEL}} {row}" for label, row in zip(labels, drawn, strict=True)] + [f"{'':>{_LABEL}} {steps}"]
+
+
+def _in_ascii(line: str) -> str:
+    """Draw a star for each character with dots."""
+    return "".join(" *"[ord(each) > _BRAILLE] if ord(each) >= _BRAILLE else each for each in line)
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:

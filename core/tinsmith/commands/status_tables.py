@@ -77,13 +77,13 @@ def rendered(
     url: str, found: wire.EngineList, rates: Rates | None = None, runs: Sequence[wire.RunSummary] = ()
 ) -> RenderableType:
     """Return a block for the server, one for each engine, and one for the runs that have not ended."""
-    shown: list[RenderableType] = [Text.from_markup(line) for line in _server(url, found)]
+    shown: list[RenderableType] = [Text.from_markup(line, emoji=False) for line in _server(url, found)]
     for each in found.engines:
-        shown += [Text(), *(Text.from_markup(line) for line in _engine(each, rates))]
+        shown += [Text(), *(Text.from_markup(line, emoji=False) for line in _engine(each, rates))]
         if each.work:
             shown.append(_work(each.work))
     if live := [run for run in runs if run.waits_for is not None]:
-        shown += [Text(), *(Text.from_markup(line) for line in _runs(live))]
+        shown += [Text(), *(Text.from_markup(line, emoji=False) for line in _runs(live))]
     return Group(*shown)
 
 

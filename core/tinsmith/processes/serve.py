@@ -285,8 +285,13 @@ class _HttpServer(uvicorn.Server):
 
 @contextmanager
 def _signals(http: _HttpServer, supervisor: Supervisor, terminal: Console) -> Iterator[None]:
-    """At the first signal, stop in order; at the second, kill the engines and exit."""
+    """At the first signal, stop in order; at the second, kill the engines and exit.
+
+    SIGINT stays ignored if it was so before: a script has started the server with `&`, and Ctrl-C is for the script.
+    """
     loop = asyncio.get_running_loop()
+    background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    handled = (signal.SIGTERM,) if background else (signal.SIGINT, signal.SIGTERM)
 
     def stop() -> None:
         if http.should_exit:
@@ -296,10 +301,10 @@ def _signals(http: _HttpServer, supervisor: Supervisor, terminal: Console) -> It
         http.should_exit = True
         terminal.print("\nstopping; press Ctrl-C again to stop at once")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in handled:
         loop.add_signal_handler(number, stop)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handled:
             loop.remove_signal_handler(number)

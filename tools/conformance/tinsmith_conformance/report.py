@@ -52,7 +52,12 @@ class Terminal:
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
-        columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description:12}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task: TaskID = self.progress.add_task("warming up", total=total)
 

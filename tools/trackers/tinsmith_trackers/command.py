@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Annotated, Final, TypeVar
 import typer
 
 from tinsmith_trackers.copying import Copying
+from tinsmith_trackers.loopback import exempt_loopback
 from tinsmith_trackers.positions import Positions
 from tinsmith_trackers.server import Server, UnreachableError
 from tinsmith_trackers.tracker import Destination, Tracker, TrackerError
@@ -26,6 +28,7 @@ _EXIT_FAILED: Final = 1
 
 
 def main() -> None:
+    exempt_loopback(os.environ)
     typer.run(trackers)
 
 

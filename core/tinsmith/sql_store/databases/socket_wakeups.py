@@ -4,13 +4,11 @@ The directory exists as long as a process uses it.
 """
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
 import socket
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from tinsmith.errors import ServerError
+from tinsmith.socket_paths import SocketDirectory
 from tinsmith.sql_store.databases.database import Channel
 
 _log = logging.getLogger(__name__)
 
-_MAX_PATH_BYTES = 100  # the kernel's limit is 108 with the terminator
 _MAX_MESSAGE_BYTES = 16_384
 _MAX_BINDS = 5
 _SETTLED_NS = 1_000_000_000
@@ -35,8 +33,9 @@ class SocketWakeUps(Channel):
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self.directory = directory if _fits(directory) else _short(directory)
+        self.directory = directory
         self._socket: socket.socket | None = None
+        self._sockets: SocketDirectory | None = None
         self._own = ""
         self._sending = threading.Lock()  # guards what follows
         self._others: list[str] = []
@@ -60,7 +59,13 @@ class SocketWakeUps(Channel):
         for again in reversed(range(_MAX_BINDS)):
             try:
                 make_private(self.directory)
-                own.bind(str(self.directory / self._own))
+                sockets = SocketDirectory(self.directory)
+                try:
+                    own.bind(sockets.address(self._own))
+                except BaseException:
+                    sockets.close()
+                    raise
+                self._sockets = sockets
             except FileNotFoundError as error:  # another process was the last to leave, and has just removed it
                 if again:
                     continue
@@ -75,6 +80,10 @@ class SocketWakeUps(Channel):
         self._socket.close()
         self._socket = None
         (self.directory / self._own).unlink(missing_ok=True)
+        with self._sending:
+            if self._sockets is not None:
+                self._sockets.close()
+            self._sockets = None
         with suppress(OSError):  # other processes have sockets there
             self.directory.rmdir()
 
@@ -92,8 +101,10 @@ class SocketWakeUps(Channel):
             return
         messages = list(_messages(topics))
         with self._sending:
+            if self._sockets is None:
+                return
             for name in self._peers():
-                address = str(self.directory / name)
+                address = self._sockets.address(name)
                 try:
                     for message in messages:
                         own.sendto(message, address)
@@ -144,16 +155,6 @@ def _messages(topics: Sequence[str]) -> Iterator[bytes]:
         chunk.append(topic)
         size += len(topic) + 1
     yield _SEPARATOR.encode().join(chunk)
-
-
-def _fits(directory: Path) -> bool:
-    return len(os.fsencode(directory)) + len(f"/4194304-01234567{_SUFFIX}") <= _MAX_PATH_BYTES
-
-
-def _short(directory: Path) -> Path:
-    """Return the directory that replaces one with a long path, the same for every process of this user."""
-    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}-{digest}"
 
 
 def make_private(directory: Path) -> None:
