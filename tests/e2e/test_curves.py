@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,8 @@ from typer.testing import CliRunner
 
 import tinsmith
 from tinsmith.commands.cli import build_group
+from tinsmith.errors import UserError
+from tinsmith.lifeline import Tethered
 from tinsmith.plugins.loading import Plugins
 from tinsmith.server.routes import metrics
 from tinsmith.server.run_views import thinned
@@ -213,15 +217,56 @@ def test_a_stream_tells_of_each_new_step(curves: Curves) -> None:
 
 
 def test_a_log_of_the_cookbook_is_followed(curves: Curves, tmp_path: Path) -> None:
-    lines = [{"step": step, "env/all/reward/total": step / 4, "what": "text"} for step in range(3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(each) for each in lines) + '\n{"step": 3, "half')
+    """A line that a crash has cut off is left out, and one that is being written waits."""
+    first, *rest = [
+        json.dumps({"step": step, "env/all/reward/total": step / 4, "what": "text"}) + "\n" for step in range(3)
+    ]
+    written = "".join([first, '{"step": 9, "hal\x1b{"step": 9}\n', *rest, '{"step": 3, "half'])
+    (tmp_path / "metrics.jsonl").write_text(written, encoding="utf-8")
     group = build_group(Plugins.load())
-    command = ["track", str(tmp_path), "--once", "--url", curves.url, "--key", "tml-ann"]
+    command = ["track", str(tmp_path), "--once", "--run", "last", "--url", curves.url, "--key", "tml-ann"]
     for _ in range(2):
         result = CliRunner().invoke(group, command)
         assert result.exit_code == 0, result.output
+        assert f'no JSON: the line at byte {len(first)}: {{"step": 9, "hal\\x1b{{"step": 9}}' in result.output
     assert curves.run_id in result.output
     assert curves.get()["env/all/reward/total"]["values"] == [0.0, 0.25, 0.5]
+
+
+def test_metrics_are_added_to_no_run_that_is_not_named(curves: Curves, tmp_path: Path) -> None:
+    """The newest run may be another script's: the one that writes this file may not have begun yet."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "stray": 1.0}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=rf"--run says which run .*{curves.run_id} \(created "):
+        CliRunner().invoke(
+            build_group(Plugins.load()),
+            ["track", str(tmp_path), "--once", "--url", curves.url, "--key", "tml-ann"],
+            catch_exceptions=False,
+        )
+    assert "stray" not in curves.get()
+
+
+def test_a_file_that_is_replaced_or_emptied_is_read_again(curves: Curves, tmp_path: Path) -> None:
+    file, written = tmp_path / "metrics.jsonl", "replaced/and/emptied"
+
+    def line(step: int) -> str:
+        return json.dumps({"step": step, written: float(step)}) + "\n"
+
+    def until(steps: list[int]) -> None:
+        while (series := curves.get().get(written)) is None or series["steps"] != steps:
+            assert following.poll() is None
+
+    file.write_text(line(1) + line(2), encoding="utf-8")
+    command = ["track", str(tmp_path), "--run", curves.run_id, "--url", curves.url, "--key", "tml-ann"]
+    with Tethered([sys.executable, "-m", "tinsmith", *command], env=os.environ) as following:
+        until([1, 2])
+        file.with_name("fresh").write_text(line(3) + line(4) + line(5), encoding="utf-8")
+        file.with_name("fresh").rename(file)
+        until([1, 2, 3, 4, 5])
+        file.write_text(line(6), encoding="utf-8")
+        until([1, 2, 3, 4, 5, 6])
+        file.rename(tmp_path / "old")
+        file.write_text(line(7), encoding="utf-8")
+        until([1, 2, 3, 4, 5, 6, 7])
 
 
 def test_a_thin_curve_keeps_its_peaks() -> None:

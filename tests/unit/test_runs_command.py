@@ -124,6 +124,27 @@ def test_a_server_names_nothing_of_others(server: RunningServer) -> None:
     assert httpx.get(f"{server.url}/api/v1/runs/{RUN}/log", headers=key).status_code == 404
 
 
+def test_what_is_typed_precedes_the_environment(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rule for all of `runs`: --url, then a directory or settings, then TINKER_BASE_URL, then the directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    for command in (("list",), ("show", RUN), ("plot", RUN), ("rollouts", RUN)):
+        assert "s1:train:0" in invoked(*command, "--key", ""), "the server"
+    with pytest.raises(TinsmithError, match=r"contains no tinsmith\.db"):
+        invoked("list", "--data-dir", str(tmp_path))
+    with pytest.raises(TinsmithError, match=r"contains no tinsmith\.db"):
+        invoked("list", "--server.data_dir", str(tmp_path))
+    with pytest.raises(TinsmithError, match="--url asks a server, and --data-dir"):
+        invoked("list", "--url", server.url, "--data-dir", str(tmp_path))
+    monkeypatch.setenv("TINKER_API_KEY", "tml-nobody")
+    assert json.loads(invoked("list", "--json"))["runs"] == []
+    monkeypatch.setenv("TINKER_BASE_URL", "")
+    with pytest.raises(TinsmithError, match=r"contains no tinsmith\.db"):
+        invoked("list")
+
+
 def test_a_run_is_drawn(server: RunningServer) -> None:
     drawn = runs(server, "plot", "s1")
     assert drawn.startswith("s1:train:0, 1 steps\n")

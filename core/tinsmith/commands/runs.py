@@ -5,11 +5,12 @@ Each command of `runs` reads plain values, and prints them as they are with --js
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tinsmith.commands.client import DEFAULT_KEY, ApiKey
+from tinsmith.commands.client import DEFAULT_KEY, URL_VARIABLE, ApiKey
 from tinsmith.commands.open_store import find_run, use_store
 from tinsmith.commands.options import (
     ANY_SETTING,
@@ -23,8 +24,11 @@ from tinsmith.commands.options import (
     settings_of,
     settings_without_models,
 )
+from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tinsmith.protocol import wire
     from tinsmith.store import RequestStore
 
@@ -34,7 +38,10 @@ Run = Annotated[
 ]
 Url = Annotated[
     str | None,
-    typer.Option(help="URL of a running server to ask, from any machine; default: read the data directory"),
+    typer.Option(
+        help="URL of a running server to ask, from any machine; default: $TINKER_BASE_URL, unless a data directory or "
+        "a configuration is given; without either, read the data directory"
+    ),
 ]
 Limit = Annotated[int, typer.Option(min=1, max=10_000, help="number of rows to print")]
 
@@ -48,6 +55,15 @@ def add_run_commands(group: typer.Typer) -> None:
     commands.command("rollouts", context_settings=ANY_SETTING)(show_rollouts)
     commands.command("share", context_settings=ANY_SETTING)(share_run)
     group.add_typer(commands, name="runs")
+
+
+def _server_meant(context: typer.Context, url: str | None, config: Path | None, data_dir: Path | None) -> str | None:
+    """Return the URL of the server to ask; None: read the data directory. What is typed precedes the environment."""
+    reads_directory = config is not None or data_dir is not None or bool(context.args)
+    if url is not None and reads_directory:
+        msg = "--url asks a server, and --data-dir, --config and settings say which directory to read; pass one of both"
+        raise UserError(msg)
+    return url if url is not None or reads_directory else os.environ.get(URL_VARIABLE) or None
 
 
 def list_runs(
@@ -67,6 +83,7 @@ def list_runs(
     from tinsmith.server.run_views import list_summaries
     from tinsmith.server.waits import read_waits
 
+    url = _server_meant(context, url, config, data_dir)
     if url is not None:
         page, where = RunsOfServer(url, key).list(tenant, limit=limit, offset=offset), url
     else:
@@ -103,6 +120,7 @@ def show_run(
     from tinsmith.server.run_report import report
     from tinsmith.server.waits import read_waits
 
+    url = _server_meant(context, url, config, data_dir)
     if url is not None:
         found = RunsOfServer(url, key).show(run, from_seq_id=from_, limit=limit)
     else:
@@ -136,6 +154,7 @@ def plot_run(
     from tinsmith.commands.runs_of_server import RunsOfServer
     from tinsmith.commands.runs_plot import print_plot, read_curves
 
+    url = _server_meant(context, url, config, data_dir)
     if url is not None:
         curves = RunsOfServer(url, key).curves(run)
     else:
@@ -167,6 +186,7 @@ def show_rollouts(
     from tinsmith.commands.runs_tables import print_rollout, print_rollouts
 
     runs: RunsOfServer | RunsOfStore
+    url = _server_meant(context, url, config, data_dir)
     if url is not None:
         runs = RunsOfServer(url, key)
     else:

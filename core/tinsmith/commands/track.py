@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,43 +17,71 @@ import typer
 
 from tinsmith.commands.client import DEFAULT_KEY, DEFAULT_URL, ApiKey, ServerUrl, get_json
 from tinsmith.errors import UserError
+from tinsmith.processes.logs import printable
 from tinsmith.tracking import Point, Tracker
 
 _AT_ONCE: Final = 500  # steps
 _LOOK_EVERY_S: Final = 1.0
+_NAMED: Final = 3  # runs, in a message
+LAST: Final = "last"
 
 
 def track(
     log_dir: Annotated[Path, typer.Argument(help="directory of `metrics.jsonl`, as the cookbook writes it")],
-    run: Annotated[str, typer.Option(help="id of the run; `last`: the newest of this key")] = "last",
+    run: Annotated[str | None, typer.Option(help="id of the run, required; `last`: the newest of this key")] = None,
     url: ServerUrl = DEFAULT_URL,
     key: ApiKey = DEFAULT_KEY,
     once: Annotated[bool, typer.Option("--once", help="end at the end of the file, instead of following it")] = False,
 ) -> None:
-    """Add the metrics of a log directory to a run, and follow the file until Ctrl-C. Starting again repeats nothing."""
+    """Add the metrics of a log directory to a run, and follow the file until Ctrl-C. Starting again repeats nothing.
+
+    A line that is no JSON, such as one cut off by a crash, is left out with a warning. A file that is replaced or
+    emptied is read from its beginning.
+    """
     file = log_dir / "metrics.jsonl"
     if once and not file.exists():
         msg = f"there is no {str(file)!r}; pass the log directory of a recipe of the cookbook"
         raise UserError(msg)
-    tracker = Tracker(url, key, _newest_run(url, key) if run == "last" else run)
+    tracker = Tracker(url, key, _run_meant(run, url, key))
     typer.echo(f"adding {file} to run {tracker.run_id}")
-    while not file.exists():
-        time.sleep(_LOOK_EVERY_S)
-    with file.open("rb") as stream:
-        while True:
-            for points in _batches(stream):
-                _send(tracker, points)
-            if once:
-                return
+    while True:
+        while not file.exists():
             time.sleep(_LOOK_EVERY_S)
+        with file.open("rb") as stream:
+            while True:
+                for points in _batches(stream):
+                    _send(tracker, points)
+                if once:
+                    return
+                if _is_replaced(file, stream):
+                    break
+                time.sleep(_LOOK_EVERY_S)
+        typer.echo(f"{file} is another file now, or shorter; reading it from its beginning", err=True)
 
 
-def _newest_run(url: str, key: str) -> str:
-    runs = get_json(url, "/api/v1/runs?limit=1&access_scope=owned", key)["runs"]
-    if not runs:
-        msg = f"{url} has no run of this key; start the script first, or pass --run"
+def _run_meant(run: str | None, url: str, key: str) -> str:
+    """Return the id. A script whose run has not begun yet may be meant, so no run is taken unless it is named."""
+    if run not in (None, LAST):
+        return run
+    newest = get_json(url, f"/api/v1/runs?limit={_NAMED}&access_scope=owned", key)["runs"]
+    if not newest:
+        msg = f"{url} has no run of this key; start the script first"
         raise UserError(msg)
-    return str(runs[0]["run_id"])
+    if run is None:
+        named = ", ".join(f"{each['run_id']} (created {each['created_at']})" for each in newest)
+        msg = f"--run says which run these metrics are of; the newest of this key: {named}; or pass --run {LAST}"
+        raise UserError(msg)
+    return str(newest[0]["run_id"])
+
+
+def _is_replaced(file: Path, stream: BinaryIO) -> bool:
+    """Return whether the path names another file by now, or the file has lost what was read."""
+    read = os.fstat(stream.fileno())
+    try:
+        named = file.stat()
+    except FileNotFoundError:  # the next one may come
+        return False
+    return (named.st_dev, named.st_ino) != (read.st_dev, read.st_ino) or read.st_size < stream.tell()
 
 
 def _send(tracker: Tracker, points: list[Point]) -> None:
@@ -71,7 +100,13 @@ def _batches(stream: BinaryIO) -> Iterator[list[Point]]:
         if not line.endswith(b"\n"):
             stream.seek(at)
             break
-        if (point := point_of(line)) is not None:
+        try:
+            point = point_of(line)
+        except ValueError:
+            shown = printable(line[:80].decode(errors="replace").rstrip())
+            typer.echo(f"left out, no JSON: the line at byte {at}: {shown}", err=True)
+            continue
+        if point is not None:
             points.append(point)
         if len(points) == _AT_ONCE:
             yield points
@@ -81,12 +116,8 @@ def _batches(stream: BinaryIO) -> Iterator[list[Point]]:
 
 
 def point_of(line: bytes) -> Point | None:
-    """Return the step and the numbers of a line; None if it has no step or no number."""
-    try:
-        content: Any = json.loads(line)
-    except ValueError as error:
-        msg = f"a line of the metrics is no JSON: {line[:80]!r}"
-        raise UserError(msg) from error
+    """Return the step and the numbers of a line; None if it has no step or no number. Raise ValueError if no JSON."""
+    content: Any = json.loads(line)
     step = content.get("step") if isinstance(content, dict) else None
     if not isinstance(step, int):
         return None
