@@ -6,7 +6,7 @@
 import math
 import secrets
 import time
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 
 from tinsmith import FloatArray, SampledSequence, SampleOutput, TokenArray, TopLogprobs
 from tinsmith_checkpoints.huggingface import Json
@@ -48,19 +48,32 @@ def tokens_of(sequence: SampledSequence) -> list[int]:
 
 
 def completion_logprobs(
-    text: ModelText, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Object | None]
+    text: ModelText,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    logprobs: Sequence[float | None],
+    tops: Sequence[Object | None],
 ) -> Object:
-    """Return the logprobs of tokens, which may begin with an echoed prompt."""
-    pieces = [text.piece(token) for token in tokens]
-    offsets = [0]
-    for piece in pieces[:-1]:
-        offsets.append(offsets[-1] + len(piece))
+    """Return the logprobs of tokens. `prompt`: the tokens before them, if they are shown."""
+    behind = len(text.decode(prompt))
+    offsets = [*_offsets(text, prompt), *(behind + at for at in _offsets(text, tokens))]
     return {
-        "tokens": [*pieces],
+        "tokens": [text.piece(token) for token in (*prompt, *tokens)],
         "token_logprobs": [*logprobs],
         "top_logprobs": [*tops],
-        "text_offset": [*offsets[: len(pieces)]],
+        "text_offset": [*offsets],
     }
+
+
+def _offsets(text: ModelText, tokens: Sequence[int]) -> Iterator[int]:
+    """Yield where in their text each token begins.
+
+    A special token takes no room there, and the parts of a character begin where it does.
+    """
+    step, at = text.stepwise(), 0
+    for token in tokens:
+        yield at
+        at += len(step(token) or "")
 
 
 def numbers(values: FloatArray) -> list[float | None]:

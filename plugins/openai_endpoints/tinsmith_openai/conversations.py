@@ -124,9 +124,13 @@ def _tail(text: ModelText, whole: str, until: str, end: int) -> str | None:
 
 
 def _as_sent(message: Message) -> Json:
-    """Return the message in the one form that stands for all ways to send it."""
-    sent: Json = {**message.model_dump(exclude_none=True, exclude_defaults=True), "content": message.text or ""}
-    return sent
+    """Return the message in the one form that stands for all ways to send it.
+
+    Clients send fields that hold nothing, or leave them out, and write the arguments of calls anew.
+    """
+    sent: Object = {**message.model_dump(exclude={"type"}), "content": message.text}
+    sent["tool_calls"] = [[call.id, call.function.name, _arguments(call)] for call in message.tool_calls or ()]
+    return {name: value for name, value in sent.items() if value}
 
 
 def _for_template(text: ModelText, message: Message) -> Object:

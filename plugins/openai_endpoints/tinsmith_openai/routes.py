@@ -281,13 +281,13 @@ def _completion_choice(
         "logprobs": None,
     }
     if body.logprobs is not None:
-        shown, scores = tokens, answers.numbers(sequence.logprobs)
+        shown, scores = list[int](), answers.numbers(sequence.logprobs)
         tops = answers.best_tokens(text, sequence.top_logprobs, len(tokens))
         if body.echo and output.prompt_logprobs is not None:
-            shown, scores = [*prompt.tolist(), *tokens], [*answers.numbers(output.prompt_logprobs), *scores]
+            shown, scores = prompt.tolist(), [*answers.numbers(output.prompt_logprobs), *scores]
             tops = [*answers.best_tokens(text, output.top_prompt_logprobs, len(prompt)), *tops]
             tops[0] = None  # nothing predicts the first token
-        choice["logprobs"] = answers.completion_logprobs(text, shown, scores, tops)
+        choice["logprobs"] = answers.completion_logprobs(text, shown, tokens, scores, tops)
     if body.return_token_ids:
         choice |= {"prompt_token_ids": answers.as_list(prompt), "token_ids": answers.as_list(tokens)}
     return choice
