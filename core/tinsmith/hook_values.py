@@ -100,8 +100,8 @@ class OtherField:
         return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in self.neutral)
 
 
-ErrorForm = Callable[[ErrorAnswer], Mapping[str, Json]]
-"""Makes the JSON body of an error's answer."""
+ErrorForm = Callable[[ErrorAnswer], tuple[int, Mapping[str, Json]]]
+"""Makes the status and the JSON body of an error's answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

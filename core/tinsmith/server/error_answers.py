@@ -72,8 +72,8 @@ def _answer(
     app = request.scope.get("app")  # absent where limits stand before another program
     forms = {} if app is None else app.state.context.error_forms
     form = next((form for prefix, form in forms.items() if request.url.path.startswith(prefix)), None)
-    content = {"detail": answer.detail, **more} if form is None else form(answer)
-    return JSONResponse(content, answer.status, headers)
+    status, content = (answer.status, {"detail": answer.detail, **more}) if form is None else form(answer)
+    return JSONResponse(content, status, headers)
 
 
 def _text(request: Request, what: Told) -> str:
