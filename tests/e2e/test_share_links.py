@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tinsmith.commands.cli import build_group
 from tinsmith.errors import NotFoundError
 from tinsmith.plugins.loading import Plugins
-from tinsmith.server.share_links import make_link
+from tinsmith.server.share_links import MOST_LINKS, make_link
 from tinsmith.testing.harness import RunningServer, running_server
 
 ANN, BOB = {"x-api-key": "tml-ann"}, {"x-api-key": "tml-bob"}
@@ -172,3 +172,12 @@ def test_the_page_makes_a_link_that_shows_the_run_without_a_key(server: RunningS
             "no checkpoint, no rollout"
         )
         assert friend.problems == []
+
+
+def test_a_run_has_a_bounded_number_of_links(server: RunningServer) -> None:
+    run = a_run(server)
+    names = [shared(server, run)[0] for _ in range(MOST_LINKS)]
+    refused = api(server, "POST", f"runs/{run}/share_links", ANN, {})
+    assert (refused.status_code, f"has {MOST_LINKS} share links" in refused.text) == (400, True)
+    api(server, "DELETE", f"runs/{run}/share_links/{names[0]}", ANN)
+    shared(server, run)

@@ -24,7 +24,7 @@ from tinsmith.server.limits import body_budget
 from tinsmith.server.limits.bodies import UNPACKED_FREELY, Bodies, BodyLimits
 from tinsmith.server.limits.body_budget import FREE_BYTES, LEASE, STRANGER_BYTES, BodyBudget, hold_decoded
 from tinsmith.server.limits.edge import Edge
-from tinsmith.server.limits.heavy_work import LARGE_BYTES, HeavyWork
+from tinsmith.server.limits.heavy_work import LARGE_BYTES, Budget, HeavyWork
 from tinsmith.server.live_keys import LiveKeys
 from tinsmith.server.signed_urls import Grant, UrlSigner
 from tinsmith.settings import ApiKey, KeySource
@@ -304,6 +304,22 @@ async def test_what_a_small_body_decodes_to_is_counted_if_it_is_large(monkeypatc
         await hold_decoded(request, "t", FREE_BYTES + 1)
         assert budget.held_bytes == FREE_BYTES + 1
     assert budget.held_bytes == 0
+
+
+def test_a_tenant_that_fills_the_thread_gets_a_quarter_of_it() -> None:
+    now_s = [0.0]
+    budget = Budget(clock=lambda: now_s[0])
+    used_s = 0.0
+    while now_s[0] < 100:
+        now_s[0] += budget.wait_s()
+        now_s[0] += 0.3
+        used_s += 0.3
+        budget.use(0.3)
+    assert 25 <= used_s <= 27
+    now_s[0] += 100
+    for _ in range(3):
+        assert budget.wait_s() == 0, "what is sent now and then does not wait"
+        budget.use(0.3)
 
 
 async def test_heavy_work_is_done_one_at_a_time_and_by_turns_among_tenants() -> None:

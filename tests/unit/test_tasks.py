@@ -110,6 +110,7 @@ RULES: Mapping[str, str] = {
     "tinsmith_openai.drawing:together": AWAITED,
     "tinsmith_openai.drawing:unless_gone": AWAITED,
     "tinsmith_openai.live_answers:LiveAnswer.__init__": PENDING,
+    "tinsmith_openai.text_work:TextWork.__init__": AWAITED,
     "tinsmith_otel.tracer:OtelTracer.close": LOGGED,
     "tinsmith_vllm.child:main": PROCESS,
     "tinsmith_vllm.replica:Replica.__init__": PENDING,

@@ -49,7 +49,7 @@ def decoder_of(directory: Path) -> Decode | None:
         return None
 
     def decode(tokens: Sequence[int]) -> str:
-        text: str = tokenizer.decode(tokens, skip_special_tokens=False)
+        text: str = tokenizer.decode_batch([tokens], skip_special_tokens=False)[0]  # `decode` holds Python's lock
         return text
 
     return decode

@@ -12,13 +12,15 @@ from urllib.parse import urlencode
 
 from fastapi import Request
 
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.server.auth import readable_run, viewer_of
 from tinsmith.server.context import Context
 from tinsmith.store import RequestStore, RunRecord, ShareLink
 from tinsmith.store.refusals import no_such
 
 HEADER: Final = "x-share-secret"
+MOST_LINKS: Final = 100
+"""To one run, expired ones as well: a list of them is one answer."""
 _ID_BYTES: Final = 6
 _SECRET_BYTES: Final = 24
 
@@ -28,8 +30,11 @@ async def make_link(
 ) -> tuple[ShareLink, str]:
     """Keep a new link to a run, for ever or for so many seconds. Return it, and its secret, which nobody keeps.
 
-    Raises NotFoundError if there is no such run.
+    Raises NotFoundError if there is no such run, and UserError if it has MOST_LINKS links.
     """
+    if len(await store.list_share_links(model_id)) >= MOST_LINKS:
+        msg = f"run {model_id!r} has {MOST_LINKS} share links, which is the most; revoke one"
+        raise UserError(msg)
     now, secret = datetime.now(UTC), secrets.token_urlsafe(_SECRET_BYTES)
     link = ShareLink(
         share_id=secrets.token_hex(_ID_BYTES),
