@@ -32,6 +32,7 @@ def _no_meaning(note: str) -> Status:
 _TAG = _no_meaning("a constant that repeats the endpoint")
 # What is refused, whatever it holds: a test counts these
 _OPTIMIZER = _refused("optimizers other than AdamW, such as `dimuon`: no backend has one")
+_CUSTOM_LOSS = _refused(service.NOT_OFFERED["POST /create_custom_loss"])
 _TOKEN = _refused("access tokens for weights: publish the checkpoint instead")
 _NO_SESSION = _refused("samples without a sampling session: create a sampling client, as the SDK does")
 _DROPPED = _no_meaning("telemetry is accepted and dropped")
@@ -129,7 +130,7 @@ FIELDS: dict[str, dict[str, Status]] = {
         "forward_only": _honoured(),
         "loss_fn_config_v2": _honoured("preferred; the only text is `loss_id` of `custom`"),
     },
-    "proto LossConfigValue": {"number": _honoured(), "text": _honoured("the id of a custom loss")},
+    "proto LossConfigValue": {"number": _honoured(), "text": _CUSTOM_LOSS},
     "proto Datum": {
         "model_input": _honoured("text chunks are concatenated"),
         "loss_fn_inputs": _honoured("the inputs of the loss; `weights` of `cross_entropy` default to 1.0"),
@@ -204,23 +205,12 @@ FIELDS: dict[str, dict[str, Status]] = {
         "ttl_seconds": _honoured("3600 to ten years, else refused; not inherited"),
         "weights_access_token": _TOKEN,
     },
-    "CreateCustomLossRequest": {
-        "session_id": _honoured(),
-        "custom_loss_seq_id": _honoured("0 to 255"),
-        "name": _honoured("shown in errors"),
-        "inputs": _honoured("1 to 16, `logprobs` first"),
-        "graph": _honoured(),
-        "type": _TAG,
-    },
-    "CustomLossInput": {"name": _honoured(), "rank": _honoured("that of every datum's value")},
-    "CustomLossGraph": {"format": _honoured("1"), "nodes": _honoured("1 to 512, of 64 KiB")},
-    "CustomLossNode": {
-        "op": _honoured("`get_attr` and `call_module` are refused"),
-        "name": _honoured(),
-        "target": _honoured("one of [these operations](#custom-losses)"),
-        "args": _honoured(),
-        "kwargs": _honoured(),
-    },
+    "CreateCustomLossRequest": dict.fromkeys(
+        ("session_id", "custom_loss_seq_id", "name", "inputs", "graph", "type"), _CUSTOM_LOSS
+    ),
+    "CustomLossInput": dict.fromkeys(("name", "rank"), _CUSTOM_LOSS),
+    "CustomLossGraph": dict.fromkeys(("format", "nodes"), _CUSTOM_LOSS),
+    "CustomLossNode": dict.fromkeys(("op", "name", "target", "args", "kwargs"), _CUSTOM_LOSS),
     # Sampling
     "CreateSamplingSessionRequest": {
         "session_id": _honoured(),

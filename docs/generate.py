@@ -31,8 +31,6 @@ from tinsmith import hookspecs
 from tinsmith.backend import SamplerCapabilities, TrainerCapabilities
 from tinsmith.commands.cli import build_group
 from tinsmith.commands.load_settings import load_settings
-from tinsmith.custom_losses.functions import FUNCTIONS, METHODS
-from tinsmith.custom_losses.registry import ATTRIBUTES
 from tinsmith.errors import ConfigError
 from tinsmith.failpoints import BOUNDARIES
 from tinsmith.placement.machine import Machine
@@ -249,25 +247,6 @@ def _machine(cards: int) -> Machine:
 
 def model_families() -> str:
     return "\n".join(f"- `{name}`" for name in built_in())
-
-
-def custom_loss_operations() -> str:
-    """List what the graph of a custom loss may name."""
-    kinds = {
-        "methods of tensors": sorted(METHODS),
-        "`torch.`": sorted(
-            name.removeprefix("torch.") for name in FUNCTIONS if name.count(".") == 1 and "torch." in name
-        ),
-        "`torch.nn.functional.`": sorted(
-            {name.rpartition(".")[2].replace("log_sigmoid", "logsigmoid") for name in FUNCTIONS if name.count(".") > 1}
-        ),
-        "operators, by their names in `operator`": sorted(
-            name.removeprefix("operator.") for name in FUNCTIONS if name.startswith("operator.")
-        ),
-        "attributes": list(ATTRIBUTES),
-    }
-    lines = (f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in kinds.items())
-    return "\n".join(["| Of | Names |", "|---|---|", *lines])
 
 
 def range_table() -> str:
@@ -494,7 +473,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "refusals": field_status.refused_lines,
     **{f"fields-{name}": partial(file_fields.markdown, table) for name, table in file_fields.TABLES.items()},
     **{f"client-fields-{name}": partial(client_fields.markdown, each) for name, each in client_fields.TABLES.items()},
-    "custom-loss-operations": custom_loss_operations,
     "ranges": range_table,
     "model-families": model_families,
     **generators(REFERENCE),

@@ -13,7 +13,6 @@ import numpy as np
 from tinsmith import corrections
 from tinsmith import operations as ops
 from tinsmith.backend import Capabilities, ReplayedExperts, SamplerCapabilities, TrainerCapabilities
-from tinsmith.custom_losses.evaluation import check_inputs
 from tinsmith.errors import ServerError, UnsupportedError, UserError
 from tinsmith.losses import LossSpec
 from tinsmith.ranges import TTL_SECONDS, Range, sampling_ranges, training_ranges
@@ -118,9 +117,6 @@ def why_not_sampled(lora: ops.LoraConfig, sampler: SamplerCapabilities) -> str |
 def _check_forward_backward(
     op: ops.ForwardBackward, trainer: TrainerCapabilities, losses: Mapping[str, LossSpec]
 ) -> None:
-    if op.custom_loss is not None:
-        _check_custom_loss(op, op.custom_loss, trainer)
-        return
     spec = losses.get(op.loss_fn)
     if spec is None or op.loss_fn not in trainer.losses:
         offered = ", ".join(sorted(trainer.losses & losses.keys()))
@@ -135,29 +131,6 @@ def _check_forward_backward(
     for index, datum in enumerate(op.data):
         try:
             _check_datum(datum, spec, trainer, ranges["loss_fn_inputs"], corrected=corrections.are_sent(op))
-        except (UserError, ServerError) as error:
-            msg = f"data[{index}]: {error}"
-            raise type(error)(msg) from error
-
-
-def _check_custom_loss(op: ops.ForwardBackward, loss: ops.CustomLoss, trainer: TrainerCapabilities) -> None:
-    """The graph was checked when it was created. A backend is asked for cross_entropy."""
-    if "cross_entropy" not in trainer.losses:
-        msg = "custom losses are not offered by this base model's backend, which lacks 'cross_entropy'"
-        raise UnsupportedError(msg)
-    if not op.data:
-        msg = "data is empty; send at least one datum"
-        raise UserError(msg)
-    allowed = training_ranges(trainer)["loss_fn_inputs"]
-    for index, datum in enumerate(op.data):
-        try:
-            _check_sequence(datum, trainer)
-            check_inputs(loss, datum)
-            if datum.routed_experts is not None:
-                _check_experts(datum.routed_experts, len(datum.tokens_T), trainer.replayed_experts)
-            _check_targets(datum, trainer)
-            for name in sorted(datum.loss_inputs.keys() - {"target_tokens"}):
-                _check_values(name, datum.loss_inputs[name], allowed)
         except (UserError, ServerError) as error:
             msg = f"data[{index}]: {error}"
             raise type(error)(msg) from error

@@ -53,8 +53,8 @@ class Correction:
 
 
 def are_sent(op: ForwardBackward) -> bool:
-    """Return whether the pass is to be corrected, or at least measured. A custom loss may use the name otherwise."""
-    return op.custom_loss is None and any(ROLLOUT in datum.loss_inputs for datum in op.data)
+    """Return whether the pass is to be corrected, or at least measured."""
+    return any(ROLLOUT in datum.loss_inputs for datum in op.data)
 
 
 def settings_of(op: ForwardBackward) -> Mapping[str, float]:

@@ -94,28 +94,14 @@ class CreateModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CustomLoss:
-    """A loss that a client has sent: a function of one sequence as a graph (`custom_losses`)."""
-
-    name: str
-    inputs: tuple[tuple[str, int], ...]  # names and ranks, `logprobs` first
-    nodes: bytes  # of the graph, as JSON: a list of objects with op, name, target, args and kwargs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackward:
-    """Adds the gradient of the plain sum of the per-token losses to the model's pending gradient.
-
-    `loss_fn` is the name of a loss, or the id of a custom loss. Only the engine knows these: a backend gets
-    `cross_entropy`.
-    """
+    """Adds the gradient of the plain sum of the per-token losses to the model's pending gradient."""
 
     model_id: str
     data: tuple[Datum, ...]
     loss_fn: str = "cross_entropy"
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
     stands_in_for: str = field(default="", metadata=ADDED)  # the loss that was asked for, if it is another one
-    custom_loss: CustomLoss | None = field(default=None, metadata=ADDED)  # whose id `loss_fn` is
 
     @property
     def num_tokens(self) -> int:

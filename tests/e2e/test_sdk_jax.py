@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-import torch
 from few_programs import FEW_PROGRAMS, SHAPE
 
 from tinsmith.settings import ModelSettings, PluginSection
@@ -183,31 +182,6 @@ def test_two_calls_equal_one(make_client: Callable[[], tinker.ServiceClient]) ->
         logprobs(model.forward(left, "cross_entropy").result(timeout=WAIT_S)) for model in (first, second)
     )
     assert one_after == two_after
-
-
-def test_a_custom_loss_trains_as_the_loss_that_it_spells_out(make_client: Callable[[], tinker.ServiceClient]) -> None:
-    """The derivative of this one is exact, so every bit agrees."""
-
-    def spelled_out(logprobs: torch.Tensor, weights: torch.Tensor) -> Any:
-        loss = -(logprobs * weights).sum()
-        return loss, {"custom/tokens:sum": (weights > 0).sum()}
-
-    client, data = make_client(), sequences(9, 3)
-    ranks: dict[str, tinker.types.CustomLossInputRank] = {"logprobs": 1, "weights": 1}
-    handle = client.create_custom_loss(spelled_out, ranks).result(timeout=WAIT_S)
-    built_in, custom = (new_model(client, "tiny/qwen3", 8) for _ in range(2))
-    passes = [built_in.forward_backward(data, "cross_entropy"), custom.forward_backward_custom(data, handle)]
-    steps = [model.optim_step(tinker.AdamParams(learning_rate=0.01)) for model in (built_in, custom)]
-    plain, spelled = (each.result(timeout=WAIT_S) for each in passes)
-    assert logprobs(plain) == logprobs(spelled)
-    assert spelled.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-6)
-    assert spelled.metrics["custom/tokens:sum"] == sum(map(len, logprobs(plain)))
-    assert "surrogate_loss:sum" not in spelled.metrics, "the SDK has computed the loss"
-    one, two = (each.result(timeout=WAIT_S).metrics for each in steps)
-    assert one == two
-    after = [logprobs(model.forward(data, "cross_entropy").result(timeout=WAIT_S)) for model in (built_in, custom)]
-    assert after[0] == after[1]
-    assert after[0] != logprobs(plain)
 
 
 def test_alternatives_of_prompt_tokens_are_scored_as_the_prompt_is(

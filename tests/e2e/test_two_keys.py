@@ -10,7 +10,7 @@ from route_walk import Visitor, id_in, walk
 from tinsmith.testing.harness import RunningServer, running_server
 
 LABELS: Final = {"project_id", "project_ids", "destination_project_id"}
-NUMBERS: Final = {"seq_id", "custom_loss_seq_id"}
+NUMBERS: Final = {"seq_id"}
 PARTS: Final = {"kind", "name"}  # of a checkpoint's id, beside its model's
 OF_THE_TENANT: Final = {"upload_id"}  # looked up in the tenant's own directory: see test_uploads.py
 

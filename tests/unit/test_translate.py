@@ -274,6 +274,14 @@ def test_text_in_a_loss_config_is_refused_by_name() -> None:
         translate.forward_backward(message)
 
 
+def test_a_loss_that_the_server_would_keep_is_refused_with_the_remedy() -> None:
+    message = encoded([datum([1], target_tokens=[1])])
+    message.head.loss_fn = "custom"
+    message.head.loss_fn_config_v2["loss_id"].text = "s:loss:0"
+    with pytest.raises(UnsupportedError, match=r"'custom' is not offered: .* `forward_backward_custom`"):
+        translate.forward_backward(message)
+
+
 @pytest.mark.parametrize("body", [b"", b"\x0a", b"garbage" * 1000, b'{"model_id": "x"}'])
 def test_a_body_that_is_no_protobuf_is_the_users_fault(body: bytes) -> None:
     with pytest.raises(UserError):

@@ -29,13 +29,6 @@ SEARCH = {
 }
 SESSIONS = {**SEARCH, "cursor": {k: v for k, v in SEARCH["cursor"].items() if k != "last_checkpoint_uuid"}}
 CHECKPOINTS = {**SEARCH, "cursor": {k: v for k, v in SEARCH["cursor"].items() if k != "last_session_id"}}
-LOSS: dict[str, Any] = {
-    "session_id": "s",
-    "custom_loss_seq_id": 0,
-    "name": "loss",
-    "inputs": [{"name": "logprobs", "rank": 1}],
-    "graph": {"nodes": [{"op": "output", "name": "output", "target": "output"}]},
-}
 DATUM = {"model_input": PROMPT, "loss_fn_inputs": {"target_tokens": TENSOR}}
 SPANS = {"model_input_spans": [{"prompt_tokens": {"sequence_id": "s", "length": 2}}]}
 PASS = {**NUMBERED, "forward_backward_input": {"data": [{**DATUM, **SPANS}], "loss_fn": "cross_entropy"}}
@@ -54,7 +47,6 @@ BODIES: list[tuple[type[BaseModel], dict[str, Any], tuple[str | int, ...]]] = [
     (wire.CreateModelRequest, {**CREATION, "optimizer_config": {"type": "adamw"}}, ("optimizer_config",)),
     (wire.OptimStepRequest, {**NUMBERED, "adam_params": {}}, ()),
     (wire.OptimStepRequest, {**NUMBERED, "adam_params": {}}, ("adam_params",)),
-    *((wire.CreateCustomLossRequest, LOSS, place) for place in ((), ("inputs", 0), ("graph",), ("graph", "nodes", 0))),
     (wire.SaveWeightsRequest, {**NUMBERED, "path": "a"}, ()),
     (wire.SaveWeightsForSamplerRequest, {**NUMBERED, "path": "a"}, ()),
     (wire.SaveWeightsExternalRequest, {**NUMBERED, "path": "a"}, ()),
@@ -119,9 +111,6 @@ def test_every_body_that_changes_numbers_is_tried() -> None:
     exact = {each.__name__ for each in vars(wire).values() if _is_exact(each)} - {"ExactBody"}
     tried = {model.__name__ for model, _, _ in BODIES}
     inner = {
-        "CustomLossGraph",
-        "CustomLossInput",
-        "CustomLossNode",
         "LoraConfig",
         "OptimizerConfig",
         "AdamParams",
@@ -229,8 +218,6 @@ def optional_fields() -> list[tuple[type[BaseModel], str]]:
 
 LEAST: dict[type[BaseModel], dict[str, Any]] = {
     **{model: body for model, body, place in BODIES if not place},
-    wire.CustomLossGraph: LOSS["graph"],
-    wire.CustomLossNode: LOSS["graph"]["nodes"][0],
     wire.LoraConfig: {"rank": 4},
     wire.TensorData: TENSOR,
     wire.ModelInput: PROMPT,

@@ -1,25 +1,22 @@
 """The models on one training backend, and the operations on them that a replay needs."""
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, TypeGuard, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from tinsmith import corrections
 from tinsmith import operations as ops
 from tinsmith.backend import ModelState, Snapshot, TrainingBackend
-from tinsmith.custom_losses.evaluation import Evaluation, differentiated_pass, evaluate, scoring_pass
 from tinsmith.divergence import NOT_FINITE
 from tinsmith.engine.backend_calls import TrainingThread
 from tinsmith.engine.failures import BackendFailedError
 from tinsmith.errors import OutOfMemoryError, UserError
 from tinsmith.failpoints import durable_boundary
 from tinsmith.losses import LossSpec
-from tinsmith.ranges import training_ranges
 from tinsmith.result_checks import WrongResultError, check_batch, check_snapshot, check_state
 from tinsmith.store.codec import kind_of
 
@@ -79,8 +76,6 @@ class Models:
         offered = self._backend.trainer_capabilities.losses
         if not isinstance(operation, ops.ForwardBackward) or operation.loss_fn in offered:
             return None
-        if operation.custom_loss is not None and "cross_entropy" in offered:
-            return None
         return ops.Failed(
             message=f"loss_fn {operation.loss_fn!r} is no longer offered by this base model's backend, only "
             f"{', '.join(sorted(offered))}; install the plugin that offers it, and restart the engine",
@@ -93,52 +88,14 @@ class Models:
         if isinstance(operations[0], ops.OptimStep):
             self._before_change(each.model_id for each in operations)
         try:
-            results = await self._results(operations)
+            results = await self._call([self._as_computed(each) for each in operations])
         except OutOfMemoryError as error:
             return await self._run_one_by_one(operations, error)
         return [completed(each, result) for each, result in zip(operations, results, strict=True)]
 
-    async def _results(self, operations: Sequence[BatchOperation]) -> Sequence[BatchResult]:
-        custom = {index: each for index, each in enumerate(operations) if _has_custom_loss(each)}
-        results, evaluations = await self._evaluated(custom) if custom else ({}, {})
-        computed = {
-            index: self._as_computed(each, evaluations.get(index))
-            for index, each in enumerate(operations)
-            if index not in results
-        }
-        if computed:
-            results |= zip(computed, await self._call(list(computed.values())), strict=True)
-        return [_with_evaluation(results[index], evaluations.get(index)) for index in range(len(operations))]
-
-    async def _evaluated(
-        self, passes: Mapping[int, ops.ForwardBackward]
-    ) -> tuple[dict[int, BatchResult], dict[int, Evaluation]]:
-        """Compute custom losses from the logprobs of a forward pass.
-
-        Return the results that stand already, which are failures and forward-only passes; and what was computed.
-        """
-        results: dict[int, BatchResult] = {}
-        evaluations: dict[int, Evaluation] = {}
-        largest = training_ranges(self._backend.trainer_capabilities)["loss_fn_inputs"].high
-        scores = await self._call([scoring_pass(each) for each in passes.values()])
-        for (index, operation), scored in zip(passes.items(), scores, strict=True):
-            if isinstance(scored, ops.ForwardBackwardOutput):
-                logprobs = [outputs["logprobs"] for outputs in scored.loss_fn_outputs]
-                try:
-                    evaluations[index] = await asyncio.to_thread(evaluate, operation, logprobs, largest=largest)
-                except UserError as error:
-                    results[index] = ops.Failed(message=str(error), category=error.category)
-            if isinstance(scored, ops.Failed) or isinstance(operation, ops.Forward):
-                results.setdefault(index, scored)
-        return results, evaluations
-
-    def _as_computed(self, operation: BatchOperation, evaluation: Evaluation | None) -> BatchOperation:
+    def _as_computed(self, operation: BatchOperation) -> BatchOperation:
         """Return what the backend is asked for."""
-        if isinstance(operation, ops.OptimStep):
-            return operation
-        if evaluation is not None:
-            return differentiated_pass(operation, evaluation)
-        return corrections.corrected(operation, self._losses)
+        return operation if isinstance(operation, ops.OptimStep) else corrections.corrected(operation, self._losses)
 
     async def _call(self, operations: Sequence[BatchOperation]) -> Sequence[BatchResult]:
         kind = kind_of(operations[0])
@@ -226,17 +183,6 @@ class Models:
 
     def mark_gone(self, model_id: str, reason: str) -> None:
         self._why_gone[model_id] = reason
-
-
-def _has_custom_loss(operation: BatchOperation) -> TypeGuard[ops.ForwardBackward]:
-    return isinstance(operation, ops.ForwardBackward) and operation.custom_loss is not None
-
-
-def _with_evaluation(result: BatchResult, evaluation: Evaluation | None) -> BatchResult:
-    """Report the custom loss and its metrics in place of the loss that the backend computed."""
-    if evaluation is None or not isinstance(result, ops.ForwardBackwardOutput):
-        return result
-    return replace(result, metrics={**result.metrics, "loss:sum": evaluation.loss, **evaluation.metrics})
 
 
 def completed(operation: ops.Operation, result: Result) -> Result | ops.ForwardBackwardOutput:

@@ -25,8 +25,6 @@ MAX_METADATA_BYTES: Final = 32 << 10
 """Of `user_metadata`: its characters, and 8 for each value."""
 MAX_METADATA_DEPTH: Final = 32
 MAX_RECIPIENTS: Final = 100
-MAX_CUSTOM_LOSSES: Final = 256
-"""Of one session."""
 MAX_CHUNKS: Final = 4096
 """Of a prompt, or of one datum."""
 MAX_STOP_STRINGS: Final = 256

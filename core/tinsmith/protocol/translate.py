@@ -5,8 +5,6 @@ is derived from ids that a retry repeats. `digest` of the operation is therefore
 """
 
 import hashlib
-import json
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +12,6 @@ from math import isnan
 
 from tinsmith import operations as ops
 from tinsmith.checkpoints.tinker_path import TinkerPath
-from tinsmith.custom_losses.graph import read_graph
 from tinsmith.errors import CapacityError, UnsupportedError, UserError
 from tinsmith.protocol import stable_reinforce, wire
 from tinsmith.protocol import tensors as wire_tensors
@@ -27,9 +24,12 @@ from tinsmith.store.codec import kind_of
 from tinsmith_checkpoints.age_files import read_recipients
 
 _KINDS = ("snapshot", "inflight")
-_CUSTOM_LOSS_ID = re.compile(r"(.+):loss:(0|[1-9][0-9]{0,3})", re.DOTALL)  # `store.refusals.custom_loss_id`
-CUSTOM = "custom"
-"""The loss_fn of requests that name a custom loss in loss_fn_config."""
+CUSTOM_LOSSES_RUN_IN_CLIENTS = (
+    "losses that a server keeps for clients: call `forward_backward_custom` with the function, which computes the loss "
+    "in the client, or install a plugin with the loss"
+)
+_CUSTOM = "custom"
+"""The loss_fn of requests that name a loss which the server keeps."""
 
 
 def digest(op: ops.Operation) -> bytes:
@@ -47,12 +47,6 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 
 def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
-
-
-def custom_loss_of(loss_id: str) -> tuple[str, int] | None:
-    """Return the session and the number of a custom loss; None if this is no id of one."""
-    found = _CUSTOM_LOSS_ID.fullmatch(loss_id)
-    return None if found is None else (found[1], int(found[2]))
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -95,44 +89,14 @@ def check_load(request: wire.LoadWeightsRequest) -> None:
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def custom_loss(request: wire.CreateCustomLossRequest) -> ops.CustomLoss:
-    """Raises UserError, naming node and operation, if the graph is not one that this server computes."""
-    nodes = [each.model_dump() for each in request.graph.nodes]
-    loss = ops.CustomLoss(
-        name=request.name,
-        inputs=tuple((each.name, each.rank) for each in request.inputs),
-        nodes=json.dumps(nodes, separators=(",", ":")).encode(),
-    )
-    read_graph(loss)
-    return loss
-
-
-def used_custom_loss(head: pb.ForwardBackwardRequest) -> str:
-    """Return the id of the loss that a request with the loss_fn `custom` names."""
-    config = {**head.loss_fn_config, **head.loss_fn_config_v2}
-    if unknown := sorted(config.keys() - {"loss_id"}):
-        msg = f"loss_fn_config: {unknown[0]!r} is not a setting of {CUSTOM!r}; allowed: loss_id"
-        raise UnsupportedError(msg)
-    loss_id = head.loss_fn_config_v2["loss_id"].text if "loss_id" in head.loss_fn_config_v2 else ""
-    if not loss_id:
-        msg = f"loss_fn_config: 'loss_id' is missing; {CUSTOM!r} takes the id of a loss from create_custom_loss"
-        raise UserError(msg)
-    if custom_loss_of(loss_id) is None:
-        msg = f"loss_fn_config: {loss_id[:100]!r} is no id of a custom loss; pass what create_custom_loss returned"
-        raise UserError(msg)
-    return loss_id
-
-
-def forward_backward(
-    request: TrainingRequest, stand_in: StandIn | None = None, custom: ops.CustomLoss | None = None
-) -> ops.ForwardBackward:
+def forward_backward(request: TrainingRequest, stand_in: StandIn | None = None) -> ops.ForwardBackward:
     """Return a Forward if the request is forward-only.
 
-    `stand_in` is computed for `stable_reinforce`, for which alone provenance spans have a meaning. `custom` is the loss
-    that the request names, if it does.
+    `stand_in` is computed for `stable_reinforce`, for which alone provenance spans have a meaning.
     """
-    if custom is not None:
-        return _with_custom_loss(request, custom)
+    if request.head.loss_fn == _CUSTOM:
+        msg = f"loss_fn {_CUSTOM!r} is not offered: {CUSTOM_LOSSES_RUN_IN_CLIENTS}"
+        raise UnsupportedError(msg)
     head, loss_fn, config = request.head, request.head.loss_fn, _loss_config(request.head)
     used = stand_in if loss_fn == stable_reinforce.NAME else None
     if used is not None:
@@ -146,22 +110,6 @@ def forward_backward(
         loss_fn=loss_fn,
         loss_fn_config={key: config[key] for key in sorted(config)},
         stands_in_for="" if used is None else stable_reinforce.NAME,
-    )
-
-
-def _with_custom_loss(request: TrainingRequest, custom: ops.CustomLoss) -> ops.ForwardBackward:
-    """Leave out the inputs that the loss does not read, as the SDK does when it runs the loss in the client."""
-    read = {"target_tokens", *(name for name, _ in custom.inputs[1:])}
-    data = (_datum(index, request.datum(index), CUSTOM, None) for index in range(len(request.data)))
-    operation = ops.Forward if request.head.forward_only else ops.ForwardBackward
-    return operation(
-        model_id=request.head.model_id,
-        data=tuple(
-            replace(each, loss_inputs={name: values for name, values in each.loss_inputs.items() if name in read})
-            for each in data
-        ),
-        loss_fn=used_custom_loss(request.head),
-        custom_loss=custom,
     )
 
 

@@ -36,7 +36,6 @@ from tinsmith.server.routes import api_keys as api_key_routes
 from tinsmith.server.routes import (
     audit,
     copies,
-    custom_losses,
     downloads,
     engines,
     futures,
@@ -65,7 +64,7 @@ _log = logging.getLogger(__name__)
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (
     *(futures, training, sampling, weights, sessions, service, runs, downloads),
-    *(custom_losses, copies, uploads, searches, metrics, rollouts, engines, usage, traces, api_key_routes, audit),
+    *(copies, uploads, searches, metrics, rollouts, engines, usage, traces, api_key_routes, audit),
 )
 
 

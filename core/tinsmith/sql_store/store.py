@@ -23,7 +23,6 @@ from tinsmith.sql_store.subjects import (
     checkpoints,
     claiming,
     completing,
-    custom_losses,
     engines,
     gaps,
     log,
@@ -246,10 +245,6 @@ class SqlStore(RequestStore):
     log_metrics = _durable(metrics.log)
     read_metrics = _read(metrics.read)
     wait_for_metrics = _over(metrics.wait_for_metrics)
-
-    # custom losses
-    create_custom_loss = _durable(custom_losses.create)
-    get_custom_loss = _read(custom_losses.get)
 
     # links to runs
     add_share_link = _durable(share_links.add)

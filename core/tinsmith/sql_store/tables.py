@@ -124,12 +124,6 @@ class SamplingSessions(Table, table=True):
     num_bytes: int = _int64()  # of a snapshot of its own
 
 
-class CustomLosses(Table, table=True):
-    session_id: str = Field(primary_key=True)
-    number: int = _key_part()
-    content: bytes = Field(sa_type=LargeBinary)
-
-
 class Checkpoints(Table, table=True):
     __table_args__ = (
         _partial("ix_checkpoints_kept", "tenant", "size_bytes", where="deleted_at IS NULL"),

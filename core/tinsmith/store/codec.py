@@ -84,22 +84,11 @@ def decoded_bytes(operation: ops.Operation) -> int:
         case ops.ForwardBackward():
             for datum in operation.data:
                 arrays += [datum.tokens_T, *datum.loss_inputs.values(), datum.routed_experts]
-            if operation.custom_loss is not None:
-                size += len(operation.custom_loss.nodes)
         case ops.Sample():
             arrays = [operation.prompt_P, operation.target_prompt_logprobs]
             if (layout := operation.target_layout) is not None:
                 arrays += [layout.crow_indices, layout.col_indices]
     return size + sum(array.nbytes + _OBJECT_BYTES for array in arrays if array is not None)
-
-
-def encode_custom_loss(loss: ops.CustomLoss) -> bytes:
-    """Return the same bytes for the same loss, by which a repeat is recognised."""
-    return _ENCODER.encode(loss)
-
-
-def decode_custom_loss(stored: bytes) -> ops.CustomLoss:
-    return msgspec.msgpack.decode(stored, type=ops.CustomLoss)
 
 
 def encode_result(result: ops.Result) -> tuple[str, bytes]:

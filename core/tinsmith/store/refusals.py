@@ -144,17 +144,6 @@ def taken(sampling_session_id: str, content: str) -> ConflictError:
     )
 
 
-def custom_loss_id(session_id: str, number: int) -> str:
-    return f"{session_id}:loss:{number}"
-
-
-def used_for_another_loss(session_id: str, number: int) -> ConflictError:
-    return ConflictError(
-        f"custom loss {custom_loss_id(session_id, number)!r} exists already, as another one; each needs its own "
-        "custom_loss_seq_id"
-    )
-
-
 def lease_lost(lease: Lease, engine_id: str | None, epoch: int | None) -> LeaseLostError:
     """`engine_id` and `epoch`: who holds it now."""
     now = "nobody" if engine_id is None else f"engine {engine_id!r} with epoch {epoch}"

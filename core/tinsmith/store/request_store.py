@@ -204,18 +204,6 @@ class RequestStore(ABC):
     async def list_sampling_session_ids(self, session_id: str) -> list[str]:
         """Return the ids of a session's sampling sessions, oldest first: there may be a hundred thousand."""
 
-    # custom losses, kept as long as their session
-
-    @abstractmethod
-    async def create_custom_loss(self, session_id: str, number: int, content: bytes) -> None:
-        """Keep a loss of a session (`codec.encode_custom_loss`).
-
-        A repeat changes nothing; the same number with other content raises ConflictError.
-        """
-
-    @abstractmethod
-    async def get_custom_loss(self, session_id: str, number: int) -> bytes: ...
-
     # what is known of checkpoints; their files are not the store's business
 
     @abstractmethod

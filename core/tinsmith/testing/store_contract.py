@@ -33,7 +33,6 @@ from tinsmith.store import (
 from tinsmith.store.codec import encode_result
 from tinsmith.testing.store_api_keys import ApiKeysContract
 from tinsmith.testing.store_audit import AuditContract
-from tinsmith.testing.store_custom_losses import CustomLossesContract
 from tinsmith.testing.store_experts import RoutedExpertsContract
 from tinsmith.testing.store_leases import LeaseContract
 from tinsmith.testing.store_log import LogContract
@@ -76,7 +75,6 @@ class RequestStoreContract(
     RetentionContract,
     RoutedExpertsContract,
     MetricsContract,
-    CustomLossesContract,
     ShareLinksContract,
     ApiKeysContract,
     AuditContract,

@@ -14,7 +14,6 @@ CREATE TABLE sampling_sessions ( sampling_session_id VARCHAR NOT NULL, session_i
 CREATE INDEX ix_sampling_sessions_session_id ON sampling_sessions (session_id);
 CREATE INDEX ix_sampling_sessions_newest ON sampling_sessions (model_id, created_at);
 CREATE INDEX ix_sampling_sessions_sized ON sampling_sessions (session_id, num_bytes) WHERE num_bytes > 0;
-CREATE TABLE custom_losses ( session_id VARCHAR NOT NULL, number BIGINT NOT NULL, content BYTEA NOT NULL, CONSTRAINT pk_custom_losses PRIMARY KEY (session_id, number) );
 CREATE TABLE checkpoints ( path VARCHAR NOT NULL, model_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, kind VARCHAR NOT NULL, base_model VARCHAR NOT NULL, lora JSON NOT NULL, created_at BIGINT NOT NULL, size_bytes BIGINT NOT NULL, directory VARCHAR NOT NULL, step BIGINT NOT NULL, public BOOLEAN NOT NULL, expires_at BIGINT, user_metadata JSON NOT NULL, deleted_at BIGINT, CONSTRAINT pk_checkpoints PRIMARY KEY (path) );
 CREATE INDEX ix_checkpoints_created_at ON checkpoints (created_at);
 CREATE INDEX ix_checkpoints_kept ON checkpoints (tenant, size_bytes) WHERE deleted_at IS NULL;

@@ -25,7 +25,7 @@ class ClientConfig(BaseModel):
     sample_max_concurrent_requests: int = 2000
     sample_use_retrieve_futures: bool = False
     sample_join_sampling_session: bool = False
-    custom_loss_server_side: bool = True  # every backend that has cross_entropy runs custom losses
+    custom_loss_server_side: bool = False  # `forward_backward_custom` computes the loss in the client
 
 
 class DynamicConfig(BaseModel):

@@ -1,10 +1,9 @@
 """Models, their optimizers and their losses."""
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
-from tinsmith.protocol import bounds
 from tinsmith.protocol.wire.fields import Body, ExactBody, Int, JsonMetadata, Name, Seed, SeqId
 
 
@@ -75,37 +74,3 @@ class OptimStepRequest(ExactBody):
     adam_params: AdamParams | None = None
     optimizer_params: JsonMetadata | None = None
     type: Literal["optim_step"] = "optim_step"
-
-
-class CustomLossInput(ExactBody):
-    name: Name
-    rank: Int
-
-
-class CustomLossNode(ExactBody):
-    """Its arguments are encoded: `custom_losses/graph.py` reads them."""
-
-    op: Name
-    name: Name
-    target: Name
-    args: list[Any] = []  # Any: JSON
-    kwargs: dict[str, Any] = {}
-
-
-class CustomLossGraph(ExactBody):
-    format: Literal[1] = 1
-    nodes: list[CustomLossNode]
-
-
-class CreateCustomLossRequest(ExactBody):
-    session_id: Name
-    custom_loss_seq_id: Annotated[int, Field(ge=0, lt=bounds.MAX_CUSTOM_LOSSES)]
-    name: Name
-    inputs: list[CustomLossInput]
-    graph: CustomLossGraph
-    type: Literal["create_custom_loss"] = "create_custom_loss"
-
-
-class CustomLossCreated(BaseModel):
-    loss_id: str
-    type: Literal["create_custom_loss"] = "create_custom_loss"

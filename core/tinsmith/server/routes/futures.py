@@ -11,14 +11,13 @@ from fastapi.responses import JSONResponse, Response
 from tinsmith.errors import ServerError
 from tinsmith.hook_values import Principal
 from tinsmith.operations import Failed
-from tinsmith.protocol import answers, translate, wire
+from tinsmith.protocol import answers, wire
 from tinsmith.protocol.json_results import answer_in_json
 from tinsmith.server.auth import Caller, expect_readable_operation, own_operation, polled_sampler
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.server.request_trace import note_answered
 from tinsmith.server.results import as_told, finished_result
-from tinsmith.server.routes import custom_losses
 from tinsmith.server.waiting_reasons import reason_of, with_causes
 from tinsmith.stopping import unless_stopped
 from tinsmith.store import FinishedSample, OperationRecord
@@ -39,8 +38,6 @@ async def retrieve_future(
     request: Request, body: wire.RetrieveFutureRequest, caller: Caller, context: Context
 ) -> Response:
     try:
-        if (custom_loss := translate.custom_loss_of(body.request_id)) is not None:
-            return await custom_losses.created(context, caller, *custom_loss)
         await expect_readable_operation(context, caller, body.request_id)
         operation = await _wait(context, body.request_id)
         if not operation.state.is_finished:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
 
 from tinsmith.errors import UnsupportedError, UserError
-from tinsmith.protocol import stable_reinforce, wire
+from tinsmith.protocol import stable_reinforce, translate, wire
 from tinsmith.server.auth import Caller, identified
 from tinsmith.server.context import API_PREFIX, Context
 from tinsmith.server.json_routes import JsonRoute
@@ -144,7 +144,9 @@ def _reported(record: EngineRecord, *, with_failure: bool, operator: bool) -> di
 
 
 NOT_OFFERED: Final = {
-    "POST /forward": "only SDKs up to 0.24 send it: use 0.25 or newer, which sends forward passes to `forward_backward`"
+    "POST /forward": "only SDKs up to 0.24 send it: use 0.25 or newer, which sends forward passes to "
+    "`forward_backward`",
+    "POST /create_custom_loss": translate.CUSTOM_LOSSES_RUN_IN_CLIENTS,
 }
 """Endpoints that the SDK has and this server refuses, with the reason and what to do instead."""
 

@@ -19,7 +19,6 @@ from tinsmith.server.limits.body_budget import hold_decoded
 from tinsmith.server.model_names import base_of
 from tinsmith.server.refusals import NumberedRoute
 from tinsmith.server.request_trace import traced
-from tinsmith.server.routes.custom_losses import loss_for
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
 from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
@@ -105,10 +104,7 @@ async def forward_backward(request: Request, caller: Caller, context: Context) -
     parsed = await context.heavy.run(caller.tenant, _WORK_PER_BYTE * len(body), partial(training_request.parse, body))
     run = await own_known_run(context, caller, parsed.head.model_id)
     num_bytes = max(_WORK_PER_BYTE * len(body), len(body) + _SPARSE_ELEMENT_BYTES * parsed.sparse_elements)
-    custom = None
-    if parsed.head.loss_fn == translate.CUSTOM:
-        custom = await loss_for(context, run, translate.used_custom_loss(parsed.head))
-    decode = partial(translate.forward_backward, parsed, context.stand_in, custom)
+    decode = partial(translate.forward_backward, parsed, context.stand_in)
     stand_in = context.stand_in if parsed.head.loss_fn == stable_reinforce.NAME else None
     problem = None
     if stand_in is not None:

@@ -20,7 +20,6 @@ from tinsmith.sql_store.statements import CHUNK, Change, Query, insert_into, que
 from tinsmith.sql_store.subjects import (
     api_keys,
     audit,
-    custom_losses,
     log,
     metrics,
     origins,
@@ -208,8 +207,6 @@ def delete_unneeded(tx: Transaction, rows: Rows, keys: Sequence[str]) -> int:
         origins.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         rollouts.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         share_links.DELETE_OF_DELETED.run(tx.connection, keys=keys)
-    if rows is _SESSIONS:
-        custom_losses.DELETE_OF_DELETED.run(tx.connection, keys=keys)
     return deleted
 
 
