@@ -13,6 +13,7 @@ from tinsmith.figures import Figures
 from tinsmith.operations import Consistency, Failed, Sample, SampleOutput
 from tinsmith.phases import Phase, phases_of
 from tinsmith.store import OperationState, PendingWork, RequestStore, SamplingSessionRecord, TimedOperation
+from tinsmith.store.logins import Login
 from tinsmith_checkpoints.values import Json
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Principal:
     tenant: str
     name: str = ""  # shown to people
     admin: bool = False
+    login: Login | None = None  # by which they have signed in: what they make with it ends with it
 
 
 class RouteSampling(ABC):
@@ -127,6 +129,9 @@ class RoutesContext:
     look_ups: list[Callable[[Mapping[str, str]], Awaitable[None]]] = field(default_factory=list)
     """Called with the headers of each request before anybody is asked who sent it: `tinsmith_authenticate` cannot wait
     for the store. Keep what you read for a second, and ask about nothing that anybody could make up."""
+    logins_ended: Callable[[], None] = lambda: None
+    """To be called after `end_login` or `end_account`: this server then refuses at once what was made with a login,
+    others within a second."""
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)
     """By the prefix of paths: the form of their error answers, those for unknown senders and large bodies included."""
     figures: Figures = field(default_factory=Figures)

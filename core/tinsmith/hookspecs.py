@@ -115,6 +115,9 @@ def tinsmith_authenticate(headers: Mapping[str, str], method: str) -> Principal 
     `method` is that of HTTP, in upper case; it is empty for a web socket. A plugin that goes by cookies needs it, to
     refuse requests that pages of other sites send.
 
+    `Principal.login` names the session or token, if the plugin learns when it ends: keys and links that the caller
+    makes with it end with it.
+
     Raise `AuthenticationError` to refuse the request without asking other plugins. Any other exception refuses it, too.
     Core's API keys are tried last.
     """

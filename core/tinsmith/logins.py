@@ -2,5 +2,6 @@
 
 from tinsmith.hook_values import LoginSpec
 from tinsmith.store import AuditEntry
+from tinsmith.store.logins import LONGEST, Login, end_account, has_ended
 
-__all__ = ["AuditEntry", "LoginSpec"]
+__all__ = ["LONGEST", "AuditEntry", "Login", "LoginSpec", "end_account", "has_ended"]

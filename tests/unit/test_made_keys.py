@@ -152,8 +152,7 @@ async def test_a_key_expires(server: Server, store: SqlStore) -> None:
 
 
 async def test_what_a_configured_key_has_made_goes_with_it(server: Server) -> None:
-    first = (await server.made())["key"]
-    second = (await server.made(first))["key"]
+    first, second = [(await server.made())["key"] for _ in range(2)]
     server.configure(*KEYS[1:])
     assert [await server.status(key) for key in (first, second)] == [401, 401]
     moved = KEYS[0].model_copy(update={"tenant": "moved"})
@@ -161,6 +160,14 @@ async def test_what_a_configured_key_has_made_goes_with_it(server: Server) -> No
     assert [await server.status(key) for key in (first, second)] == [401, 401], "it must not reach ann's objects still"
     server.configure(*KEYS)
     assert [await server.status(key) for key in (first, second)] == [200, 200]
+
+
+async def test_a_made_key_makes_no_key_that_would_outlive_it(server: Server) -> None:
+    key = (await server.made(expires_in_s=60))["key"]
+    token = (await server.ask("POST", "auth/token", key, {})).json()["jwt"]
+    for each in (key, token):
+        refused = await server.ask("POST", "auth/apikeys", each, {"name": "another"})
+        assert (refused.status_code, "makes no others" in refused.text) == (400, True)
 
 
 async def test_only_made_keys_are_deleted_over_http(server: Server) -> None:
@@ -204,7 +211,10 @@ async def test_whoever_signs_in_by_a_plugin_makes_keys(store: SqlStore, tmp_path
     plugins = Plugins()
     plugins.add(Login(), "login")
     server = Server(await create_app(settings, store=store, plugins=plugins), Clock())
-    made = await server.made("tml-of-a-plugin")
+    for asked in ({}, {"expires_in_s": 31 * 86400}):  # nobody tells the server when this account ends
+        refused = await server.ask("POST", "auth/apikeys", "tml-of-a-plugin", {"name": "laptop", **asked})
+        assert (refused.status_code, "give at most 2592000 (server.made_key_lifetime_s)" in refused.text) == (400, True)
+    made = await server.made("tml-of-a-plugin", expires_in_s=30 * 86400)
     assert made["tenant"] == "cat"
     assert await server.listed(made["key"]) == [made["key_id"]]
     assert (await server.ask("DELETE", "auth/apikey/me", "tml-of-a-plugin")).status_code == 400

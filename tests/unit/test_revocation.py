@@ -480,7 +480,7 @@ async def test_links_and_tokens_end_with_their_key(service: Service) -> None:
         for link in made:
             answer = await other.http.get(link, headers={"X-API-Key": ""})
             assert answer.status_code == 401
-            assert "the API key with which this download link was made has been removed" in answer.text
+            assert "this download link is no longer valid: the API key has been removed or has expired" in answer.text
         refused = await other.http.get("sessions", headers={"X-API-Key": token})
         assert refused.status_code == 401
     await by_token.http.aclose()

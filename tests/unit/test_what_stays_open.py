@@ -50,7 +50,7 @@ LIMITED_BY: Mapping[str, str] = {
     "tinsmith_openai.live_answers:_ClosingResponse": ALL,
     "tinsmith_openai.streams:streamed": ALL,
     "tinsmith_openai.messages.routes:_Drawn.answered": ALL,
-    "tinsmith_openai.routes:_answered": ALL,
+    "tinsmith_openai.routes:Endpoints._answered": ALL,
 }
 """By module and function: the test of the limit."""
 

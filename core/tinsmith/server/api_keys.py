@@ -8,7 +8,7 @@ each other's work. A key can be exchanged for a token (JWT) that stands for it f
 import hashlib
 import hmac
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +24,7 @@ from tinsmith.server.live_keys import LiveKeys
 from tinsmith.settings import ApiKey
 from tinsmith.settings.schema import digest_of_key
 from tinsmith.store import IssuedKey
+from tinsmith.store.logins import is_reference
 from tinsmith_checkpoints.values import Json
 
 AUDIENCE: Final = "tinsmith"
@@ -41,6 +42,8 @@ _UNKNOWN: Final = (
     "that has not expired"
 )
 _ANYBODY: Final = "anybody"  # the `key` of tokens for keys that are not configured
+
+HasEnded = Callable[[str], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,17 +125,25 @@ class ApiKeys:
     """The server registers one as a plugin."""
 
     def __init__(
-        self, keys: LiveKeys, tokens: KeyTokens, *, issued: IssuedKeys | None = None, required: bool = False
+        self,
+        keys: LiveKeys,
+        tokens: KeyTokens,
+        *,
+        issued: IssuedKeys | None = None,
+        required: bool = False,
+        has_ended: HasEnded | None = None,
     ) -> None:
         """Make it.
 
         issued: keys made over HTTP, besides the configured ones.
         required: without configured keys, do not accept every key, since callers are known by other means.
+        has_ended: whether a login has ended, by its reference.
         """
         self.keys = keys
         self.tokens = tokens
         self.issued = issued
         self._required = required
+        self._has_ended = has_ended
         self._indexed: tuple[object, object] = (None, None)  # keys and tokens of the index
         self._by_id: dict[str, ApiKey] = {}
 
@@ -169,10 +180,17 @@ class ApiKeys:
                 await self._look_up_id(self._key_id(credential), unknown=unknown)
 
     async def look_up_owner(self, key_id: str) -> Principal | None:
-        """Return the owner of the key that `id_used` named; None if there were no keys then and are none now.
+        """Return the owner of the key that `made_with` named; None if it named none, or there were no keys then or now.
 
-        Raises AuthenticationError if the key has been removed or has expired.
+        Raises AuthenticationError if the key has been removed or has expired, or the login has ended.
         """
+        if not key_id:
+            return None
+        if is_reference(key_id):
+            if self._has_ended is not None and await self._has_ended(key_id):
+                msg = "whoever made it has signed out, or may no longer sign in"
+                raise AuthenticationError(msg)
+            return None
         await self._look_up_id(key_id)
         return self._owner_of_used(key_id)
 
@@ -201,6 +219,15 @@ class ApiKeys:
         credential = credential_of(headers)
         return self._key_id(credential) if self.identifies(caller, credential) else None
 
+    def made_with(self, caller: Principal, headers: Mapping[str, str]) -> str:
+        """Return what a credential rests on that is made for this caller: the id of the API key, or the login.
+
+        Empty: a plugin knew the caller, and did not say by which login.
+        """
+        if (key_id := self.id_used(caller, headers)) is not None:
+            return key_id
+        return "" if caller.login is None else caller.login.reference
+
     def made_over_http(self, key_id: str) -> IssuedKey | None:
         """Return the key that `id_used` named, unless it is a configured one."""
         return self.issued.get(key_id) if self.issued is not None else None
@@ -217,7 +244,8 @@ class ApiKeys:
     def _owner_of_id(self, key_id: str, keys: tuple[ApiKey, ...]) -> Principal | None:
         """Return whose key this is: of the configured ones, or of those made over HTTP.
 
-        A key made over HTTP counts as long as the configured key behind it, and never is an administrator's.
+        A key made over HTTP counts as long as the configured key behind it, and never is an administrator's. Whether
+        the login behind it has ended, its look-up has asked.
         """
         index = self._index(keys)
         if (configured := index.get(key_id)) is not None:
@@ -225,7 +253,7 @@ class ApiKeys:
         issued = self.made_over_http(key_id)
         if issued is None:
             return None
-        if issued.made_with:
+        if issued.made_with and not is_reference(issued.made_with):
             root = index.get(issued.made_with)
             if root is None or root.tenant != issued.tenant:
                 return None

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 
@@ -17,7 +18,7 @@ from tinsmith.server.api_keys import ApiKeys, KeyTokens
 from tinsmith.server.auth import identified
 from tinsmith.server.context import API_PREFIX, ServerContext
 from tinsmith.server.descriptions import add_descriptions
-from tinsmith.server.issued_keys import IssuedKeys
+from tinsmith.server.issued_keys import IssuedKeys, find_usable
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.kept import Engines
 from tinsmith.server.limits.bodies import Bodies, BodyLimits
@@ -57,6 +58,7 @@ from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import KeySource, Settings
 from tinsmith.store import AuditEntry, RequestStore
 from tinsmith.store.disk_room import space_at
+from tinsmith.store.logins import has_ended
 from tinsmith.tracer import Tracer
 
 _log = logging.getLogger(__name__)
@@ -89,8 +91,11 @@ async def create_app(
         raise ConfigError(msg)
     tokens = KeyTokens(await store.secret("key tokens"), settings.server.token_lifetime_s)
     live_keys = keys or LiveKeys(KeySource(keys=settings.server.api_keys))
-    issued = IssuedKeys(store.find_api_key)
-    api_keys = ApiKeys(live_keys, tokens, issued=issued, required=settings.login is not None)
+    longest = timedelta(seconds=settings.server.made_key_lifetime_s)
+    issued = IssuedKeys(partial(find_usable, store, longest))
+    api_keys = ApiKeys(
+        live_keys, tokens, issued=issued, required=settings.login is not None, has_ended=partial(has_ended, store)
+    )
     _add_api_keys(plugins, api_keys)
     context = ServerContext(
         settings=settings,
@@ -109,7 +114,7 @@ async def create_app(
     app.state.context = context
     app.state.connections = Connections(settings.server.limits.connections)
     identify = partial(identified, context=context)
-    routes_context = _routes_context(context, identify, await store.secret("plugins"))
+    routes_context = _routes_context(context, identify, issued, await store.secret("plugins"))
     open_routers = (downloads.open_router, uploads.open_router, traces.open_router, service.open_router)
     for router in (*(module.router for module in _ROUTERS), *open_routers):
         app.router.routes.extend(router.routes)  # a router that is included hides its routes from a look-up by path
@@ -174,7 +179,7 @@ async def _note_refused(context: ServerContext, what: str) -> None:
         _log.warning("the audit log does not have a refused %s: %s", what, error)
 
 
-def _routes_context(context: ServerContext, identify: Identify, secret: bytes) -> RoutesContext:
+def _routes_context(context: ServerContext, identify: Identify, issued: IssuedKeys, secret: bytes) -> RoutesContext:
     def caller(request: Request) -> Principal:  # a dependency, of which FastAPI reads the types
         return identify(request.scope)
 
@@ -187,6 +192,7 @@ def _routes_context(context: ServerContext, identify: Identify, secret: bytes) -
         caller=caller,
         json_route=JsonRoute,
         secret=secret,
+        logins_ended=issued.look_again,
         error_forms=context.error_forms,
     )
 

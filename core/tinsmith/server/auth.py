@@ -96,9 +96,10 @@ Caller = Annotated[Principal, Depends(caller_of)]
 
 
 async def actor_of(request: Request, caller: Caller, context: Context) -> dict[str, str]:
-    """Return who the caller is, for the audit log: the name, and the id of the API key if there is one."""
+    """Return who the caller is, for the audit log: the name, and the API key's id or the account of the login."""
     key_id = context.api_keys.id_used(caller, request.headers)
-    return {"actor": caller.name or caller.tenant, **({} if key_id is None else {"key_id": key_id})}
+    account = {} if caller.login is None else {"account": caller.login.account}
+    return {"actor": caller.name or caller.tenant, **({} if key_id is None else {"key_id": key_id}), **account}
 
 
 Actor = Annotated[dict[str, str], Depends(actor_of)]

@@ -6,10 +6,12 @@ Whoever identifies a caller must not wait, so each request has its key looked up
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from tinsmith.store import IssuedKey
+from tinsmith.store import IssuedKey, RequestStore
+from tinsmith.store.logins import has_ended, is_reference
 
 KEPT_S: Final = 1.0
 """For so long, a server may accept a key that was deleted at another one."""
@@ -50,6 +52,10 @@ class IssuedKeys:
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
 
+    def look_again(self) -> None:
+        """Look every key up again before it is next used: what some were made with has ended."""
+        self._known = OrderedDict((key_id, (key, float("-inf"))) for key_id, (key, _) in self._known.items())
+
     def forget(self, key_id: str) -> None:
         """Refuse a key from now on, until it is looked up again."""
         self._known.pop(key_id, None)
@@ -57,3 +63,17 @@ class IssuedKeys:
 
 def has_expired(key: IssuedKey, now: datetime) -> bool:
     return key.expires_at is not None and key.expires_at <= now
+
+
+async def find_usable(store: RequestStore, longest: timedelta, key_id: str) -> IssuedKey | None:
+    """Return a key from the store, unless the login or account with which it was made has ended.
+
+    longest: how long one lasts that no configured key is behind, whatever it says itself.
+    """
+    key = await store.find_api_key(key_id)
+    if key is None or (key.made_with and not is_reference(key.made_with)):
+        return key
+    if key.made_with and await has_ended(store, key.made_with):
+        return None
+    latest = key.created_at + longest
+    return key if key.expires_at is not None and key.expires_at <= latest else replace(key, expires_at=latest)

@@ -16,7 +16,7 @@ from tinsmith.errors import AuthenticationError
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
-_FORM: Final = re.compile(r"(-?\d{1,18})([op])([0-9a-z]*)")
+_FORM: Final = re.compile(r"(-?\d{1,18})([op])([0-9A-Za-z_:-]*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Grant:
 
     created_at: datetime  # of the checkpoint or session: another one under the same name is not meant
     only_while_public: bool
-    key_id: str  # of the API key with which it was made; empty if a plugin identified the caller
+    key_id: str  # of the API key with which it was made, or the login's reference; empty if a plugin knew the caller
 
     def __str__(self) -> str:
         right = "p" if self.only_while_public else "o"

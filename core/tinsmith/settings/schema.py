@@ -210,6 +210,13 @@ class ServerSettings(_Section):
         ge=1,
         description="seconds for which a token exchanged for an API key is valid; the SDK renews it halfway through",
     )
+    made_key_lifetime_s: float = Field(
+        30 * 86400.0,
+        gt=0,
+        le=366 * 86400,
+        description="the longest that an API key lasts which somebody makes over HTTP who has signed in, or is known "
+        "by a plugin; keys made with a configured key end with that",
+    )
     long_poll_s: float = Field(
         30.0,
         gt=0,

@@ -261,7 +261,7 @@ class SqlStore(RequestStore):
 
     # sign-ins of browsers
     end_login = _durable(logins.end)
-    is_login_ended = _read(logins.is_ended)
+    ended_login = _read(logins.ended)
 
     # the audit log
     add_audit_entry = _relaxed(audit.add)

@@ -665,10 +665,11 @@ class RequestStore(ABC):
     async def end_login(
         self, login_id: str, *, tenant: str, until: datetime, by: Mapping[str, str] | None = None
     ) -> None:
-        """Record that a browser's session has ended, until it would have ended by itself. A repeat changes nothing."""
+        """Record that a login has ended, until it would have ended by itself. A repeat may only move that on."""
 
     @abstractmethod
-    async def is_login_ended(self, login_id: str) -> bool: ...
+    async def ended_login(self, login_id: str) -> datetime | None:
+        """Return when an ended login would have ended by itself, None if it has not ended before. See `logins.py`."""
 
     # The audit log: sessions, checkpoints, share links and API keys that are made, changed or deleted, and who signs in
     # and out. The methods that do so write an entry in their transaction. `by` says who asked for it; None: the server,

@@ -87,10 +87,13 @@ class AuditContract(StoreSuite):
         for _ in range(2):
             await store.end_login("a", tenant="ann", until=now + hour, by=_BY)
         await store.end_login("b", tenant="ann", until=now - hour, by=_BY)
-        assert [await other.is_login_ended(name) for name in ("a", "c")] == [True, False]
+        assert [await other.ended_login(name) for name in ("a", "c")] == [now + hour, None]
         await other.end_login("c", tenant="ann", until=now + hour, by=_BY)
-        assert [await store.is_login_ended(name) for name in ("a", "b", "c")] == [True, False, True]
-        assert [(each.event, each.details) for each in await _read(store, "user")] == [("user_logout", _BY)] * 3
+        assert [await store.ended_login(name) for name in ("a", "b", "c")] == [now + hour, None, now + hour]
+        for hours in (2, 1):
+            await store.end_login("a", tenant="ann", until=now + hours * hour, by=_BY)
+        assert await other.ended_login("a") == now + 2 * hour, "what ends everything of an account may do so again"
+        assert [(each.event, each.details) for each in await _read(store, "user")] == [("user_logout", _BY)] * 4
 
     async def test_the_audit_log_is_read_by_tenant_time_and_page(self, store: RequestStore) -> None:
         of = [("ann", "key_create"), ("", "access_refuse"), ("ann", "keys_other"), ("ann", "key_delete")]

@@ -74,6 +74,11 @@ def provider_of(server: RunningServer) -> str:
     return issuer
 
 
+def user_of(browser: Browser) -> dict[str, Any]:
+    """Return the user without the account, whose name says nothing."""
+    return {name: value for name, value in browser.user().items() if name != "account"}
+
+
 def runs(server: RunningServer, token: str) -> httpx.Response:
     return httpx.get(f"{server.url}/api/v1/runs", headers={"Authorization": f"Bearer {token}"}, timeout=300)
 
@@ -85,7 +90,7 @@ def test_whoever_signs_in_is_the_tenant_of_the_claim_until_signing_out(browser: 
     assert (landed.status_code, str(landed.url)) == (200, f"{browser.url}/#run=r-1")
     assert "/page/login.js" in landed.text
     assert browser.get("/page/login.js").status_code == 200
-    assert browser.user() == {"tenant": "ann", "name": "ann@example.org", "admin": False}
+    assert user_of(browser) == {"tenant": "ann", "name": "ann@example.org", "admin": False}
     assert browser.get("/api/v1/runs").status_code == 200
     kept = browser.cookies()
     answer = browser.post("/login/logout")
@@ -105,7 +110,8 @@ def test_signing_out_holds_at_every_server_of_the_store(tmp_path: Path, provider
             bob.sign_in("bob")
             kept = ann.cookies()
             copy.restore(kept)
-            assert copy.user() == {"tenant": "ann", "name": "ann@example.org", "admin": False}
+            account = copy.user()["account"]
+            assert user_of(copy) == {"tenant": "ann", "name": "ann@example.org", "admin": False}
             assert copy.get("/api/v1/runs").status_code == 200
             for _ in range(2):
                 assert ann.post("/login/logout").status_code == 200
@@ -115,7 +121,7 @@ def test_signing_out_holds_at_every_server_of_the_store(tmp_path: Path, provider
             assert bob.user()["tenant"] == "bob"
         now, day = datetime.now(UTC), timedelta(days=1)
         entries = second.call(second.store.read_audit("ann", since=now - day, until=now + day, limit=9))
-        by = {"actor": "ann@example.org", "login": "oidc"}
+        by = {"actor": "ann@example.org", "login": "oidc", "account": account}
         assert [(each.event, each.details) for each in entries] == [("user_login", by), ("user_logout", by)]
     with served(tmp_path, provider) as again, Browser(again.url) as copy:
         copy.restore(kept)
@@ -126,20 +132,20 @@ async def test_a_session_is_looked_up_once_a_second_and_a_forged_one_never() -> 
     class Store:
         asked, ended = 0, False
 
-        async def is_login_ended(self, login_id: str) -> bool:
-            self.asked += 1
-            return self.ended
+        async def ended_login(self, login_id: str) -> datetime | None:
+            self.asked += not login_id.startswith("account ")
+            return datetime.now(UTC) if self.ended else None
 
     def cookies(secret: bytes) -> Cookies:
         return Cookies(secret, purpose="test", session_s=3600, secure=False)
 
     def headers(cookies: Cookies) -> dict[str, str]:
         answer = Response()
-        cookies.open(answer, Principal(tenant="ann", name="ann"))
+        cookies.open(answer, Principal(tenant="ann", name="ann"), "of-ann")
         return {"cookie": answer.headers["set-cookie"].partition(";")[0]}
 
     store, now_s, real = Store(), [0.0], cookies(b"secret")
-    context = cast("RoutesContext", SimpleNamespace(store=store))
+    context = cast("RoutesContext", SimpleNamespace(store=store, logins_ended=lambda: None))
     sessions = Sessions(real, context, clock=lambda: now_s[0])
     good, forged = headers(real), headers(cookies(b"another"))
     assert sessions.of(good) is None, "nobody has asked the store"
@@ -181,7 +187,7 @@ def test_behind_https_cookies_are_secure_and_of_this_host_alone(tmp_path: Path, 
 
 def test_administrators_are_those_with_the_value_of_the_claim(browser: Browser) -> None:
     browser.sign_in("root")
-    assert browser.user() == {"tenant": "root", "name": "root@example.org", "admin": True}
+    assert user_of(browser) == {"tenant": "root", "name": "root@example.org", "admin": True}
 
 
 def test_an_address_that_nobody_verified_names_no_tenant(tmp_path: Path, provider: RealProvider) -> None:
@@ -279,7 +285,7 @@ def test_another_sites_page_changes_nothing_with_a_sessions_cookie(browser: Brow
 
 def test_a_session_ends_by_itself(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = browser.callback("ann")
-    hours_ago = SimpleNamespace(time=lambda: time.time() - 8 * 3600)
+    hours_ago = SimpleNamespace(time=lambda: time.time() - 8 * 3600, time_ns=time.time_ns)
     with monkeypatch.context() as patch:
         patch.setattr(tinsmith_oidc.cookies, "time", hours_ago)
         answer = browser.http.get(callback, follow_redirects=False)

@@ -56,7 +56,10 @@ class OidcConfig(tinsmith.BackendConfig):
         "Addresses need to be verified all the same",
     )
     session_s: int = Field(
-        8 * 3600, ge=1, description="seconds after which a browser must sign in again; the provider may not ask again"
+        8 * 3600,
+        ge=1,
+        le=366 * 86400,
+        description="seconds after which a browser must sign in again; the provider may not ask again",
     )
 
     @field_validator("issuer")

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from http.cookies import CookieError, SimpleCookie
 from typing import Any, Final
 
@@ -15,11 +16,13 @@ import jwt
 from starlette.responses import Response
 
 from tinsmith import Principal
+from tinsmith.logins import Login
 
 SIGN_IN_S: Final = 600
 """The time that somebody has to sign in at the provider."""
 
 _ALGORITHM: Final = "HS256"
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +34,6 @@ class SignIn:
     verifier: str  # of PKCE
     redirect_uri: str
     next_path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    session_id: str
-    user: Principal
-    expires_at: int  # seconds since 1970
 
 
 class Cookies:
@@ -67,19 +63,17 @@ class Cookies:
     def finish(self, answer: Response) -> None:
         self._delete(answer, self._sign_in)
 
-    def open(self, answer: Response, user: Principal) -> Session:
-        """Begin a session, and return it."""
-        session_id = secrets.token_urlsafe(16)
-        expires_at = self._set(answer, self._session, self._session_s, {"sid": session_id, **asdict(user)})
-        return Session(session_id=session_id, user=user, expires_at=expires_at)
+    def open(self, answer: Response, user: Principal, account: str) -> Principal:
+        """Begin a session. Return the user with the login that it is."""
+        values = {"sid": secrets.token_urlsafe(16), "account": account, "began": time.time_ns() // 1000}
+        values |= {"tenant": user.tenant, "name": user.name, "admin": user.admin}
+        expires_at = self._set(answer, self._session, self._session_s, values)
+        return _user({**values, "exp": expires_at})
 
-    def session(self, headers: Mapping[str, str]) -> Session | None:
-        """Return the session of a browser; None if it has none, the cookie is forged, or its time is over."""
+    def session(self, headers: Mapping[str, str]) -> Principal | None:
+        """Return the user of a browser's session; None if it has none, the cookie is forged, or its time is over."""
         claims = self._read(headers, self._session)
-        if claims is None:
-            return None
-        user = Principal(tenant=claims["tenant"], name=claims["name"], admin=claims["admin"])
-        return Session(session_id=claims["sid"], user=user, expires_at=claims["exp"])
+        return None if claims is None or "began" not in claims else _user(claims)
 
     def close(self, answer: Response) -> None:
         """Have the browser forget its session."""
@@ -102,3 +96,13 @@ class Cookies:
         except (CookieError, KeyError, jwt.PyJWTError):
             return None
         return claims
+
+
+def _user(claims: Mapping[str, Any]) -> Principal:
+    login = Login(
+        login_id=claims["sid"],
+        account=claims["account"],
+        began_at=_EPOCH + timedelta(microseconds=claims["began"]),
+        expires_at=_EPOCH + timedelta(seconds=claims["exp"]),
+    )
+    return Principal(tenant=claims["tenant"], name=claims["name"], admin=claims["admin"], login=login)

@@ -1,6 +1,7 @@
 """Knows who sends a request: by the cookie of a session, or by a bearer token that the provider has signed."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -8,7 +9,7 @@ import tinsmith
 from tinsmith_oidc.config import OidcConfig
 from tinsmith_oidc.provider import Provider
 from tinsmith_oidc.sessions import Sessions
-from tinsmith_oidc.users import principal_of
+from tinsmith_oidc.users import login_of, principal_of
 
 _BEARER: Final = "bearer "
 _READING: Final = ("GET", "HEAD", "OPTIONS")
@@ -28,8 +29,8 @@ class Login:
         if credential := _credential_of(headers):
             is_ours = credential.startswith("eyJ") and self._provider.issued(credential)
             return self._of_token(credential) if is_ours else None
-        session = self._sessions.of(headers)
-        if session is None:
+        user = self._sessions.of(headers)
+        if user is None:
             return None
         if not is_own_page(headers, method):
             msg = (
@@ -37,11 +38,12 @@ class Login:
                 "from a page of this server"
             )
             raise tinsmith.AuthenticationError(msg)
-        return session.user
+        return user
 
     def _of_token(self, token: str) -> tinsmith.Principal:
         audiences = (self._config.client_id, *filter(None, [self._config.audience]))
-        return principal_of(self._provider.verified(token, audiences=audiences), self._config)
+        claims = self._provider.verified(token, audiences=audiences)
+        return replace(principal_of(claims, self._config), login=login_of(token, claims, self._config))
 
 
 def is_own_page(headers: Mapping[str, str], method: str) -> bool:

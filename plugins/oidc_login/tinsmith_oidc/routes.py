@@ -6,12 +6,11 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict
 from html import escape
 from typing import Annotated, Final, ParamSpec, TypeVar
 from urllib.parse import urlencode, urlsplit
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 
@@ -21,7 +20,7 @@ from tinsmith_oidc.cookies import Cookies, SignIn
 from tinsmith_oidc.login import is_own_page
 from tinsmith_oidc.provider import Provider
 from tinsmith_oidc.sessions import Sessions
-from tinsmith_oidc.users import Claims, principal_of, with_user_info
+from tinsmith_oidc.users import Claims, NotAllowedError, account_of, principal_of, with_user_info
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,6 +59,18 @@ class LoginRoutes:
         router.get(_CALLBACK, response_class=RedirectResponse)(context.public(self.callback))
         router.get(f"{_PATH}/session")(context.public(self.session))
         router.post(f"{_PATH}/logout")(context.public(self.log_out))
+
+        @router.post(f"{_PATH}/end")
+        async def end_account(
+            caller: Annotated[Principal, Depends(context.caller)],
+            account: Annotated[str, Query(pattern="^[0-9a-f]{32}$")],
+        ) -> Response:
+            """End all sessions of an account, and the keys and links made with them: one's own; an administrator, any.
+
+            Whoever may still sign in at the provider can sign in again.
+            """
+            return await self._end_account(caller, account)
+
         return router
 
     async def sign_in(self, request: Request, next_path: Annotated[str, Query(alias="next")] = "/") -> Response:
@@ -115,28 +126,43 @@ class LoginRoutes:
         """Take the provider's answer, and open a session. A sign-in that this browser has not begun is refused."""
         try:
             sign_in = await self._in_thread(self._sign_in_of, request, state, iss)
-            user = await self._in_thread(self._user, sign_in, code, error)
+            claims = await self._in_thread(self._claims, sign_in, code, error)
+            user = await self._user(claims)
         except AuthenticationError as failure:
             answer = _failure(failure)
         else:
             answer = RedirectResponse(sign_in.next_path, 303, _HEADERS)
-            await self._sessions.began(self._cookies.open(answer, user))
+            account = account_of(claims, self._config)
+            await self._sessions.began(self._cookies.open(answer, user, account))
         self._cookies.finish(answer)
         return answer
 
     async def session(self, request: Request) -> JSONResponse:
         """Return who has signed in with this browser, and until when; `user` is null if nobody has."""
         found = self._sessions.of(request.headers)
-        if found is None:
+        if found is None or found.login is None:
             return JSONResponse({"user": None}, headers=_HEADERS)
-        return JSONResponse({"user": asdict(found.user), "expires_at": found.expires_at}, headers=_HEADERS)
+        user = {"tenant": found.tenant, "name": found.name, "admin": found.admin, "account": found.login.account}
+        return JSONResponse({"user": user, "expires_at": int(found.login.expires_at.timestamp())}, headers=_HEADERS)
 
-    async def log_out(self, request: Request) -> Response:
-        """End the session. The answer names where to end the provider's own session, if that can be done."""
+    async def _end_account(self, caller: Principal, account: str) -> Response:
+        if not caller.admin and (caller.login is None or caller.login.account != account):
+            return JSONResponse({"detail": "only an administrator ends what another account has"}, 403, _HEADERS)
+        await self._sessions.end_account(account, tenant=caller.tenant, by=_by(caller, account))
+        return JSONResponse({"ended": account}, headers=_HEADERS)
+
+    async def log_out(self, request: Request, *, everywhere: bool = False) -> Response:
+        """End the session, and the keys and links made with it. The answer names where the provider's own ends.
+
+        `everywhere`: end all sessions of the account, and all keys and links that were made with them.
+        """
         if not is_own_page(request.headers, request.method):
             return JSONResponse({"detail": "only a page of this server can end its session"}, 403, _HEADERS)
-        if (session := self._sessions.of(request.headers)) is not None:
-            await self._sessions.end(session)
+        if (user := self._sessions.of(request.headers)) is not None:
+            await self._sessions.end(user)
+            if everywhere and user.login is not None:
+                account = user.login.account
+                await self._sessions.end_account(account, tenant=user.tenant, by=_by(user, account))
         try:
             redirect = await self._in_thread(self._end_of_session, request)
         except AuthenticationError:  # the provider is away, or slow; the session here has ended
@@ -156,7 +182,17 @@ class LoginRoutes:
             raise AuthenticationError(msg)
         return sign_in
 
-    def _user(self, sign_in: SignIn, code: str, error: str | None) -> Principal:
+    async def _user(self, claims: Claims) -> Principal:
+        """An account that may no longer sign in loses the sessions, keys and links that it has."""
+        try:
+            return principal_of(claims, self._config)
+        except NotAllowedError:
+            account = account_of(claims, self._config)
+            by = {"actor": account, "login": "oidc", "ended_account": account, "reason": "may not use this server"}
+            await self._sessions.end_account(account, tenant="", by=by)
+            raise
+
+    def _claims(self, sign_in: SignIn, code: str, error: str | None) -> Claims:
         if error is not None:
             msg = f"the provider did not sign you in: {error[:200]}"
             raise AuthenticationError(msg)
@@ -165,7 +201,7 @@ class LoginRoutes:
         _expect_ours(claims, sign_in.nonce, self._config.client_id)
         if tokens.access_token is not None:
             claims = with_user_info(claims, self._provider.user_info(tokens.access_token, claims["sub"]))
-        return principal_of(claims, self._config)
+        return claims
 
     def _end_of_session(self, request: Request) -> str:
         """Return the provider's page for it (OpenID Connect RP-Initiated Logout 1.0), or our own."""
@@ -177,6 +213,10 @@ class LoginRoutes:
 
     def _url(self, request: Request) -> str:
         return (self._public_url or str(request.base_url)).rstrip("/")
+
+
+def _by(user: Principal, account: str) -> dict[str, str]:
+    return {"actor": user.name or user.tenant, "login": "oidc", "ended_account": account}
 
 
 def _expect_ours(claims: Claims, nonce: str, client_id: str) -> None:

@@ -4,11 +4,14 @@ A claim that decides something must come from the provider, not from the user. A
 has verified it; `config.py` refuses the names of claims in which users describe themselves.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from tinsmith import AuthenticationError, Principal
+from tinsmith.logins import LONGEST, Login
 from tinsmith_oidc.config import OidcConfig
 
 _MOST_CHARS: Final = 200
@@ -19,15 +22,35 @@ Claims = Mapping[str, Any]
 """Any: what a provider says. Read it by the functions of this module."""
 
 
+class NotAllowedError(AuthenticationError):
+    """The provider knows the account, and it may not use this server."""
+
+
+def account_of(claims: Claims, config: OidcConfig) -> str:
+    """Return the name of an account here. It says nothing of the account, and does not change with its claims."""
+    return hashlib.sha256(f"{config.issuer}\0{claims['sub']}".encode()).hexdigest()[:32]
+
+
+def login_of(token: str, claims: Claims, config: OidcConfig) -> Login:
+    """Return the login that a bearer token is: what is made with it ends with it."""
+    began_at, expires_at = (datetime.fromtimestamp(int(claims[name]), UTC) for name in ("iat", "exp"))
+    return Login(
+        login_id=hashlib.sha256(token.encode()).hexdigest()[:32],
+        account=account_of(claims, config),
+        began_at=began_at,
+        expires_at=min(expires_at, began_at + LONGEST),
+    )
+
+
 def principal_of(claims: Claims, config: OidcConfig) -> Principal:
-    """Raises AuthenticationError if the user may not sign in, or has no tenant."""
+    """Raises NotAllowedError if the user may not sign in, AuthenticationError if there is no tenant."""
     allowed = config.allow_claim
     if allowed is not None and not _has_one(claims, allowed, config.allow_values):
         msg = (
             f"your account may not use this server: its claim {allowed!r} has none of the values in login.allow_values"
             f"{_unverified(claims, allowed)}"
         )
-        raise AuthenticationError(msg)
+        raise NotAllowedError(msg)
     admin = config.admin_claim is not None and _has_one(claims, config.admin_claim, config.admin_values)
     return Principal(tenant=_tenant(claims, config.tenant_claim), name=_name(claims), admin=admin)
 

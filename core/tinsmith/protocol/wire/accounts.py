@@ -35,7 +35,7 @@ KeyText = Annotated[str, StringConstraints(max_length=200), AfterValidator(bound
 class NewApiKey(ExactBody):
     name: Annotated[KeyText, Field(min_length=1)]
     note: KeyText = ""
-    expires_in_s: Annotated[float, Field(gt=0, le=10 * 365 * 86400)] | None = None  # default: never
+    expires_in_s: Annotated[float, Field(gt=0, le=10 * 365 * 86400)] | None = None  # default: with what makes it
 
 
 class ApiKey(BaseModel):
@@ -45,6 +45,7 @@ class ApiKey(BaseModel):
     tenant: str
     created_at: datetime
     expires_at: datetime | None = None
+    account: str | None = None  # of whoever made it while signed in: it ends with that
     key: str | None = None  # of a new one only: it is kept nowhere
 
 

@@ -5,20 +5,22 @@ key, so they count by link, by run, for the run's tenant, and all together.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from tinsmith.errors import CapacityError
 from tinsmith.settings import QuotaSettings
 from tinsmith.settings.schema import LimitsSettings
-from tinsmith.store import RunRecord
 
 _RETRY_S: Final = 10.0
 
 
 class OpenStreams:
-    """One per app, for the event loop. Both methods raise CapacityError, and count while their block runs."""
+    """One per app, for the event loop. What its methods return counts while the block runs.
+
+    To enter it raises CapacityError if there are too many.
+    """
 
     def __init__(self, limits: LimitsSettings, quotas: QuotaSettings) -> None:
         self._limits = limits
@@ -29,26 +31,22 @@ class OpenStreams:
         """Return how many names are counted."""
         return len(self._open)
 
-    @contextmanager
-    def of_tenant(self, tenant: str, runs: Sequence[RunRecord]) -> Iterator[None]:
-        """Count a stream of somebody with a key."""
-        with self._counted({("tenant", tenant): self._quotas.of(tenant).streams}, len(runs)):
-            yield
+    def of_tenant(self, tenant: str, number: int) -> AbstractContextManager[None]:
+        """Count a stream of somebody with a key that follows so many runs."""
+        return self._counted({("tenant", tenant): self._quotas.of(tenant).streams}, number)
+
+    def of_link(self, secret: str, model_ids: Sequence[str]) -> AbstractContextManager[None]:
+        """Count a stream of somebody who says to have a share link. It costs nothing to refuse this one."""
+        runs = {("run", each): self._limits.streams_per_run for each in model_ids}
+        link, links = self._limits.streams_per_link, self._limits.keyless_streams
+        return self._counted({("link", secret): link, **runs, ("links", ""): links}, 1)
+
+    def of_links_to(self, tenant: str) -> AbstractContextManager[None]:
+        """Count the same stream once it is known whose run it shows."""
+        return self._counted({("tenant by links", tenant): self._quotas.of(tenant).streams}, 1)
 
     @contextmanager
-    def of_link(self, secret: str, runs: Sequence[RunRecord]) -> Iterator[None]:
-        """Count a stream of somebody with a share link."""
-        limits = self._limits
-        bounds: dict[tuple[str, str], int | None] = {("link", secret): limits.streams_per_link}
-        for run in runs:
-            bounds["run", run.model_id] = limits.streams_per_run
-            bounds["tenant by links", run.tenant] = self._quotas.of(run.tenant).streams
-        bounds["links", ""] = limits.keyless_streams
-        with self._counted(bounds, len(runs)):
-            yield
-
-    @contextmanager
-    def _counted(self, bounds: dict[tuple[str, str], int | None], number: int) -> Iterator[None]:
+    def _counted(self, bounds: Mapping[tuple[str, str], int | None], number: int) -> Iterator[None]:
         for name, most in bounds.items():
             if most is not None and self._open[name] + number > most:
                 msg = f"{_WHAT[name[0]].format(most=most)}; close some, or try again later"

@@ -4,12 +4,12 @@ The key that a request was sent with is `apikey/me`, which `tinker auth login` a
 """
 
 import secrets
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
 
-from tinsmith.errors import UnsupportedError
+from tinsmith.errors import UnsupportedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import translate, wire
 from tinsmith.server.auth import AccessScope, Actor, Caller, visible_tenant
@@ -17,6 +17,7 @@ from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.settings.schema import digest_of_key
 from tinsmith.store import IssuedKey
+from tinsmith.store.logins import account_in, is_reference, of_account
 from tinsmith.store.refusals import missing
 
 router = APIRouter(prefix=f"{API_PREFIX}/auth", tags=["API keys"], route_class=JsonRoute)
@@ -29,9 +30,10 @@ async def make_api_key(
     body: wire.NewApiKey, request: Request, caller: Caller, actor: Actor, context: Context
 ) -> wire.ApiKey:
     """Make a key for the caller's tenant, without administrators' rights. This answer alone has the key."""
-    made_with = _configured_key(context, caller, request)
+    now = context.now()
+    made_with, expires_at = _rests_on(context, caller, request, body, now)
     await context.quotas.admit_api_key(caller.tenant)
-    key, now = f"tml-{secrets.token_urlsafe(_KEY_BYTES)}", datetime.now(UTC)
+    key = f"tml-{secrets.token_urlsafe(_KEY_BYTES)}"
     issued = IssuedKey(
         key_id=context.api_keys.tokens.key_id(digest_of_key(key)),
         tenant=caller.tenant,
@@ -39,22 +41,38 @@ async def make_api_key(
         note=body.note,
         made_with=made_with,
         created_at=now,
-        expires_at=None if body.expires_in_s is None else now + timedelta(seconds=body.expires_in_s),
+        expires_at=expires_at,
     )
     await context.store.add_api_key(issued, by=actor)
     return _shown(issued).model_copy(update={"key": key})
 
 
-def _configured_key(context: ServerContext, caller: Principal, request: Request) -> str:
-    """Return the id of the configured key that a new one will rest on; empty if the caller signed in otherwise."""
+def _rests_on(
+    context: ServerContext, caller: Principal, request: Request, body: wire.NewApiKey, now: datetime
+) -> tuple[str, datetime | None]:
+    """Return what a new key ends with, and when it ends by itself."""
     if context.api_keys.accept_anybody:
         msg = "this server has no configured keys, so it accepts any; to make keys, configure server.api_keys first"
         raise UnsupportedError(msg)
-    used = context.api_keys.id_used(caller, request.headers)
-    if used is None:
-        return ""
-    issued = context.api_keys.made_over_http(used)
-    return used if issued is None else issued.made_with
+    asked = None if body.expires_in_s is None else timedelta(seconds=body.expires_in_s)
+    if (used := context.api_keys.id_used(caller, request.headers)) is not None:
+        if context.api_keys.made_over_http(used) is not None:
+            msg = (
+                "a key that was made over HTTP makes no others, which would outlive it; use a key of server.api_keys, "
+                "or sign in"
+            )
+            raise UnsupportedError(msg)
+        return used, None if asked is None else now + asked
+    if asked is None and caller.login is not None:
+        return caller.login.reference, caller.login.expires_at
+    longest = timedelta(seconds=context.settings.server.made_key_lifetime_s)
+    if asked is None or asked > longest:
+        msg = (
+            f"expires_in_s is {body.expires_in_s}; without a key of server.api_keys, give at most "
+            f"{longest.total_seconds():.0f} (server.made_key_lifetime_s)"
+        )
+        raise UserError(msg)
+    return "" if caller.login is None else of_account(caller.login.account, now), now + asked
 
 
 @router.get("/apikeys", response_model_exclude_none=True)
@@ -125,4 +143,5 @@ def _shown(key: IssuedKey) -> wire.ApiKey:
         tenant=key.tenant,
         created_at=key.created_at,
         expires_at=key.expires_at,
+        account=account_in(key.made_with) if is_reference(key.made_with) else None,
     )

@@ -121,7 +121,7 @@ def make_grant(
     return Grant(
         created_at=record.created_at,
         only_while_public=record.tenant != caller.tenant and not caller.admin,
-        key_id=context.api_keys.id_used(caller, headers) or "",
+        key_id=context.api_keys.made_with(caller, headers),
     )
 
 
@@ -165,11 +165,11 @@ def _checkpoint_in(name: str) -> str:
 
 
 async def owner_of_key(context: ServerContext, grant: Grant) -> Principal | None:
-    """Return whose key made the link, or None if it rests on no key."""
+    """Return whose key made the link, or None if it rests on no key. A login must not have ended."""
     try:
-        return await context.api_keys.look_up_owner(grant.key_id) if grant.key_id else None
+        return await context.api_keys.look_up_owner(grant.key_id)
     except AuthenticationError as error:
-        msg = "the API key with which this download link was made has been removed"
+        msg = f"this download link is no longer valid: {error}"
         raise AuthenticationError(msg) from error
 
 

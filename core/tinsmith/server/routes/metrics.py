@@ -181,11 +181,15 @@ async def run_events(
 
     Each event is `{"run_id", "points": [{"step", "time", "values"}]}`. The first ones repeat what is there.
     """
-    runs = [await shared_run(request, context, model_id) for model_id in dict.fromkeys(run)]
+    counts, model_ids = context.open_streams, list(dict.fromkeys(run))
     if (secret := request.headers.get(HEADER)) is not None:
-        counted = context.open_streams.of_link(secret, runs)
+        sending.enter_context(counts.of_link(secret, model_ids))
     else:
-        counted = context.open_streams.of_tenant((await viewer_of(request, context)).tenant, runs)
-    sending.enter_context(counted)
+        caller = await viewer_of(request, context)
+        sending.enter_context(counts.of_tenant(caller.tenant, len(model_ids)))
+    runs = [await shared_run(request, context, model_id) for model_id in model_ids]
+    if secret is not None:
+        for tenant in {each.tenant for each in runs}:
+            sending.enter_context(counts.of_links_to(tenant))
     events = context.run_streams.events(runs)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})

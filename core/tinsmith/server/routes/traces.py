@@ -60,7 +60,7 @@ async def get_time(
 async def export_trace(session_id: str, caller: Viewer, context: Context, request: Request) -> wire.TraceExport:
     """Return a link to the trace, which is made when it is fetched."""
     session = await readable_session(context, caller, session_id)
-    key_id = context.api_keys.id_used(caller, request.headers) or ""
+    key_id = context.api_keys.made_with(caller, request.headers)
     grant = Grant(created_at=session.created_at, only_while_public=False, key_id=key_id)
     signed = context.signer.url_path(session_id, context.now() + LINK_LIFETIME, grant)
     return wire.TraceExport(status="ready", url=f"{base_url(context, request)}{API_PREFIX}/traces/{signed}")

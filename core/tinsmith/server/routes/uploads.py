@@ -66,7 +66,7 @@ async def start_upload(
     )
     root = context.settings.data_dir.uploads
     upload_id = await asyncio.to_thread(uploads.begin, root, announced)
-    key_id = context.api_keys.id_used(caller, request.headers) or ""
+    key_id = context.api_keys.made_with(caller, request.headers)
     grant = Grant(created_at=now, only_while_public=False, key_id=key_id)
     urls = {}
     for file in uploads.FILES:
@@ -146,7 +146,7 @@ async def put_file(stamp: int, grant: str, signature: str, name: str, request: R
 
 
 async def _refuse_removed_key(context: ServerContext, given: Grant, tenant: str) -> None:
-    owner = await context.api_keys.look_up_owner(given.key_id) if given.key_id else None  # raises if it was removed
+    owner = await context.api_keys.look_up_owner(given.key_id)  # raises if it was removed
     if owner is not None and owner.tenant != tenant:
         msg = "the API key with which this upload was started is another tenant's now"
         raise AuthenticationError(msg)

@@ -24,7 +24,7 @@ class IssuedKey:
     tenant: str
     name: str
     note: str = ""
-    made_with: str = ""  # id of the configured key behind it; empty: its maker signed in otherwise
+    made_with: str = ""  # id of the configured key behind it, or the login: `logins.py`; empty: a plugin knew its maker
     created_at: datetime
     expires_at: datetime | None = None
 
