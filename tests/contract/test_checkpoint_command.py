@@ -40,6 +40,9 @@ pytestmark = [
 ]
 
 
+TOOL_USE = "{{ tools | tojson }}"
+
+
 def shape(*, tied: bool) -> TinyShape:
     sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "head_dim": 16}
     return TinyShape(**sizes, num_heads=4, num_kv_heads=2, tied=tied)
@@ -50,6 +53,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     root = tmp_path_factory.mktemp("bases")
     for tied in (True, False):
         write_tiny_model(root / str(tied), shape(tied=tied))
+        (root / str(tied) / "additional_chat_templates").mkdir()
+        (root / str(tied) / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
     return {tied: root / str(tied) for tied in (True, False)}
 
 
@@ -207,7 +212,9 @@ def test_merged_models_compute_what_peft_computes(
     assert merged.dtype == torch.float32
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
     assert (logits(merged) - logits(adapted.unload())).abs().max() > 0.01
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "merged").encode("hello")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer.encode("hello")
+    assert tokenizer.get_chat_template(tools=[]) == TOOL_USE, "templates in files of their own"
     if not tied or not head:
         theirs = with_peft(bases[tied], tmp_path / "peft").merge_and_unload().state_dict()
         for name, tensor in merged.state_dict().items():

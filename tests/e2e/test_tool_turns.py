@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 KEY: Final = "tml-tools"
 PAGE: Final = 64  # tokens that the cache of prefixes holds or drops together
 TEMPLATE: Final = """\
+{%- if tools %}{% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }} {{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
 {%- endfor %}

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow  # each download is a process of its own
 
 TINY = HubReference("maker/tiny")
 WHOLE = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,8 @@ def test_what_a_model_needs_is_downloaded_and_nothing_else(
     (published / "original").mkdir(parents=True)
     for file in tiny.iterdir():
         (published / file.name).write_bytes(file.read_bytes())
+    (published / "additional_chat_templates").mkdir()
+    (published / TEMPLATE).write_text("{{ tools }}")
     for name in ("pytorch_model.bin", "original/consolidated.00.pth", "original/params.json", "run.py", "README.md"):
         (published / name).write_bytes(b"not wanted")
     (published / "consolidated.safetensors").write_bytes(b"not wanted")
@@ -107,7 +110,9 @@ def test_what_a_model_needs_is_downloaded_and_nothing_else(
     done = download(launcher, environment)
     assert "directory" in done, done
     directory = Path(done["directory"])
-    assert names(directory) == set(hub.sent) == WHOLE
+    assert set(hub.sent) == {*WHOLE, TEMPLATE}
+    assert names(directory) == {*WHOLE, "additional_chat_templates"}
+    assert (directory / TEMPLATE).read_text() == "{{ tools }}"
     assert done["cached"] == str(directory)
     assert directory.is_relative_to(tmp_path / "home" / "hub")
     assert (directory / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()

@@ -23,7 +23,7 @@ from tinsmith_openai.live_answers import Hear, LiveAnswer
 from tinsmith_openai.messages.answers import MessageEvents, content, events_of
 from tinsmith_openai.messages.bodies import MessagesRequest
 from tinsmith_openai.texts import ModelText
-from tinsmith_openai.tool_calls import ToolCall, find_tool_calls
+from tinsmith_openai.tool_calls import Said, ToolCall
 from tinsmith_openai.transcripts import Transcripts
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # what the SDK leaves open is its business
@@ -156,9 +156,10 @@ def test_a_stream_says_what_a_message_says(
 
 
 def test_a_call_of_a_tool_is_a_block_and_comes_whole() -> None:
-    call = ToolCall(name="add", arguments='{"a": 1}')
-    blocks = content("so", [call])
+    call = ToolCall(name="add", arguments='{"a": 1}', id="call_1")
+    blocks = content(Said(content="so", reasoning="well", calls=[call]))
     assert blocks == [
+        {"type": "thinking", "thinking": "well", "signature": ""},
         {"type": "text", "text": "so"},
         {"type": "tool_use", "id": call.id, "name": "add", "input": {"a": 1}},
     ]
@@ -166,6 +167,7 @@ def test_a_call_of_a_tool_is_a_block_and_comes_whole() -> None:
     whole = {**start, "content": blocks, "stop_reason": "tool_use", "stop_sequence": None}
     events = [json.loads(event.partition("data: ")[2]) for event in events_of(start, whole)]
     assert [event["delta"] for event in events if event["type"] == "content_block_delta"] == [
+        {"type": "thinking_delta", "thinking": "well"},
         {"type": "text_delta", "text": "so"},
         {"type": "input_json_delta", "partial_json": '{"a": 1}'},
     ]
@@ -245,12 +247,10 @@ def test_a_message_that_is_sent_back_has_the_tokens_that_were_sampled(tmp_path: 
     chat = request().chat()
     asked = prompt_of(text, kept, "ann", chat)
     said = encoded(text, '<tool_call>{"arguments":{"b":2.0,"a":1},   "name":"add"}</tool_call><end>')
-    words, calls = find_tool_calls(text.template, text.decode(said))
-    keep_answer(kept, "ann", asked, chat, chat_message(words, calls), said)
-    result = {"type": "tool_result", "tool_use_id": calls[0].id, "content": "ok"}
-    later = request(
-        {"role": "assistant", "content": content(words, calls)}, {"role": "user", "content": [result]}
-    ).chat()
+    answer = asked.reading.read(0, text.decode(said))
+    keep_answer(kept, "ann", asked, chat, chat_message(answer), said)
+    result = {"type": "tool_result", "tool_use_id": answer.calls[0].id, "content": "ok"}
+    later = request({"role": "assistant", "content": content(answer)}, {"role": "user", "content": [result]}).chat()
     transcript = [*asked.tokens.tolist(), *said]
     assert prompt_of(text, kept, "ann", later).tokens.tolist()[: len(transcript)] == transcript
     assert prompt_of(text, kept, "bob", later).tokens.tolist()[: len(transcript)] != transcript

@@ -1,6 +1,7 @@
 """Chat templates, tool calls and transcripts, without a server."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tinsmith import UserError
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_checkpoints.huggingface.tiny_tokenizer import chat_template
-from tinsmith_openai.answers import finished_text
+from tinsmith_openai.answers import chat_message, finished_text
 from tinsmith_openai.bodies import ChatRequest
-from tinsmith_openai.chat_template import ChatTemplate
+from tinsmith_openai.chat_template import ChatTemplate, ToolsError
 from tinsmith_openai.conversations import keep_answer
 from tinsmith_openai.growing_text import GrowingText
 from tinsmith_openai.texts import ModelText
-from tinsmith_openai.tool_calls import find_tool_calls
 from tinsmith_openai.transcripts import Transcripts
 
 HARD = """\
@@ -63,43 +63,79 @@ def test_a_template_that_refuses_or_goes_astray_is_the_callers_error(source: str
         ChatTemplate(source, {}).render([], tools=[], options={}, add_generation_prompt=True)
 
 
-def test_a_template_takes_no_other_messages() -> None:
-    with pytest.raises(UserError, match="chat_template_kwargs: messages"):
-        ChatTemplate("", {}).render([], tools=[], options={"messages": []}, add_generation_prompt=True)
+def model_with(directory: Path, templates: object, files: Mapping[str, str]) -> ChatTemplate:
+    directory.mkdir()
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    for name, source in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(source)
+    template = ChatTemplate.of_model(directory)
+    assert template is not None
+    return template
 
 
-TAGS, BARE = ChatTemplate("<tool_call>", {}), ChatTemplate("", {})
+NAMED = [
+    {"name": "default", "template": "plain"},
+    {"name": "tool_use", "template": "{{ tools | length }} tools, <tool_call>"},
+    {"name": "rag", "template": "documents"},
+]
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "content", "calls"),
+    ("templates", "files", "said"),
     [
+        (NAMED, {}, ["plain", "1 tools, <tool_call>"]),
+        (NAMED, {"chat_template.jinja": "{{ tools }}<tool_call>"}, ["None<tool_call>", None]),
         (
-            TAGS,
-            'so: <tool_call>\n{"name": "f", "arguments": {"a": {"b": 1}}}\n</tool_call>',
-            "so:",
-            [("f", {"a": {"b": 1}})],
-        ),
-        (
-            TAGS,
-            '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
             None,
-            [("f", {}), ("g", {})],
+            {
+                "chat_template.jinja": "plain",
+                "additional_chat_templates/tool_use.jinja": "{{ tools | length }} tools, <tool_call>",
+                "additional_chat_templates/rag.jinja": "documents",
+            },
+            ["plain", "1 tools, <tool_call>"],
         ),
-        (TAGS, '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": </tool_call>', "...", []),
-        (TAGS, '{"name": "f"}', "...", []),
-        (BARE, ' {"name": "f", "parameters": {"a": 1}}', None, [("f", {"a": 1})]),
-        (BARE, '{"a": 1}', "...", []),
-        (BARE, "no", "...", []),
+        ("{{ xml_tools | length }} tools, <tool_call>", {}, ["0 tools, <tool_call>", "1 tools, <tool_call>"]),
     ],
 )
-def test_tool_calls_are_found_in_the_templates_form(
-    template: ChatTemplate, said: str, content: str | None, calls: list[tuple[str, dict[str, object]]]
+def test_tools_are_shown_by_the_template_for_tools(
+    tmp_path: Path, templates: object, files: dict[str, str], said: list[str | None]
 ) -> None:
-    found_content, found = find_tool_calls(template, said)
-    assert found_content == (said if content == "..." else content)
-    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-    assert len({call.id for call in found}) == len(found)
+    template = model_with(tmp_path / "model", templates, files)
+    for expected, tools in zip(said, ([], [TOOL]), strict=True):
+        if expected is not None:
+            assert template.render([], tools=tools, options={}, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("templates", "match"),
+    [
+        ("no tools in {{ messages | length }} messages", "does not show them"),
+        ("{{ tools }} in a form of its own", "a form that this server does not read"),
+        ([{"name": "default", "template": "{{ tools }}<tool_call>"}, {"name": "tool_use", "template": "-"}], "show"),
+    ],
+)
+def test_tools_that_a_template_does_not_show_or_nobody_can_read_are_refused(
+    tmp_path: Path, templates: object, match: str
+) -> None:
+    template = model_with(tmp_path / "model", templates, {})
+    with pytest.raises(ToolsError, match=f"^tools: the chat template .*{match}") as refused:
+        template.check_tools()
+    assert refused.value.field == "tools"
+
+
+def test_a_template_may_join_arguments_to_text() -> None:
+    source = "{% for call in messages[0].tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
+    said = ChatTemplate(source, {}).render(
+        [{"role": "assistant", "tool_calls": [call]}], tools=[], options={}, add_generation_prompt=False
+    )
+    assert said == 'add{"a": "é"}'
+
+
+def test_a_template_takes_no_other_messages() -> None:
+    with pytest.raises(UserError, match="chat_template_kwargs: messages"):
+        ChatTemplate("", {}).render([], tools=[], options={"messages": []}, add_generation_prompt=True)
 
 
 def test_a_transcript_keeps_the_tokens_that_were_sampled(tmp_path: Path) -> None:
@@ -114,15 +150,13 @@ def test_a_transcript_keeps_the_tokens_that_were_sampled(tmp_path: Path) -> None
         assert text.decode(asked.tokens.tolist()[len(transcript) :]).endswith("[assistant] ")
         said = encoded(text, f'<tool_call>{{"arguments":{{"a":{turn}}},   "name":"add"}}</tool_call><end>')
         transcript = [*asked.tokens.tolist(), *said]
-        _, calls = find_tool_calls(text.template, text.decode(said))
-        call = {"id": calls[0].id, "type": "function", "function": {"name": "add", "arguments": calls[0].arguments}}
-        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        answer = chat_message(asked.reading.read(0, text.decode(said)))
         keep_answer(kept, "ann", asked, body, answer, said)
         for tenant in ("bob", "ann"):
             later = ChatRequest.model_validate({"model": "toy", "messages": [*messages, answer], "tools": [TOOL]})
             found = prompt_of(text, kept, tenant, later).tokens.tolist()[: len(transcript)]
             assert (found == transcript) is (tenant == "ann"), "what is kept is its tenant's"
-        messages += [answer, {"role": "tool", "tool_call_id": calls[0].id, "content": "ok"}]
+        messages += [answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "ok"}]
 
 
 def test_room_for_transcripts_is_taken_from_the_oldest_and_from_the_ends() -> None:

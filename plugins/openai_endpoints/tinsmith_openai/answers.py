@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from tinsmith import FloatArray, SampledSequence, SampleOutput, TokenArray, TopLogprobs
 from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai.texts import ModelText
-from tinsmith_openai.tool_calls import ToolCall
+from tinsmith_openai.tool_calls import Said
 
 Object = dict[str, Json]
 
@@ -116,12 +116,14 @@ def _scored(text: ModelText, token: int, logprob: float) -> Object:
     return {"token": text.piece(token), "logprob": logprob, "bytes": None if spelled is None else [*spelled]}
 
 
-def chat_message(content: str | None, calls: Sequence[ToolCall]) -> Object:
-    message: Object = {"role": "assistant", "content": content}
-    if calls:
+def chat_message(said: Said) -> Object:
+    message: Object = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
+            for call in said.calls
         ]
     return message
 

@@ -14,36 +14,47 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith import ConfigError, UserError
 from tinsmith_checkpoints.huggingface import Json, special_tokens, tokenizer_config
+from tinsmith_openai.tool_calls import form_of, reasoning_of
 
+_TOOLS_NAMES: Final = ("tools", "xml_tools")  # the second one is SmolLM3's
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-class ChatTemplate:
-    """Makes the text of a conversation."""
+class ToolsError(UserError):
+    """The model's chat template has no place for tools, or its calls could not be read."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raise ConfigError if the template cannot be compiled."""
+    field = "tools"
+
+
+class ChatTemplate:
+    """Makes the text of a conversation. A model may have a template of its own for conversations with tools."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, for_tools: str | None = None) -> None:
+        """Raise ConfigError if a template cannot be compiled."""
         self.source = source
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
+        self.tools_source = source if for_tools is None else for_tools
+        self.form = form_of(self.tools_source)
+        """How the model writes calls; None if nobody here can read them."""
+        self.reasoning = reasoning_of(self.tools_source)
+        self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
             self._template = environment.from_string(source)
+            self._for_tools = environment.from_string(self.tools_source)
+            names = {each.name for each in environment.parse(self.tools_source).find_all(nodes.Name)}
         except TemplateError as error:
             msg = f"the chat template of the model's tokenizer cannot be compiled: {error}"
             raise ConfigError(msg) from error
-        self._special_tokens = dict(special_tokens)
+        self._tools_name = next((name for name in _TOOLS_NAMES if name in names), None)
 
     @classmethod
     def of_model(cls, directory: Path) -> "ChatTemplate | None":
-        """Read a Hugging Face directory's template; None if it has none."""
+        """Read a Hugging Face directory's templates; None if it has none."""
         config = tokenizer_config(directory)
-        file = directory / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.exists() else _named(config.get("chat_template"))
-        return None if source is None else cls(source, special_tokens(config))
+        templates = _files(directory) or _named(config.get("chat_template"))
+        if (source := templates.get("default")) is None:
+            return None
+        return cls(source, special_tokens(config), for_tools=templates.get("tool_use"))
 
     def render(
         self,
@@ -65,13 +76,44 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        if tools:
+            values[self._tools_name or "tools"] = tools
+        template = self._for_tools if tools else self._template
         try:
-            return self._template.render(values)
+            try:
+                return template.render(values)
+            except TypeError:  # some join the arguments of calls to text
+                return template.render(values | {"messages": _with_text_arguments(messages)})
         except UserError:
             raise
         except Exception as error:  # a template is a program: unexpected input may make it fail in any way
             msg = f"the model's chat template cannot render these messages: {error}"
             raise UserError(msg) from error
+
+    def check_tools(self) -> None:
+        """Raise ToolsError if the template does not show tools, or nobody could read the calls that it asks for."""
+        if self._tools_name is None:
+            msg = (
+                "tools: the chat template of this model does not show them to the model; describe them in a message, "
+                "or put a template that does so into the model's directory as additional_chat_templates/tool_use.jinja"
+            )
+            raise ToolsError(msg)
+        if self.form is None:
+            msg = (
+                "tools: the chat template of this model asks for calls in a form that this server does not read; "
+                "describe the tools in a message, and read the calls from the text of the answer"
+            )
+            raise ToolsError(msg)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
 
 
 class _Generation(Extension):
@@ -104,9 +146,36 @@ def _now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
 
 
-def _named(templates: Json) -> str | None:
-    """Return the template; of several, the default one."""
-    if isinstance(templates, list):
-        named = {each.get("name"): each.get("template") for each in templates if isinstance(each, dict)}
-        templates = named.get("default")
-    return templates if isinstance(templates, str) else None
+def _files(directory: Path) -> dict[str, str]:
+    """Return the templates in files of their own, by name. If there are any, transformers reads no others."""
+    files = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if (default := directory / "chat_template.jinja").exists():
+        files["default"] = default
+    return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+
+
+def _named(templates: Json) -> dict[str, str]:
+    """Return the templates of tokenizer_config.json, by name."""
+    if isinstance(templates, str):
+        return {"default": templates}
+    found: dict[str, str] = {}
+    for each in templates if isinstance(templates, list) else ():
+        if isinstance(each, dict) and isinstance(name := each.get("name"), str):
+            found[name] = str(each.get("template"))
+    return found
+
+
+def _with_text_arguments(messages: Sequence[Mapping[str, Json]]) -> list[dict[str, Any]]:
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _with_text(call: Any) -> dict[str, Any]:  # Any: a call as `conversations` makes it
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}

@@ -12,10 +12,12 @@ from tinsmith import TokenArray, UserError
 from tinsmith_checkpoints.huggingface import Json, check_depth
 from tinsmith_openai.answers import Object
 from tinsmith_openai.bodies import ChatRequest, Message, ToolCall
+from tinsmith_openai.reading import reading_of
 from tinsmith_openai.refusals import TooLongError
 from tinsmith_openai.text_work import Asker
 from tinsmith_openai.texts import ModelText
-from tinsmith_openai.transcripts import Digests, Transcripts, digests
+from tinsmith_openai.tool_calls import Reading
+from tinsmith_openai.transcripts import Digests, Transcripts, canonical_arguments, digests
 
 _MOST_BEGINNINGS: Final = 16
 """Kept turns with which a prompt is compared. Each is rendered, and a template that changes an earlier turn, as some
@@ -34,6 +36,7 @@ class Conversation:
     of_all: Json
     known: bytes | None  # the digest of the message up to which the tokens were kept
     num_known: int  # tokens up to there
+    reading: Reading
 
 
 def read_conversation(
@@ -47,6 +50,8 @@ def read_conversation(
     _refuse_long(text, body, window)
     messages = [_for_template(text, message) for message in body.messages]
     tools: list[Json] = [] if body.tool_choice == "none" else [tool.model_dump() for tool in body.tools]
+    if tools:
+        text.template.check_tools()
     options = body.template_options
     of_all: Json = [text.base_model, tools, options]
     names = digests(of_all, [_as_sent(message) for message in body.messages])
@@ -81,6 +86,7 @@ def read_conversation(
         of_all=of_all,
         known=known,
         num_known=num_known,
+        reading=reading_of(text.template, tools, whole),
     )
 
 
@@ -110,10 +116,12 @@ def _kept_turns(kept: Transcripts, tenant: str, body: ChatRequest, names: Digest
 def keep_answer(
     kept: Transcripts, tenant: str, asked: Conversation, body: ChatRequest, answer: Object, tokens: Sequence[int]
 ) -> None:
-    """Remember the tokens of an answer, after its prompt's."""
+    """Remember the tokens of an answer, after its prompt's. Some clients will repeat it without its reasoning."""
     said = Message.model_validate(answer)
-    name = digests(asked.of_all, [*(_as_sent(message) for message in body.messages), _as_sent(said)])[-1]
-    kept.keep(tenant, name, parent=asked.known, tokens=[*asked.tokens[asked.num_known :].tolist(), *tokens])
+    before = [_as_sent(message) for message in body.messages]
+    more = [*asked.tokens[asked.num_known :].tolist(), *tokens]
+    for form in [said, *([said.model_copy(update={"reasoning_content": None})] if said.reasoning_content else [])]:
+        kept.keep(tenant, digests(asked.of_all, [*before, _as_sent(form)])[-1], parent=asked.known, tokens=more)
 
 
 def _tail(text: ModelText, whole: str, until: str, end: int) -> str | None:
@@ -129,7 +137,9 @@ def _as_sent(message: Message) -> Json:
     Clients send fields that hold nothing, or leave them out, and write the arguments of calls anew.
     """
     sent: Object = {**message.model_dump(exclude={"type"}), "content": message.text}
-    sent["tool_calls"] = [[call.id, call.function.name, _arguments(call)] for call in message.tool_calls or ()]
+    sent["tool_calls"] = [
+        [call.id, call.function.name, canonical_arguments(call.function.arguments)] for call in message.tool_calls or ()
+    ]
     return {name: value for name, value in sent.items() if value}
 
 

@@ -33,7 +33,7 @@ from tinsmith_openai.serving import Serving
 from tinsmith_openai.streams import OpenAiEvents, events_of
 from tinsmith_openai.text_work import Asker
 from tinsmith_openai.texts import ModelText
-from tinsmith_openai.tool_calls import find_tool_calls
+from tinsmith_openai.tool_calls import Said
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _STREAMED: dict[type[SamplingBody], tuple[str, str]] = {
@@ -199,7 +199,8 @@ class Endpoints:
             choices: list[Json] = []
             for index, sequence in enumerate(output.sequences):
                 asker.check()
-                choices.append({"index": index, **self._chat_choice(text, caller.tenant, body, asked, sequence)})
+                choice = self._chat_choice(text, caller.tenant, body, asked, index, sequence)
+                choices.append({"index": index, **choice})
             answer: Object = {
                 **answers.head("chat.completion", "chatcmpl", body.model),
                 "choices": choices,
@@ -217,17 +218,18 @@ class Endpoints:
         tenant: str,
         body: ChatRequest,
         asked: Conversation,
+        index: int,
         sequence: tinsmith.SampledSequence,
     ) -> Object:
         tokens = answers.tokens_of(sequence)
-        said = answers.finished_text(text, tokens, body.stop_strings)
-        content, calls = find_tool_calls(text.template, said) if asked.tools else (said, [])
-        message = answers.chat_message(content, calls)
+        whole = answers.finished_text(text, tokens, body.stop_strings)
+        said = asked.reading.read(index, whole) if asked.tools else Said(content=whole)
+        message = answers.chat_message(said)
         if text.is_special(tokens[-1]):  # the model has ended its turn itself
             keep_answer(self._serving.transcripts, tenant, asked, body, message, tokens)
         return {
             "message": message,
-            "finish_reason": "tool_calls" if calls else sequence.stop_reason,
+            "finish_reason": "tool_calls" if said.ends_with_call else sequence.stop_reason,
             "logprobs": answers.chat_logprobs(text, sequence, body.top_logprobs) if body.logprobs else None,
             **({"token_ids": answers.as_list(tokens)} if body.return_token_ids else {}),
         }

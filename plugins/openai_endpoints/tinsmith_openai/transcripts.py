@@ -17,6 +17,7 @@ import numpy as np
 
 from tinsmith import TokenArray
 from tinsmith_checkpoints.huggingface import Json
+from tinsmith_openai.tool_calls import parsed
 
 _MOST_TENANTS: Final = 256
 _TENANT_TOKENS: Final = 1 << 20
@@ -32,6 +33,23 @@ def digests(of_all: Json, messages: Iterable[Json]) -> Digests:
         running.update(hashlib.sha256(json.dumps(part, sort_keys=True).encode()).digest())
         found.append(running.digest())
     return found[1:]
+
+
+def canonical_arguments(text: str) -> Json:
+    """Return the one form of a call's arguments. Clients that read the JSON write it in another way, and 1.0 as 1."""
+    found = parsed(text)
+    return text if found is None else _with_whole_numbers(found)
+
+
+def _with_whole_numbers(value: Json) -> Json:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_with_whole_numbers(each) for each in value]
+        case dict():
+            return {name: _with_whole_numbers(each) for name, each in value.items()}
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from tinsmith_checkpoints.huggingface.hub_cache import (
     offline_message,
     repository_directory,
 )
-from tinsmith_checkpoints.huggingface.model_files import BESIDE_THE_WEIGHTS
+from tinsmith_checkpoints.huggingface.model_files import is_beside_the_weights
 from tinsmith_checkpoints.huggingface.safetensors_files import shard_files
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ class _Repository:
         if "config.json" not in self.files:
             msg = f"{str(self.reference)!r} is not a model that can be served: its repository has no config.json"
             raise ConfigError(msg)
-        found = [file for file in self.files if any(fnmatch(file, pattern) for pattern in BESIDE_THE_WEIGHTS)]
-        return sorted(file for file in found if "/" not in file and not file.endswith(".bin.index.json"))
+        found = filter(is_beside_the_weights, self.files)
+        return sorted(file for file in found if not file.endswith(".bin.index.json"))
 
     def weights(self) -> list[str]:
         """List the weight files; the index must already be local. Raise ConfigError if there are no safetensors."""

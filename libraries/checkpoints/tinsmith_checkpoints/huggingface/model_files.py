@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from tinsmith_checkpoints.errors import ConfigError, ServerError
@@ -10,10 +10,15 @@ from tinsmith_checkpoints.huggingface.outside_files import read_json
 from tinsmith_checkpoints.huggingface.safetensors_files import shard_files
 from tinsmith_checkpoints.values import Json
 
-BESIDE_THE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja")
+_BESIDE_THE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 """Patterns of configuration and tokenizer files."""
 
 _NOT_OURS: Final = ("adapter_config.json", "tinsmith.json")
+
+
+def is_beside_the_weights(name: str) -> bool:
+    """Return whether a file of a model belongs to its configuration or tokenizer. `name`: its path in the directory."""
+    return any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in _BESIDE_THE_WEIGHTS)
 
 
 def read_model_config(directory: Path) -> dict[str, Json]:
@@ -50,7 +55,28 @@ def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | Non
     config["dtype"] = dtype
     if tied is not None:
         config["tie_word_embeddings"] = tied
-    for file in sorted({file for pattern in BESIDE_THE_WEIGHTS for file in source.glob(pattern)}):
-        if file.is_file() and not file.name.endswith(".index.json") and file.name not in _NOT_OURS:
+    named = _named_templates(source)
+    for file in sorted({file for pattern in _BESIDE_THE_WEIGHTS for file in source.glob(pattern)}):
+        is_template = bool(named) and file.suffix == ".jinja"
+        if file.is_file() and not is_template and not file.name.endswith(".index.json") and file.name not in _NOT_OURS:
             shutil.copyfile(file, target / file.name)
+    if named:
+        tokenizer = {**_read_object(source / "tokenizer_config.json"), "chat_template": named}
+        (target / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n", encoding="utf-8")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _named_templates(source: Path) -> list[Json]:
+    """Return a model's chat templates as a list for tokenizer_config.json, if some have files in a directory.
+
+    Copies are flat, as checkpoints are.
+    """
+    files = {file.stem: file for file in sorted((source / "additional_chat_templates").glob("*.jinja"))}
+    if files and (default := source / "chat_template.jinja").exists():
+        files["default"] = default
+    return [{"name": name, "template": file.read_text(encoding="utf-8")} for name, file in files.items()]
+
+
+def _read_object(file: Path) -> dict[str, Json]:
+    found = read_json(file) if file.exists() else {}
+    return found if isinstance(found, dict) else {}

@@ -11,7 +11,7 @@ from tinsmith_openai.answers import Object, as_list
 from tinsmith_openai.live_answers import EventForm
 from tinsmith_openai.messages.bodies import MessagesRequest
 from tinsmith_openai.texts import ModelText
-from tinsmith_openai.tool_calls import ToolCall
+from tinsmith_openai.tool_calls import Said
 
 Message = dict[str, Any]  # Any: an answer made here
 
@@ -44,19 +44,19 @@ def usage(num_prompt: int, output: tinsmith.SampleOutput) -> Object:
     }
 
 
-def content(said: str | None, calls: Sequence[ToolCall]) -> list[Json]:
-    text: list[Json] = [{"type": "text", "text": said or ""}] if said or not calls else []
+def content(said: Said) -> list[Json]:
+    thought: list[Json] = [{"type": "thinking", "thinking": said.reasoning, "signature": ""}] if said.reasoning else []
+    text: list[Json] = [{"type": "text", "text": said.content}] if said.content or not said.calls else []
     used: list[Json] = [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)} for call in calls
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        for call in said.calls
     ]
-    return [*text, *used]
+    return [*thought, *text, *used]
 
 
-def stop_reason(
-    text: ModelText, body: MessagesRequest, sequence: tinsmith.SampledSequence, calls: Sequence[ToolCall]
-) -> Object:
+def stop_reason(text: ModelText, body: MessagesRequest, sequence: tinsmith.SampledSequence, said: Said) -> Object:
     """Say why a message ended, and which stop string ended it."""
-    if calls:
+    if said.calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     whole = text.decode([int(token) for token in sequence.tokens])
     found = min(((at, stop) for stop in body.stop_sequences if (at := whole.find(stop)) >= 0), default=None)
@@ -109,6 +109,9 @@ def events_of(start: Object, whole: Message) -> Iterator[str]:
         if block["type"] == "text":
             yield _block_start(index, {"type": "text", "text": ""})
             yield _delta(index, {"type": "text_delta", "text": block["text"]})
+        elif block["type"] == "thinking":
+            yield _block_start(index, {**block, "thinking": ""})
+            yield _delta(index, {"type": "thinking_delta", "thinking": block["thinking"]})
         else:
             yield _block_start(index, {**block, "input": {}})
             yield _delta(index, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])})

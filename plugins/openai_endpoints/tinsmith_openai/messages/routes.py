@@ -1,6 +1,5 @@
 """The routes of Anthropic's API: `messages` and `messages/count_tokens`."""
 
-import json
 from functools import partial
 from typing import Annotated
 
@@ -19,7 +18,7 @@ from tinsmith_openai.messages import answers
 from tinsmith_openai.messages.bodies import CountTokensRequest, MessagesRequest
 from tinsmith_openai.serving import Serving
 from tinsmith_openai.texts import ModelText
-from tinsmith_openai.tool_calls import ToolCall, find_tool_calls
+from tinsmith_openai.tool_calls import Said
 
 _VERSIONS = ("2023-06-01", "2026-10-21")  # what clients of Anthropic's have sent
 
@@ -108,28 +107,21 @@ class _Drawn:
     def _message(self, sequence: tinsmith.SampledSequence, output: tinsmith.SampleOutput) -> answers.Message:
         asked, body = self._asked, self._body
         tokens = tokens_of(sequence)
-        said, calls = self._said(finished_text(self._text, tokens, self._chat.stop_strings))
+        said = self._said(finished_text(self._text, tokens, self._chat.stop_strings))
         if self._text.is_special(tokens[-1]):  # the model has ended its turn itself
-            answer = chat_message(said, calls)
+            answer = chat_message(said)
             keep_answer(self._serving.transcripts, self._caller.tenant, asked, self._chat, answer, tokens)
         return {
             **self._start,
-            "content": answers.content(said, calls),
-            **answers.stop_reason(self._text, body, sequence, calls),
+            "content": answers.content(said),
+            **answers.stop_reason(self._text, body, sequence, said),
             "usage": answers.usage(len(asked.tokens), output),
             **(answers.token_ids(asked.tokens, sequence) if body.return_token_ids else {}),
         }
 
-    def _said(self, whole: str) -> tuple[str | None, list[ToolCall]]:
+    def _said(self, whole: str) -> Said:
         """Return text and calls. A call whose arguments are no object stays text: there is no block for it."""
         if not self._asked.tools:
-            return whole, []
-        said, calls = find_tool_calls(self._text.template, whole)
-        return (said, calls) if all(_is_object(call.arguments) for call in calls) else (whole, [])
-
-
-def _is_object(arguments: str) -> bool:
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except ValueError:
-        return False
+            return Said(content=whole)
+        said = self._asked.reading.read(0, whole)
+        return said if all(call.has_object for call in said.calls) else Said(content=whole)
