@@ -226,11 +226,15 @@ def test_merged_models_compute_what_peft_computes(
 
 def test_merging_rounds_once_to_the_dtype_asked_for(tmp_path: Path, bases: dict[bool, Path]) -> None:
     directory = saved(tmp_path, state(bases[False]), bases[False])
-    ok("merge", directory, tmp_path / "full")
+    told = ok("merge", directory, tmp_path / "full")
+    full, originals = StoredTensors.of(tmp_path / "full", "model"), StoredTensors.of(bases[False], "model")
+    changed = [name for name, array in full.items() if not np.array_equal(array, originals[name])]
+    assert 0 < len(changed) < len(full)
+    assert f"{len(changed)} weights changed" in told
     ok("merge", directory, tmp_path / "half", "--dtype", "bfloat16")
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
-    for name, exact in StoredTensors.of(tmp_path / "full", "model").items():
+    for name, exact in full.items():
         assert torch.equal(half.get_parameter(name), torch.tensor(exact).bfloat16())
 
 

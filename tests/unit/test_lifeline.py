@@ -241,6 +241,7 @@ OTHERS = {
     "libraries/checkpoints/tinsmith_checkpoints/tools/rewriting.py": "writes beside the target, which it then replaces",
     "libraries/workers/tinsmith_workers/state_files.py": "keeps files as long as their readers; sweeps for itself",
     "core/tinsmith/commands/doctor/probe.py": "a file without a name",
+    "core/tinsmith/builtin/scratch_store.py": "asks where to make its scratch",
     "plugins/vllm_sampler/tinsmith_vllm/compat.py": "asks how long the path is, and makes nothing there",
     "plugins/jax_backend/tinsmith_jax/native/library.py": "leaves markers on purpose, for the next process",
     "tools/conformance/tinsmith_conformance/runner.py": "does without tinsmith; a child ends with its standard input",

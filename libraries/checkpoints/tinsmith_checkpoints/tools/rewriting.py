@@ -207,7 +207,7 @@ def merge(
                 array = originals[source]
                 if name in parts:
                     array = array.copy()  # copied from the source, because a reader may share its memory
-                for part in parts[name]:
+                for part in parts.get(name, ()):
                     _add(part, places[part], changes[part].factors(weights), lora.scale, array)
                 writer.add(name, array)
         hf_files.copy_model_files(base, fresh, dtype=wanted, tied=False if unties else None)
