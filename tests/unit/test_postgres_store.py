@@ -1,13 +1,10 @@
 """What the store contract cannot see of PostgreSQL: starts at once, outages, commits whose answer is lost, wake-ups."""
 
 import asyncio
-import logging
-import os
 import re
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.sql_store.choose import diagnose, dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.databases import postgres, postgres_scrubbing
+from tinsmith.sql_store.databases import postgres
 from tinsmith.sql_store.databases.notify_wakeups import NotifyWakeUps
 from tinsmith.sql_store.databases.postgres import PostgresDatabase
 from tinsmith.sql_store.migrate import known_revisions
@@ -269,79 +266,6 @@ def test_other_drivers_are_refused() -> None:
 def test_sqlite_is_for_one_server() -> None:
     with pytest.raises(ConfigError, match=r"server\.share_data_dir.*store\.url"):
         SqlStore(SqlStoreConfig(), StoreContext(data_dir=Path("unused"), shared=True))
-
-
-# Retention ------------------------------------------------------------------------------------------------------------
-
-LATER = timedelta(hours=1)
-
-
-async def finished(store: SqlStore, seq_id: int, payload: bytes) -> None:
-    request_id = await store.submit(a_sample(seq_id, payload=payload))
-    assert await claim(store) == [request_id]
-    await complete(store, [done(request_id)])
-
-
-def in_tables(postgres: Postgres, url: str, content: bytes) -> bool:
-    """Look at every byte of every table's and index's file."""
-    postgres.execute(url, "CHECKPOINT")
-    for path in (postgres.data / "base").rglob("*"):
-        with suppress(FileNotFoundError, IsADirectoryError):  # a backend that starts renames a file of its own
-            if content in path.read_bytes():
-                return True
-    return False
-
-
-@pytest.mark.parametrize("size", [200, 20_000], ids=["in the row", "beside it"])
-async def test_what_is_past_its_retention_is_gone_from_the_tables_files(
-    postgres: Postgres, postgres_url: str, size: int
-) -> None:
-    secret, kept = os.urandom(size), os.urandom(size)
-    store = a_store(postgres_url, rewrite_share=1.0)
-    await store.open()
-    await finished(store, 0, secret)
-    await store.submit(a_sample(1, payload=kept))  # behind it: its page, and its file, stay
-    assert in_tables(postgres, postgres_url, secret[:64])
-    assert await store.prune(datetime.now(UTC) + LATER) == 1
-    assert not in_tables(postgres, postgres_url, secret[:64])
-    assert in_tables(postgres, postgres_url, kept[:64])
-    assert len(await claim(store)) == 1
-    await store.close()
-
-
-async def test_tables_are_not_rewritten_all_the_time(postgres: Postgres, postgres_url: str) -> None:
-    store, secrets = a_store(postgres_url, rewrite_share=1e-9), [os.urandom(200) for _ in range(2)]
-    await store.open()
-    for seq_id, secret in enumerate(secrets):
-        await finished(store, seq_id, secret)
-        await store.prune(datetime.now(UTC) + LATER)
-    await store.close()
-    assert [in_tables(postgres, postgres_url, secret) for secret in secrets] == [False, True]
-    again = a_store(postgres_url, rewrite_share=1.0)  # what is left, the next process comes to
-    await again.open()
-    assert await again.prune(datetime.now(UTC)) == 0
-    assert not in_tables(postgres, postgres_url, secrets[1])
-    await again.close()
-
-
-async def test_what_another_transaction_reads_goes_later(
-    postgres: Postgres, postgres_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(postgres_scrubbing, "OTHERS_WAIT_S", 0.0)
-    caplog.set_level(logging.INFO)
-    store, secret = a_store(postgres_url, rewrite_share=1.0), os.urandom(200)
-    await store.open()
-    await finished(store, 0, secret)
-    with psycopg.connect(postgres_url) as reader:
-        reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        reader.execute("SELECT 1")
-        await store.prune(datetime.now(UTC) + LATER)
-        assert "another transaction could see them" in caplog.text
-        assert in_tables(postgres, postgres_url, secret)
-    monkeypatch.undo()
-    await store.prune(datetime.now(UTC) + LATER)
-    assert not in_tables(postgres, postgres_url, secret)
-    await store.close()
 
 
 async def test_a_look_tells_of_the_database_and_changes_nothing(postgres: Postgres) -> None:

@@ -32,13 +32,6 @@ class SqlStoreConfig(BackendConfig):
     outage_s: float = Field(
         30.0, gt=0, description="PostgreSQL: seconds for which calls wait for a database that cannot be reached"
     )
-    rewrite_share: float = Field(
-        0.02,
-        ge=0,
-        le=1,
-        description="PostgreSQL: largest share of the time for which tables are locked while they are rewritten to "
-        "remove deleted content; with 0, run `VACUUM FULL payloads, results, checkpoints` yourself",
-    )
     safety_poll_s: float = Field(
         2.0, gt=0, description="seconds after which waiting calls read the database even without a wake-up"
     )

@@ -205,9 +205,9 @@ class Writer(Grouping[Database], Generic[W]):
         result: T = await self.ask(Call(function, args, options))
         return result
 
-    async def scrub(self, *, deleted: bool) -> None:
-        """Remove deleted content from the database's files. `deleted`: this process has just deleted something."""
-        await self._database.scrub(deleted=deleted)
+    async def scrub(self) -> None:
+        """Remove deleted content from the database's files, if it can."""
+        await self._database.scrub()
 
     async def _run(self, database: Database, calls: list[Call]) -> list[Any]:
         """Other processes are woken from the database's thread, so they do not wait for this one's event loop."""

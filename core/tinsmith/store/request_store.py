@@ -83,8 +83,7 @@ class RequestStore(ABC):
 
         Whatever the recovery of a live model could need is kept: the operations after its oldest recovery point, or
         all of them if it has none. With `idle_since`, the whole log of a model is kept if a request for it has arrived
-        since then. When this returns, deleted content must be unreadable in the database's files, as far as the
-        database can guarantee that.
+        since then. On SQLite, deleted content is unreadable in the files when this returns.
         """
 
     # sessions

@@ -92,12 +92,8 @@ class Database(ABC):
         del error
         return False
 
-    async def scrub(self, *, deleted: bool) -> None:
-        """Remove deleted content from the files, if this database can.
-
-        `deleted`: whether this process has deleted something since the last call.
-        """
-        del deleted
+    async def scrub(self) -> None:
+        """Remove deleted content from the files, if this database can do so beside its work."""
 
     @abstractmethod
     def _transact(self, work: Callable[[Connection], T], commit: Callable[[Connection], None]) -> T:

@@ -18,7 +18,6 @@ from tinsmith.errors import ConfigError, StoreError
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Channel, Database, Dialect
 from tinsmith.sql_store.databases.notify_wakeups import NotifyWakeUps
-from tinsmith.sql_store.databases.postgres_scrubbing import Scrubber
 
 T = TypeVar("T")
 
@@ -115,7 +114,6 @@ class PostgresDialect(Dialect):
             read_only=read_only,
             outage_s=self._config.outage_s,
             prepare=self._prepare,
-            scrubber=Scrubber(self._conninfo, prepare=self._prepare, share=self._config.rewrite_share),
         )
 
 
@@ -152,7 +150,6 @@ class PostgresDatabase(Database):
         read_only: bool,
         outage_s: float,
         prepare: str,
-        scrubber: Scrubber,
     ) -> None:
         """`prepare`: a statement for each new connection."""
         engine = create_engine(
@@ -168,7 +165,6 @@ class PostgresDatabase(Database):
         super().__init__(engine)
         event.listen(engine, "connect", partial(_prepare, prepare))
         self._name = name
-        self._scrubber = scrubber
         self._writes = not read_only
         self._outage_s = outage_s
         self._down_since: float | None = None
@@ -240,9 +236,6 @@ class PostgresDatabase(Database):
             connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))  # a migration is not retried
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             work(connection)
-
-    async def scrub(self, *, deleted: bool) -> None:
-        await self._scrubber.scrub(deleted=deleted)
 
     async def close(self) -> None:
         self._closing.set()

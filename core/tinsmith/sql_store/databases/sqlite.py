@@ -149,8 +149,7 @@ class SqliteDatabase(Database):
         with self._engine.begin() as connection:
             work(connection)
 
-    async def scrub(self, *, deleted: bool) -> None:
-        del deleted  # it costs little, so it is always done
+    async def scrub(self) -> None:
         await self._in_thread(self._raw, _scrub)
 
     def _raw(self, work: Callable[[sqlite3.Connection], None]) -> None:

@@ -88,10 +88,10 @@ async def prune(connections: Connections, finished_before: datetime, *, idle_sin
     while chunk := await durable.write(operations, finished_before, idle_since=idle_since):
         pruned += chunk
     await durable.write(finished_samples, finished_before)
-    forgotten = await durable.write(deleted_checkpoints, finished_before)
-    forgotten += await durable.write(sampling.prune_experts, finished_before)
+    await durable.write(deleted_checkpoints, finished_before)
+    await durable.write(sampling.prune_experts, finished_before)
     await durable.write(api_keys.prune, finished_before)
-    await durable.scrub(deleted=pruned + forgotten > 0)
+    await durable.scrub()
     return pruned
 
 
