@@ -48,9 +48,11 @@ LIMITED_BY: Mapping[str, str] = {
     "server.route_sampling:TenantSampling._finished": ALL,
     "tinsmith_openai.live_answers:LiveAnswer.response": ALL,
     "tinsmith_openai.live_answers:_ClosingResponse": ALL,
-    "tinsmith_openai.streams:streamed": ALL,
     "tinsmith_openai.messages.routes:_Drawn.answered": ALL,
+    "tinsmith_openai.messages.routes:messages_router.messages": ALL,
+    "tinsmith_openai.messages.routes:messages_router.count_tokens": ALL,
     "tinsmith_openai.routes:Endpoints._answered": ALL,
+    "tinsmith_openai.routes:Endpoints._written": ALL,
 }
 """By module and function: the test of the limit."""
 
