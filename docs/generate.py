@@ -473,6 +473,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "refusals": field_status.refused_lines,
     **{f"fields-{name}": partial(file_fields.markdown, table) for name, table in file_fields.TABLES.items()},
     **{f"client-fields-{name}": partial(client_fields.markdown, each) for name, each in client_fields.TABLES.items()},
+    "fields-jax-families": file_fields.jax_families,
     "ranges": range_table,
     "model-families": model_families,
     **generators(REFERENCE),

@@ -21,6 +21,7 @@ from tinsmith_checkpoints.huggingface import (
     decoder_shape,
     joined_matrices,
     read_rope,
+    short_rope,
     without_fp8,
     without_int4,
 )
@@ -455,6 +456,7 @@ def decoder(
     """
     config = without_int4(without_fp8(config, path), path)
     shape = decoder_shape(config, path, supported=[next(iter(config["architectures"]))])
+    longest = short_rope(config) if longest is None else longest
     if longest is not None:
         shape = replace(shape, max_position=min(shape.max_position, longest))
     if not gated:

@@ -4,6 +4,7 @@ The names exported here are public: plugins that read such directories may impor
 """
 
 from tinsmith_checkpoints.huggingface.adapter_deltas import Delta, deltas
+from tinsmith_checkpoints.huggingface.config_fields import DECODER_FIELDS, check_config, check_whole, config_fields
 from tinsmith_checkpoints.huggingface.decoder import (
     ATTENTION,
     DELTA,
@@ -19,6 +20,13 @@ from tinsmith_checkpoints.huggingface.decoder import (
     decoder_shape,
     has_experts,
 )
+from tinsmith_checkpoints.huggingface.family_fields import (
+    DELTA_FIELDS,
+    EXPERT_FIELDS,
+    LATENT_FIELDS,
+    NO_WINDOW_FIELDS,
+)
+from tinsmith_checkpoints.huggingface.fields import OFF, Field, FileFields, honoured, no_meaning, only, only_in_lists
 from tinsmith_checkpoints.huggingface.fp8 import without_fp8
 from tinsmith_checkpoints.huggingface.hybrid import DeltaRule, HybridShape, Mamba, delta_rule, hybrid_shape, mixers
 from tinsmith_checkpoints.huggingface.int4 import without_int4
@@ -30,7 +38,7 @@ from tinsmith_checkpoints.huggingface.model_files import read_model_config
 from tinsmith_checkpoints.huggingface.outside_files import check_depth
 from tinsmith_checkpoints.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
 from tinsmith_checkpoints.huggingface.places import Place, weight_places
-from tinsmith_checkpoints.huggingface.rope import Rope, read_rope
+from tinsmith_checkpoints.huggingface.rope import Rope, read_rope, short_rope
 from tinsmith_checkpoints.huggingface.safetensors_files import ShardWriter, StoredTensor, StoredTensors
 from tinsmith_checkpoints.huggingface.sizes import WeightCounts, adapter_weights, weight_counts
 from tinsmith_checkpoints.huggingface.state_files import Kind, Targets
@@ -49,13 +57,19 @@ from tinsmith_checkpoints.values import Json
 
 __all__ = [
     "ATTENTION",
+    "DECODER_FIELDS",
     "DELTA",
+    "DELTA_FIELDS",
     "EXPERTS",
+    "EXPERT_FIELDS",
     "HEAD",
     "LANGUAGE_MODEL",
     "LATENT",
+    "LATENT_FIELDS",
     "MAMBA",
     "MLP",
+    "NO_WINDOW_FIELDS",
+    "OFF",
     "SHARED_EXPERT",
     "SHARED_EXPERTS",
     "TINY",
@@ -64,6 +78,8 @@ __all__ = [
     "Delta",
     "DeltaRule",
     "ExpertShape",
+    "Field",
+    "FileFields",
     "HybridShape",
     "JoinedMatrix",
     "Json",
@@ -83,23 +99,31 @@ __all__ = [
     "WeightFiles",
     "adapter_config",
     "adapter_weights",
+    "check_config",
     "check_depth",
+    "check_whole",
+    "config_fields",
     "decoder_names",
     "decoder_shape",
     "delta_rule",
     "deltas",
     "draw_lora_A",
     "has_experts",
+    "honoured",
     "hybrid_shape",
     "joined_matrices",
     "known_config",
     "language_config",
     "latent_shape",
     "mixers",
+    "no_meaning",
+    "only",
+    "only_in_lists",
     "read_model_config",
     "read_rope",
     "read_tokenizer",
     "save_as_published",
+    "short_rope",
     "special_tokens",
     "tiny_causal_lm",
     "tiny_config",

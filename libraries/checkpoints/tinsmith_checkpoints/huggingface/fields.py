@@ -3,6 +3,7 @@
 A file's table is an allow-list. Readers refuse, or announce, a field without a row; the documentation shows the rows.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,20 +26,23 @@ _announced: Final = set[tuple[Path, tuple[str, ...]]]()
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`taken`: the values of a field that is refused at any other one."""
+    """`taken`: the values of a field that is refused at any other one. `in_lists`: also lists of these values."""
 
     status: Status
     note: str
     taken: tuple[Json, ...] = ()
+    in_lists: bool = False
 
     def takes(self, value: Json) -> bool:
-        return self.status != "only" or any(_same(value, each) for each in self.taken)
+        if self.status != "only" or any(_same(value, each) for each in self.taken):
+            return True
+        return self.in_lists and isinstance(value, list) and all(map(self.takes, value))
 
     def described(self) -> str:
         """Return the status as the documentation has it."""
         if self.status != "only":
             return self.status
-        return f"only {' or '.join(f'`{shown(each)}`' for each in self.taken)}"
+        return f"only {' or '.join(f'`{json.dumps(each)}`' for each in self.taken)}"
 
 
 def honoured(note: str = "") -> Field:
@@ -48,6 +52,11 @@ def honoured(note: str = "") -> Field:
 def only(*taken: Json, otherwise: str) -> Field:
     """`otherwise`: why other values are refused, or what to do instead."""
     return Field("only", otherwise, taken)
+
+
+def only_in_lists(*taken: Json, otherwise: str) -> Field:
+    """Like `only`, of a field with a value for each layer."""
+    return Field("only", otherwise, (None, *taken), in_lists=True)
 
 
 def no_meaning(why: str) -> Field:

@@ -61,6 +61,15 @@ def read_rope(config: Mapping[str, Json], head_dim: int, source: str, *, partial
     raise ConfigError(msg)
 
 
+def short_rope(config: Mapping[str, Json]) -> int | None:
+    """Return the tokens of a sequence beyond which longrope has other frequencies; None if the type is another one."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "longrope" not in (parameters.get("rope_type"), parameters.get("type")):
+        return None
+    original = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return int(original or config["max_position_embeddings"])
+
+
 def _rope(inv_freq: Frequencies, factor: float = 1.0) -> Rope:
     return Rope(tuple(float(x) for x in inv_freq.astype(np.float32)), factor)
 

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Final
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import Json, language_config, read_model_config
+from tinsmith_checkpoints.huggingface import (
+    Field,
+    FileFields,
+    Json,
+    check_config,
+    check_whole,
+    config_fields,
+    language_config,
+    read_model_config,
+)
 from tinsmith_jax.model_config import ModelConfig
 
 Family = Callable[[Mapping[str, Json], Path], ModelConfig]
@@ -22,16 +31,22 @@ Family = Callable[[Mapping[str, Json], Path], ModelConfig]
 GROUP: Final = "tinsmith_jax.families"
 
 _FAMILIES: Final[dict[str, Family]] = {}
+_FIELDS: Final[dict[str, Mapping[str, Field] | None]] = {}
 
 
-def family(class_name: str) -> Callable[[Family], Family]:
-    """Register a function for models whose config.json names this architecture, such as `LlamaForCausalLM`."""
+def family(class_name: str, *, fields: Mapping[str, Field] | None = None) -> Callable[[Family], Family]:
+    """Register a function for models whose config.json names this architecture, such as `LlamaForCausalLM`.
+
+    `fields`: what happens to each field of its config.json, beyond those of all decoders. None: the function sees to
+    its own fields, and no field is announced as unknown.
+    """
 
     def register(describe: Family) -> Family:
         former = _FAMILIES.setdefault(class_name, describe)
         if former is not describe:
             msg = f"{class_name} is described by {former.__module__} already, so {describe.__module__} cannot"
             raise ValueError(msg)
+        _FIELDS[class_name] = fields
         return describe
 
     return register
@@ -44,7 +59,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 def config_of(config: Mapping[str, Json], path: Path) -> ModelConfig:
     """Describe the decoder of a parsed config.json, of which a family sees the language part. `path`: for errors."""
-    config = language_config(config)
+    whole, config = config, language_config(config)
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
     ours = built_in()
     describe = _FAMILIES.get(class_name)
@@ -56,7 +71,15 @@ def config_of(config: Mapping[str, Json], path: Path) -> ModelConfig:
             failed = "".join(f"; {name} could not be loaded: {error}" for name, error in broken.items())
             msg = f"{path}: architecture {class_name!r} is not supported, only {', '.join(names)}{failed}"
             raise ConfigError(msg)
+    if whole is not config:
+        check_whole(whole, path)
+    check_config(config, path, fields_of(class_name), all_known=_FIELDS[class_name] is not None)
     return describe(config, path)
+
+
+def fields_of(class_name: str) -> FileFields:
+    """Return the table of config.json for a family that is registered."""
+    return config_fields(class_name, _FIELDS[class_name] or {})
 
 
 @functools.cache

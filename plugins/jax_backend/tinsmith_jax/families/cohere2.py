@@ -3,13 +3,21 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json, read_rope
-from tinsmith_jax import Attention, LayerKind, ModelConfig, Norms, decoder, family, head_dim, refuse
+from tinsmith_checkpoints.huggingface import OFF, Json, honoured, only, read_rope
+from tinsmith_jax import Attention, LayerKind, ModelConfig, Norms, decoder, family, head_dim
+from tinsmith_jax.family_fields import BIASES, WINDOWS
+
+_FIELDS = {
+    **BIASES,
+    **WINDOWS,
+    "layer_norm_eps": honoured(),
+    "logit_scale": honoured(),
+    "use_qk_norm": only(*OFF, otherwise="queries and keys of this family are not normalised here"),
+}
 
 
-@family("Cohere2ForCausalLM")
+@family("Cohere2ForCausalLM", fields=_FIELDS)
 def cohere2(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    refuse(config, path, "use_qk_norm")
     config = {"tie_word_embeddings": True, "rms_norm_eps": config.get("layer_norm_eps", 1e-5), **config}
     number, every = int(config["num_hidden_layers"]), int(config.get("sliding_window_pattern") or 4)
     by_default = ("sliding_attention" if (i + 1) % every else "full_attention" for i in range(number))

@@ -9,19 +9,30 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import Json, read_rope
-from tinsmith_jax import Attention, Groups, Latent, LayerKind, Mixture, ModelConfig, decoder, family, refuse
+from tinsmith_checkpoints.huggingface import LATENT_FIELDS, Json, honoured, no_meaning, only_in_lists, read_rope
+from tinsmith_jax import Attention, Groups, Latent, LayerKind, Mixture, ModelConfig, decoder, family
+
+_WITHIN = no_meaning("sequences are no longer than `index_topk`, within which every token sees all before it")
+_FIELDS_V32 = {
+    **LATENT_FIELDS,
+    "mlp_layer_types": honoured(),
+    "index_topk": honoured("the longest sequence"),
+    **dict.fromkeys(("index_n_heads", "index_head_dim", "indexer_types"), _WITHIN),
+    "layer_types": only_in_lists(
+        *("indexed_attention", "full_attention"), otherwise="layers of this family see no windows here"
+    ),
+}
 
 
-@family("DeepseekV3ForCausalLM")
-@family("KimiK25ForConditionalGeneration")
-@family("Kimi_K25ForConditionalGeneration")
+@family("DeepseekV3ForCausalLM", fields=LATENT_FIELDS)
+@family("KimiK25ForConditionalGeneration", fields=LATENT_FIELDS)
+@family("Kimi_K25ForConditionalGeneration", fields=LATENT_FIELDS)
 def deepseek_v3(config: Mapping[str, Json], path: Path) -> ModelConfig:
     return _described(config, path)
 
 
-@family("DeepseekV32ForCausalLM")
-@family("GlmMoeDsaForCausalLM")
+@family("DeepseekV32ForCausalLM", fields=_FIELDS_V32)
+@family("GlmMoeDsaForCausalLM", fields=_FIELDS_V32)
 def deepseek_v32(config: Mapping[str, Json], path: Path) -> ModelConfig:
     """Each token attends to the `index_topk` tokens that an indexer chooses: to all, if there are no more of them."""
     layers, dense = int(config["num_hidden_layers"]), int(config.get("first_k_dense_replace", 3))
@@ -34,12 +45,7 @@ def deepseek_v32(config: Mapping[str, Json], path: Path) -> ModelConfig:
 
 
 def _described(config: Mapping[str, Json], path: Path, longest: int | None = None) -> ModelConfig:
-    refuse(config, path, "attention_bias")
     config = {"n_shared_experts": 1, "norm_topk_prob": True, **config}
-    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
-        if config.get(key, known) != known:
-            msg = f"{path}: {key} is {config[key]!r}, supported is {known!r}"
-            raise ConfigError(msg)
     layers = int(config["num_hidden_layers"])
     dense = min(int(config.get("first_k_dense_replace", 3)), layers)
     if dense == layers:

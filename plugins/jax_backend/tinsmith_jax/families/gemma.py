@@ -3,14 +3,20 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json
-from tinsmith_jax import Attention, ModelConfig, Norms, decoder, family, refuse
+from tinsmith_checkpoints.huggingface import OFF, Json, only
+from tinsmith_jax import Attention, ModelConfig, Norms, decoder, family
+from tinsmith_jax.family_fields import BIASES
+
+_FIELDS = {
+    **BIASES,
+    "hidden_activation": only(None, "gelu_pytorch_tanh", otherwise="`hidden_act` decides, as in transformers"),
+    "use_bidirectional_attention": only(*OFF, otherwise="tokens see only those before them here"),
+}
 
 
-@family("GemmaForCausalLM")
+@family("GemmaForCausalLM", fields=_FIELDS)
 def gemma(config: Mapping[str, Json], path: Path) -> ModelConfig:
     """Published files say "gelu", and mean its approximation by tanh, as transformers takes it."""
-    refuse(config, path, "use_bidirectional_attention")
     config = {"tie_word_embeddings": True, "head_dim": 256, **config}
     activation, bias = config.get("hidden_act", "gelu_pytorch_tanh"), bool(config.get("attention_bias"))
     return decoder(

@@ -3,13 +3,23 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json, read_rope
-from tinsmith_jax import Attention, LayerKind, ModelConfig, Norms, decoder, family, head_dim, refuse
+from tinsmith_checkpoints.huggingface import OFF, Json, honoured, no_meaning, only, read_rope
+from tinsmith_jax import Attention, LayerKind, ModelConfig, Norms, decoder, family, head_dim
+from tinsmith_jax.family_fields import BIASES, WINDOWS
+
+_FIELDS = {
+    **BIASES,
+    **WINDOWS,
+    **dict.fromkeys(
+        ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"), honoured()
+    ),
+    "hidden_act": no_meaning("`hidden_activation` decides, as in transformers"),
+    "use_bidirectional_attention": only(*OFF, otherwise="tokens see only those before them here"),
+}
 
 
-@family("Gemma2ForCausalLM")
+@family("Gemma2ForCausalLM", fields=_FIELDS)
 def gemma2(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    refuse(config, path, "use_bidirectional_attention")
     config = {"tie_word_embeddings": True, "head_dim": 256, **config}
     rope, bias = read_rope(config, head_dim(config), str(path)), bool(config.get("attention_bias"))
     by_default = ("sliding_attention", "full_attention") * int(config["num_hidden_layers"])

@@ -6,9 +6,21 @@ Norms' weights are stored less 1.
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json
-from tinsmith_jax import Attention, ModelConfig, Norms, decoder, family, refuse, sliding_and_full
+from tinsmith_checkpoints.huggingface import OFF, Json, honoured, no_meaning, only
+from tinsmith_jax import Attention, ModelConfig, Norms, decoder, family, sliding_and_full
+from tinsmith_jax.family_fields import BIASES, WINDOWS
 
+_NO_CAP = only(None, 0, 0.0, otherwise="scores and logits of this family have no soft cap here")
+_FIELDS = {
+    **BIASES,
+    **WINDOWS,
+    **dict.fromkeys(("query_pre_attn_scalar", "hidden_activation", "rope_local_base_freq"), honoured()),
+    "_sliding_window_pattern": no_meaning("`layer_types` decides"),
+    "hidden_act": no_meaning("`hidden_activation` decides, as in transformers"),
+    "attn_logit_softcapping": _NO_CAP,
+    "final_logit_softcapping": _NO_CAP,
+    "use_bidirectional_attention": only(*OFF, otherwise="tokens see only those before them here"),
+}
 _DEFAULTS: Mapping[str, Json] = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -20,10 +32,9 @@ _DEFAULTS: Mapping[str, Json] = {
 """What files leave out."""
 
 
-@family("Gemma3ForCausalLM")
-@family("Gemma3ForConditionalGeneration")
+@family("Gemma3ForCausalLM", fields=_FIELDS)
+@family("Gemma3ForConditionalGeneration", fields=_FIELDS)
 def gemma3(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    refuse(config, path, "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
     config = {**_DEFAULTS, **config}
     kinds, layer_types = sliding_and_full(
         config,

@@ -3,9 +3,18 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json
+from tinsmith_checkpoints.huggingface import EXPERT_FIELDS, Json, honoured, no_meaning
 from tinsmith_jax import Attention, Clamped, Mixture, ModelConfig, decoder, family, sliding_and_full
+from tinsmith_jax.family_fields import BIASES, WINDOWS
 
+_FIELDS = {
+    **BIASES,
+    **EXPERT_FIELDS,
+    **WINDOWS,
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), honoured()),
+    **dict.fromkeys(("experts_per_token", "initial_context_length"), no_meaning("repeats another field")),
+    "hidden_act": no_meaning("the activation of this family is its own"),
+}
 _ROPE: Mapping[str, Json] = {
     "rope_type": "yarn",
     "rope_theta": 150_000.0,
@@ -17,7 +26,7 @@ _ROPE: Mapping[str, Json] = {
 }
 
 
-@family("GptOssForCausalLM")
+@family("GptOssForCausalLM", fields=_FIELDS)
 def gpt_oss(config: Mapping[str, Json], path: Path) -> ModelConfig:
     config = {"head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128, "norm_topk_prob": True, **config}
     if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":

@@ -3,11 +3,19 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json
+from tinsmith_checkpoints.huggingface import Json, honoured
 from tinsmith_jax import Attention, ModelConfig, decoder, family
+from tinsmith_jax.family_fields import MLP_BIASES
+
+_FIELDS = {
+    **MLP_BIASES,
+    **dict.fromkeys(
+        ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), honoured()
+    ),
+}
 
 
-@family("GraniteForCausalLM")
+@family("GraniteForCausalLM", fields=_FIELDS)
 def granite(config: Mapping[str, Json], path: Path) -> ModelConfig:
     bias = bool(config.get("attention_bias"))
     return decoder(

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import Json, read_rope
+from tinsmith_checkpoints.huggingface import Json, honoured, read_rope
 from tinsmith_jax import LayerKind, ModelConfig, decoder, family, head_dim
 
+_FIELDS = {"sliding_window": honoured("of all layers")}
 
-@family("Mistral3ForConditionalGeneration")
-@family("MistralForCausalLM")
+
+@family("Mistral3ForConditionalGeneration", fields=_FIELDS)
+@family("MistralForCausalLM", fields=_FIELDS)
 def mistral(config: Mapping[str, Json], path: Path) -> ModelConfig:
     if config.get("model_type") == "ministral3":
         msg = f"{path}: a language part of the type 'ministral3', which scales queries by position, is not supported"

@@ -9,16 +9,17 @@ from typing import Any
 
 from tinsmith_checkpoints.huggingface import Json
 from tinsmith_jax import Attention, ModelConfig, Norms, decoder, family, sliding_and_full
+from tinsmith_jax.family_fields import BIASES, WINDOWS
 
 
-@family("Olmo3ForCausalLM")
+@family("Olmo3ForCausalLM", fields={**BIASES, **WINDOWS})
 def olmo3(config: Mapping[str, Json], path: Path) -> ModelConfig:
     theta = config.get("rope_theta", 500_000.0)
     kinds, layer_types = sliding_and_full(config, path, every=4, sliding_theta=theta, full_theta=theta)
     return _olmo(config, path, kinds=kinds, layer_types=layer_types)
 
 
-@family("Olmo2ForCausalLM")
+@family("Olmo2ForCausalLM", fields=BIASES)
 def olmo2(config: Mapping[str, Json], path: Path) -> ModelConfig:
     return _olmo(config, path)
 

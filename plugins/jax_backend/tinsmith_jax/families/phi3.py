@@ -3,11 +3,19 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json, read_rope
+from tinsmith_checkpoints.huggingface import Json, honoured, no_meaning, read_rope
 from tinsmith_jax import LayerKind, ModelConfig, decoder, family, head_dim
 
+_FIELDS = {
+    **dict.fromkeys(("sliding_window", "original_max_position_embeddings"), honoured()),
+    **dict.fromkeys(
+        ("embd_pdrop", "resid_pdrop"),
+        no_meaning("act in the training of the base model alone; there is no dropout here"),
+    ),
+}
 
-@family("Phi3ForCausalLM")
+
+@family("Phi3ForCausalLM", fields=_FIELDS)
 def phi3(config: Mapping[str, Json], path: Path) -> ModelConfig:
     """Of frequencies for short and long sequences, the short ones are used, so sequences are no longer than these."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})

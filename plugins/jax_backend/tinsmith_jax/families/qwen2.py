@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json
-from tinsmith_jax import Attention, ModelConfig, decoder, family, refuse
+from tinsmith_checkpoints.huggingface import NO_WINDOW_FIELDS, Json
+from tinsmith_jax import Attention, ModelConfig, decoder, family
 
 
-@family("Qwen2ForCausalLM")
+@family("Qwen2ForCausalLM", fields=NO_WINDOW_FIELDS)
 def qwen2(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    refuse(config, path, "use_sliding_window")
     return decoder(config, path, attention=Attention(qkv_bias=True))

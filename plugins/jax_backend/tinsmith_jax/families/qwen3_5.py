@@ -6,15 +6,18 @@ Norms' weights are stored less 1.
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json, delta_rule, mixers, read_rope
+from tinsmith_checkpoints.huggingface import DELTA_FIELDS, EXPERT_FIELDS, Json, delta_rule, mixers, read_rope
 from tinsmith_jax import Attention, LayerKind, ModelConfig, Norms, decoder, family, head_dim
+from tinsmith_jax.family_fields import BIASES
+
+_FIELDS = {**BIASES, **DELTA_FIELDS}
 
 
-@family("Qwen3NextForCausalLM")
-@family("Qwen3_5ForCausalLM")
-@family("Qwen3_5ForConditionalGeneration")
-@family("Qwen3_5MoeForCausalLM")
-@family("Qwen3_5MoeForConditionalGeneration")
+@family("Qwen3NextForCausalLM", fields={**_FIELDS, **EXPERT_FIELDS})
+@family("Qwen3_5ForCausalLM", fields=_FIELDS)
+@family("Qwen3_5ForConditionalGeneration", fields=_FIELDS)
+@family("Qwen3_5MoeForCausalLM", fields={**_FIELDS, **EXPERT_FIELDS})
+@family("Qwen3_5MoeForConditionalGeneration", fields={**_FIELDS, **EXPERT_FIELDS})
 def qwen3_5(config: Mapping[str, Json], path: Path) -> ModelConfig:
     config = {"head_dim": 256, "norm_topk_prob": True, **config}
     bias = bool(config.get("attention_bias"))

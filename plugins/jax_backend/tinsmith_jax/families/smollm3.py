@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinsmith_checkpoints.huggingface import Json, read_rope
-from tinsmith_jax import Attention, LayerKind, ModelConfig, decoder, family, head_dim, refuse
+from tinsmith_checkpoints.huggingface import NO_WINDOW_FIELDS, Json, honoured, read_rope
+from tinsmith_jax import Attention, LayerKind, ModelConfig, decoder, family, head_dim
+from tinsmith_jax.family_fields import MLP_BIASES
+
+_FIELDS = {**MLP_BIASES, **NO_WINDOW_FIELDS, **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), honoured())}
 
 
-@family("SmolLM3ForCausalLM")
+@family("SmolLM3ForCausalLM", fields=_FIELDS)
 def smollm3(config: Mapping[str, Json], path: Path) -> ModelConfig:
-    refuse(config, path, "use_sliding_window")
     config = {"tie_word_embeddings": True, **config}
     number, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
     rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(number)]
