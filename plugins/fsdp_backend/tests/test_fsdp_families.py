@@ -234,3 +234,13 @@ def test_a_probe_runs_once_for_a_class_and_its_settings(tmp_path: Path, monkeypa
     require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM"), tmp_path)  # a broken file is written anew
     monkeypatch.setattr(probe, "tried", refuse)
     require_packing("LlamaForCausalLM", config_of("LlamaForCausalLM"), tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["is_causal", "is_encoder_decoder", "add_cross_attention"])
+def test_models_of_which_tokens_see_others_are_refused_by_name(setting: str) -> None:
+    config = {**config_of("LlamaForCausalLM").to_dict(), "architectures": ["LlamaForCausalLM"]}
+    architecture_of(config, Path("config.json"))
+    usual = setting == "is_causal"
+    architecture_of({**config, setting: usual}, Path("config.json"))
+    with pytest.raises(ConfigError, match=f"a LlamaForCausalLM .* is not supported: {setting} is {not usual}: "):
+        architecture_of({**config, setting: not usual}, Path("config.json"))

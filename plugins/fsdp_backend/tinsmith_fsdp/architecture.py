@@ -7,8 +7,10 @@ from typing import Final
 
 from tinsmith import ConfigError
 from tinsmith_checkpoints.huggingface import (
+    DECODER_FIELDS,
     HEAD,
     DecoderShape,
+    FileFields,
     HybridShape,
     Json,
     decoder_shape,
@@ -42,6 +44,9 @@ def architecture_of(config: Mapping[str, Json], path: Path, context_tokens: int 
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
     if not class_name.endswith(("ForCausalLM", SEES)):
         msg = f"{path}: architecture {class_name!r} is not supported, only those for text, ...ForCausalLM and ...{SEES}"
+        raise ConfigError(msg)
+    if refusals := list(FileFields(class_name, DECODER_FIELDS).refusals(config)):  # of all others, the class sees to
+        msg = f"{path}: a {class_name} with these settings is not supported: {'; '.join(refusals)}"
         raise ConfigError(msg)
     if (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         config = {**config, "quantization_config": None}  # the tensors say by their names which of them are
