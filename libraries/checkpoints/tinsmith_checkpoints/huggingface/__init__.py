@@ -4,7 +4,7 @@ The names exported here are public: plugins that read such directories may impor
 """
 
 from tinsmith_checkpoints.huggingface.adapter_deltas import Delta, deltas
-from tinsmith_checkpoints.huggingface.config_fields import DECODER_FIELDS, check_config, check_whole, config_fields
+from tinsmith_checkpoints.huggingface.config_fields import DECODER_FIELDS, check_config, check_whole, family_table
 from tinsmith_checkpoints.huggingface.decoder import (
     ATTENTION,
     DELTA,
@@ -102,12 +102,12 @@ __all__ = [
     "check_config",
     "check_depth",
     "check_whole",
-    "config_fields",
     "decoder_names",
     "decoder_shape",
     "delta_rule",
     "deltas",
     "draw_lora_A",
+    "family_table",
     "has_experts",
     "honoured",
     "hybrid_shape",

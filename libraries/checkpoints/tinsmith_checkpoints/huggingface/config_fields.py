@@ -118,7 +118,7 @@ WHOLE_FIELDS: Final = FileFields(
 _OF_GENERATION: Final = GENERATION_CONFIG_FIELDS.fields.keys() - {"eos_token_id"}
 
 
-def config_fields(name: str, own: Mapping[str, Field]) -> FileFields:
+def family_table(name: str, own: Mapping[str, Field]) -> FileFields:
     """Return the table of a family: the rows of all decoders, and its own, which go before."""
     return FileFields(name, {**dict.fromkeys(sorted(_OF_GENERATION), _GENERATION), **COMMON_FIELDS, **own})
 

@@ -19,7 +19,7 @@ from tinsmith_checkpoints.huggingface import (
     Json,
     check_config,
     check_whole,
-    config_fields,
+    family_table,
     language_config,
     read_model_config,
 )
@@ -79,7 +79,7 @@ def config_of(config: Mapping[str, Json], path: Path) -> ModelConfig:
 
 def fields_of(class_name: str) -> FileFields:
     """Return the table of config.json for a family that is registered."""
-    return config_fields(class_name, _FIELDS[class_name] or {})
+    return family_table(class_name, _FIELDS[class_name] or {})
 
 
 @functools.cache
