@@ -18,7 +18,7 @@ IDLE_S = 1.0  # then a connection is not used again: the server may be about to 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    path: str
+    path: str  # below /api/v1, or from the root
     body: bytes
     media: str = wire_bodies.JSON
     zstd: bool = False
@@ -93,7 +93,8 @@ class Attacker:
             headers["Content-Encoding"] = "zstd"
         connection = self._connection()
         with suppress(BrokenPipeError, ConnectionResetError):  # the server has answered before it has read everything
-            connection.request(request.method, f"/api/v1/{request.path}", request.body, headers)
+            path = request.path if request.path.startswith("/") else f"/api/v1/{request.path}"
+            connection.request(request.method, path, request.body, headers)
         answer = connection.getresponse()
         content = answer.read()
         self._own.answered_at = time.monotonic()

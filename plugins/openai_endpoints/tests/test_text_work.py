@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tinsmith import UserError
-from tinsmith_openai.bodies import ChatRequest, CompletionRequest
+from tinsmith_openai.bodies import MOST_MESSAGES, ChatRequest, CompletionRequest
 from tinsmith_openai.conversations import read_conversation
 from tinsmith_openai.drawing import refuse_many_logprobs, sampling_params
 from tinsmith_openai.json_pieces import as_json
+from tinsmith_openai.messages.bodies import CountTokensRequest
 from tinsmith_openai.prompts import read_prompts
 from tinsmith_openai.refusals import TooLongError
 from tinsmith_openai.stop_strings import StopStrings
@@ -100,6 +102,15 @@ def test_too_long_a_conversation_is_refused_before_anything_is_made_of_it(text: 
     ):
         with pytest.raises(TooLongError, match="at least"):
             read(text, body, 100)
+
+
+def test_a_conversation_has_a_bounded_number_of_messages() -> None:
+    """Its list is read at once, and nothing else runs meanwhile."""
+    message = {"role": "user", "content": "hi"}
+    for body in (ChatRequest, CountTokensRequest):
+        body.model_validate({"model": "toy", "messages": [message] * MOST_MESSAGES})
+        with pytest.raises(ValidationError, match=f"at most {MOST_MESSAGES} items"):
+            body.model_validate({"model": "toy", "messages": [message] * (MOST_MESSAGES + 1)})
 
 
 def test_prompts_are_bounded_one_by_one_and_together(text: ModelText) -> None:

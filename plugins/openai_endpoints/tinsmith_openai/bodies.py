@@ -13,6 +13,8 @@ from tinsmith_openai.other_fields import OtherFields
 
 _MOST_PROMPTS = 1024
 MOST_STOPS = 256
+MOST_MESSAGES = 8192
+"""Reading a list of them holds Python's lock from its first to its last."""
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Float = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(lambda value: 1.0 if value is None else value)]
@@ -153,7 +155,7 @@ class ResponseFormat(_Body):
 class ChatRequest(SamplingBody):
     other_fields: ClassVar[OtherFields] = other_fields.OF_CHATS
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=0)] = 0

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai import bodies
-from tinsmith_openai.bodies import MOST_STOPS, Float, Int, Name, Seed, Stop, TopK
+from tinsmith_openai.bodies import MOST_MESSAGES, MOST_STOPS, Float, Int, Name, Seed, Stop, TopK
 from tinsmith_openai.messages import other_fields
 from tinsmith_openai.other_fields import OtherFields
 
@@ -124,7 +124,7 @@ class CountTokensRequest(_Body):
     other_fields: ClassVar[OtherFields] = other_fields.OF_REQUESTS
 
     model: Name
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] = []
     tool_choice: ToolChoice = ToolChoice(type="auto")
