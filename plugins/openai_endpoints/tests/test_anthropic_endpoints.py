@@ -19,7 +19,7 @@ from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith_openai.answers import chat_message
 from tinsmith_openai.conversations import keep_answer
 from tinsmith_openai.growing_text import GrowingText
-from tinsmith_openai.live_answers import Hear, LiveAnswer
+from tinsmith_openai.live_answers import Listener, LiveAnswer
 from tinsmith_openai.messages.answers import MessageEvents, content, events_of
 from tinsmith_openai.messages.bodies import MessagesRequest
 from tinsmith_openai.texts import ModelText
@@ -264,8 +264,8 @@ class BrokenText(GrowingText):
 def live(tmp_path: Path, drawing: "asyncio.Future[None]", text: type[GrowingText]) -> LiveAnswer[dict[str, Any]]:
     model = ModelText("toy", write_model(tmp_path / "toy"))
 
-    async def answer(hear: Hear) -> dict[str, Any]:
-        hear(0, tokens_of("ab"))
+    async def answer(listener: Listener) -> dict[str, Any]:
+        listener.hear(0, tokens_of("ab"))
         await drawing
         return {}
 

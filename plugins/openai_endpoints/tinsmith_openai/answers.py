@@ -33,9 +33,12 @@ def usage(prompts: Iterable[Sized], outputs: Sequence[SampleOutput]) -> Object:
     }
 
 
-def finished_text(text: ModelText, tokens: Sequence[int], stop_strings: Sequence[str]) -> str:
-    """Return the text of sampled tokens, without special tokens and without the stop string that ended it."""
-    whole = text.decode(tokens)
+def finished_text(text: ModelText, tokens: Sequence[int], stop_strings: Sequence[str], *, marks: bool = False) -> str:
+    """Return the text of sampled tokens, without special tokens and without the stop string that ended it.
+
+    `marks`: with those special tokens that mark reasoning and calls.
+    """
+    whole = text.decode(tokens, marks=marks)
     ends = [at for stop in stop_strings if (at := whole.find(stop)) >= 0]
     return whole[: min(ends)] if ends else whole
 

@@ -174,8 +174,7 @@ class ChatRequest(SamplingBody):
 
     @property
     def streams_by_token(self) -> bool:
-        """A call of a tool is told from text when it has ended."""
-        return super().streams_by_token and not self.logprobs and (not self.tools or self.tool_choice == "none")
+        return super().streams_by_token and not self.logprobs
 
     @model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith import ConfigError, UserError
 from tinsmith_checkpoints.huggingface import Json, special_tokens, tokenizer_config
-from tinsmith_openai.tool_calls import form_of, reasoning_of
+from tinsmith_openai.tool_calls import form_of, marks_of, reasoning_of
 
 _TOOLS_NAMES: Final = ("tools", "xml_tools")  # the second one is SmolLM3's
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -36,6 +36,7 @@ class ChatTemplate:
         self.form = form_of(self.tools_source)
         """How the model writes calls; None if nobody here can read them."""
         self.reasoning = reasoning_of(self.tools_source)
+        self.marks = marks_of(self.form, self.reasoning)
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:

@@ -12,8 +12,9 @@ class GrowingText:
     It keeps back an unfinished character, and a possible beginning of a stop string.
     """
 
-    def __init__(self, text: ModelText, stop_strings: Sequence[str]) -> None:
-        self._step = text.stepwise()
+    def __init__(self, text: ModelText, stop_strings: Sequence[str], *, marks: bool = False) -> None:
+        """`marks`: with those special tokens that mark reasoning and calls."""
+        self._step = text.stepwise(marks=marks)
         self._stops = StopStrings(stop_strings)
         self._kept = ""
         self._ended = False

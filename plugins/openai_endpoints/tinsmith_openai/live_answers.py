@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from tinsmith import TinsmithError, log_privately
 from tinsmith_openai.drawing import unless_gone
 from tinsmith_openai.growing_text import GrowingText
+from tinsmith_openai.tool_calls import AnswerReader, Content, Event, Reading
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +21,18 @@ Whole = TypeVar("Whole")
 
 Hear = Callable[[int, Sequence[int]], None]
 """Called with the index of a choice, and its next tokens."""
+
+
+class Listener:
+    """Hears an answer while it is drawn."""
+
+    def __init__(self, hear: Hear) -> None:
+        self.hear = hear
+        self.reading: Reading | None = None
+        """What reads the choices; set before their first tokens. None: all is text."""
+        self.texts: list[str] = []
+        """The whole text of each choice; set when all is drawn."""
+
 
 _ENDED: Final = None
 
@@ -32,16 +45,12 @@ class EventForm(ABC, Generic[Whole]):
         """Return the events before the first text of a choice."""
 
     @abstractmethod
-    def text(self, index: int, said: str) -> str:
-        """Return the event that adds text to a choice."""
+    def said(self, index: int, what: Event) -> Iterable[str]:
+        """Return the events that add something to a choice."""
 
     @abstractmethod
-    def texts(self, whole: Whole) -> Sequence[str]:
-        """Return the whole text of each choice."""
-
-    @abstractmethod
-    def end_of_choice(self, whole: Whole, index: int, rest: str) -> Iterable[str]:
-        """Return the events that add the rest of the text, and say why the choice ended."""
+    def end_of_choice(self, whole: Whole, index: int) -> Iterable[str]:
+        """Return the events that say why a choice ended. Raise RewrittenTextError if it is not what was sent."""
 
     @abstractmethod
     def end(self, whole: Whole) -> Iterable[str]:
@@ -61,15 +70,15 @@ class LiveAnswer(Generic[Whole]):
     def __init__(
         self,
         form: EventForm[Whole],
-        answer: Callable[[Hear], Coroutine[Any, Any, Whole]],
+        answer: Callable[[Listener], Coroutine[Any, Any, Whole]],
         make_text: Callable[[], GrowingText],
     ) -> None:
         self._form = form
         self._make_text = make_text
         self._heard = asyncio.Queue[tuple[int, Sequence[int]] | None]()
-        self._texts: dict[int, GrowingText] = {}  # by choice
-        self._sent: dict[int, str] = {}
-        self._answer = asyncio.ensure_future(answer(lambda index, tokens: self._heard.put_nowait((index, tokens))))
+        self._choices: dict[int, _Choice] = {}
+        self._listener = Listener(lambda index, tokens: self._heard.put_nowait((index, tokens)))
+        self._answer = asyncio.ensure_future(answer(self._listener))
         self._answer.add_done_callback(lambda _: self._heard.put_nowait(_ENDED))
 
     async def response(self, request: Request) -> Response:
@@ -102,26 +111,52 @@ class LiveAnswer(Generic[Whole]):
             yield self._form.failure(_told(error))
 
     def _grown(self, index: int, tokens: Sequence[int]) -> Iterator[str]:
-        if index not in self._texts:
+        if index not in self._choices:
             yield from self._begin(index)
-        if said := self._texts[index].add(tokens):
-            self._sent[index] += said
-            yield self._form.text(index, said)
+        choice = self._choices[index]
+        yield from self._told(index, choice.add(choice.text.add(tokens)))
 
     def _begin(self, index: int) -> Iterable[str]:
-        self._texts[index], self._sent[index] = self._make_text(), ""
+        reading = self._listener.reading
+        self._choices[index] = _Choice(self._make_text(), None if reading is None else reading.reader(index))
         return self._form.begin(index)
 
+    def _told(self, index: int, said: Iterable[Event]) -> Iterator[str]:
+        for each in said:
+            yield from self._form.said(index, each)
+
     def _last(self, whole: Whole) -> Iterator[str]:
-        for index, text in enumerate(self._form.texts(whole)):
-            if index not in self._texts:
+        for index, text in enumerate(self._listener.texts):
+            if index not in self._choices:
                 yield from self._begin(index)
-            sent = self._sent[index]
-            if not text.startswith(sent):
-                msg = f"the text of choice {index} is {text!r}, and {sent!r} was sent; ask again without `stream`"
+            choice = self._choices[index]
+            if not text.startswith(choice.sent):
+                msg = (
+                    f"the text of choice {index} is {text!r}, and {choice.sent!r} was sent; ask again without `stream`"
+                )
                 raise RewrittenTextError(msg)
-            yield from self._form.end_of_choice(whole, index, text[len(sent) :])
+            yield from self._told(index, choice.add(text[len(choice.sent) :]))
+            yield from self._told(index, choice.end())
+            yield from self._form.end_of_choice(whole, index)
         yield from self._form.end(whole)
+
+
+class _Choice:
+    """What was drawn of one choice so far."""
+
+    def __init__(self, text: GrowingText, reader: AnswerReader | None) -> None:
+        self.text = text
+        self.sent = ""
+        self._reader = reader
+
+    def add(self, said: str) -> list[Event]:
+        self.sent += said
+        if self._reader is not None:
+            return self._reader.add(said)
+        return [Content(said)] if said else []
+
+    def end(self) -> list[Event]:
+        return [] if self._reader is None else self._reader.end()
 
 
 class _ClosingResponse(StreamingResponse):
@@ -139,7 +174,7 @@ class _ClosingResponse(StreamingResponse):
 
 
 class RewrittenTextError(TinsmithError):
-    """The tokenizer writes a beginning of some tokens otherwise than all of them."""
+    """What was sent is not how the answer begins: a tokenizer writes it in another way, or it has no such form."""
 
     public = True
 

@@ -3,6 +3,7 @@
 import hashlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from tinsmith_checkpoints.huggingface import Json
@@ -15,7 +16,9 @@ _SHORT: Final = 9
 
 def reading_of(template: ChatTemplate, tools: Sequence[Json], prompt: str) -> Reading:
     """Return what reads the answers behind a prompt. Each time, calls have other ids."""
-    key, form = secrets.token_hex(), template.form if tools else None
+    key, form = secrets.token_hex(), template.form
+    if form is not None and not tools:
+        form = replace(form, calls={}, at_start=None)
     short = form is not None and form.short_ids
 
     def make_id(choice: int, call: int) -> str:

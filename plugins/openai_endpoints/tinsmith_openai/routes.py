@@ -26,7 +26,7 @@ from tinsmith_openai.drawing import (
 )
 from tinsmith_openai.growing_text import GrowingText
 from tinsmith_openai.json_pieces import as_json
-from tinsmith_openai.live_answers import Hear, LiveAnswer
+from tinsmith_openai.live_answers import Hear, Listener, LiveAnswer
 from tinsmith_openai.prompts import read_prompts
 from tinsmith_openai.refusals import NoSuchModelError
 from tinsmith_openai.serving import Serving
@@ -92,7 +92,7 @@ class Endpoints:
         caller: tinsmith.Principal,
         body: SamplingBody,
         text: ModelText,
-        answer: Callable[[Hear | None], Coroutine[Any, Any, Object]],
+        answer: Callable[[Listener | None], Coroutine[Any, Any, Object]],
     ) -> Response:
         """Answer when everything is drawn, or with the first token, if a client reads them as they come.
 
@@ -102,7 +102,8 @@ class Endpoints:
             if body.streams_by_token:
                 head = answers.head(*_STREAMED[type(body)], body.model)
                 form = OpenAiEvents(head, include_usage=body.stream_options.include_usage)
-                return await LiveAnswer(form, answer, partial(GrowingText, text, body.stop_strings)).response(request)
+                growing = partial(GrowingText, text, body.stop_strings, marks=isinstance(body, ChatRequest))
+                return await LiveAnswer(form, answer, growing).response(request)
             return await unless_gone(request, self._written(caller, body, answer))
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
@@ -111,7 +112,7 @@ class Endpoints:
         self,
         caller: tinsmith.Principal,
         body: SamplingBody,
-        answer: Callable[[Hear | None], Coroutine[Any, Any, Object]],
+        answer: Callable[[Listener | None], Coroutine[Any, Any, Object]],
     ) -> Response:
         whole, work = await answer(None), self._serving.work
         size = _size(body, whole["usage"])
@@ -129,7 +130,7 @@ class Endpoints:
         num_bytes: int,
         session: SamplingSessionRecord,
         text: ModelText,
-        hear: Hear | None = None,
+        listener: Listener | None = None,
     ) -> Object:
         window = await self._serving.window(session, num_bytes)
         read = partial(read_prompts, text, body, window)
@@ -139,7 +140,7 @@ class Endpoints:
             shown = sum(map(len, prompts)) if body.echo else 0
             refuse_many_logprobs(body.n * (shown + most * len(prompts)), body.logprobs)
         asked = [self._completion(session, body, prompt, index) for index, prompt in enumerate(prompts)]
-        heard = [None if hear is None else _from(hear, index * body.n) for index in range(len(prompts))]
+        heard = [None if listener is None else _from(listener.hear, at * body.n) for at in range(len(prompts))]
         outputs = await together(
             self._serving.sample(caller, session, each, of_prompt) for each, of_prompt in zip(asked, heard, strict=True)
         )
@@ -154,6 +155,8 @@ class Endpoints:
                     asker.check()
                     choice = _completion_choice(text, body, prompt, output, sequence)
                     choices.append({"index": len(choices), **choice})
+                    if listener is not None:
+                        listener.texts.append(str(choice["text"]))
             return {
                 **answers.head("text_completion", "cmpl", body.model),
                 "choices": choices,
@@ -189,18 +192,27 @@ class Endpoints:
         num_bytes: int,
         session: SamplingSessionRecord,
         text: ModelText,
-        hear: Hear | None = None,
+        listener: Listener | None = None,
     ) -> Object:
         _, asked = await self._serving.read(caller, session, text, lambda: body, num_bytes)
+        hear = None
+        if listener is not None:
+            listener.reading, hear = asked.reading, listener.hear
         output = await self._serving.draw_chat(caller, body, session, asked, hear)
         usage = answers.usage([asked.tokens], [output])
 
         def build(asker: Asker) -> Object:
             choices: list[Json] = []
+            texts: list[str] = []
             for index, sequence in enumerate(output.sequences):
                 asker.check()
-                choice = self._chat_choice(text, caller.tenant, body, asked, index, sequence)
+                tokens = answers.tokens_of(sequence)
+                texts.append(answers.finished_text(text, tokens, body.stop_strings, marks=True))
+                said = asked.reading.read(index, texts[-1])
+                choice = self._chat_choice(text, caller.tenant, body, asked, said, sequence)
                 choices.append({"index": index, **choice})
+            if listener is not None:
+                listener.texts = texts
             answer: Object = {
                 **answers.head("chat.completion", "chatcmpl", body.model),
                 "choices": choices,
@@ -218,12 +230,10 @@ class Endpoints:
         tenant: str,
         body: ChatRequest,
         asked: Conversation,
-        index: int,
+        said: Said,
         sequence: tinsmith.SampledSequence,
     ) -> Object:
         tokens = answers.tokens_of(sequence)
-        whole = answers.finished_text(text, tokens, body.stop_strings)
-        said = asked.reading.read(index, whole) if asked.tools else Said(content=whole)
         message = answers.chat_message(said)
         if text.is_special(tokens[-1]):  # the model has ended its turn itself
             keep_answer(self._serving.transcripts, tenant, asked, body, message, tokens)

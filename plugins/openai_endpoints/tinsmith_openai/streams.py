@@ -1,7 +1,7 @@
 """OpenAI's server-sent events: of whole answers, and of those that come while they are drawn."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from tinsmith_checkpoints.huggingface import Json
@@ -9,6 +9,7 @@ from tinsmith_openai.answers import Object
 from tinsmith_openai.json_pieces import as_json
 from tinsmith_openai.live_answers import EventForm
 from tinsmith_openai.text_work import Asker
+from tinsmith_openai.tool_calls import CallArguments, CallBegins, Content, Event, Reasoning
 
 DONE: Final = "data: [DONE]\n\n"
 
@@ -26,14 +27,16 @@ class OpenAiEvents(EventForm[Answer]):
     def begin(self, index: int) -> Iterable[str]:
         return [self._event({"index": index, "delta": {"role": "assistant", "content": ""}})] if self._is_chat else []
 
-    def text(self, index: int, said: str) -> str:
-        return self._chunk(index, said)
+    def said(self, index: int, what: Event) -> Iterable[str]:
+        if not self._is_chat:
+            assert isinstance(what, Content), "completions are text"
+            return [self._event({"index": index, "text": what.text})]
+        return [self._event({"index": index, "delta": _delta(what)})]
 
-    def texts(self, whole: Answer) -> Sequence[str]:
-        return [each["message"]["content"] if self._is_chat else each["text"] for each in whole["choices"]]
-
-    def end_of_choice(self, whole: Answer, index: int, rest: str) -> Iterable[str]:
-        return [self._chunk(index, rest, finish_reason=whole["choices"][index]["finish_reason"])]
+    def end_of_choice(self, whole: Answer, index: int) -> Iterable[str]:
+        nothing: Object = {"delta": {}} if self._is_chat else {"text": ""}
+        reason = whole["choices"][index]["finish_reason"]
+        return [self._event({"index": index, **nothing, "finish_reason": reason})]
 
     def end(self, whole: Answer) -> Iterable[str]:
         if self._include_usage:
@@ -43,14 +46,23 @@ class OpenAiEvents(EventForm[Answer]):
     def failure(self, message: str) -> str:
         return as_event({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
 
-    def _chunk(self, index: int, text: str, *, finish_reason: str | None = None) -> str:
-        said: Object = {"delta": {"content": text} if text else {}} if self._is_chat else {"text": text}
-        return self._event({"index": index, **said, "finish_reason": finish_reason})
-
     def _event(self, choice: Object) -> str:
         choices: list[Json] = [{"finish_reason": None, "logprobs": None, **choice}]
         usage: Object = {"usage": None} if self._include_usage else {}
         return as_event({**self._head, "choices": choices, **usage})
+
+
+def _delta(what: Event) -> Object:
+    match what:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegins():
+            function: Object = {"name": what.name, "arguments": ""}
+            return {"tool_calls": [{"index": what.index, "id": what.id, "type": "function", "function": function}]}
+        case CallArguments():
+            return {"tool_calls": [{"index": what.index, "function": {"arguments": what.text}}]}
 
 
 def events_of(answer: Answer, asker: Asker, *, include_usage: bool) -> list[str]:

@@ -54,6 +54,8 @@ class ModelText:
         """Of a token, in characters: where one stands for a byte, no text of the token has more."""
         self._pieces: dict[int, str] = {}  # of the vocabulary
         self._template = ChatTemplate.of_model(directory)
+        marks = frozenset(() if self._template is None else self._template.marks)
+        self._marks = frozenset(token for token, what in added.items() if what.special and what.content in marks)
 
     @property
     def template(self) -> ChatTemplate:
@@ -92,17 +94,23 @@ class ModelText:
             raise TooLongError(num_prompt=len(whole), max_context_tokens=window)
         return np.array(whole.ids, np.int32)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text, without special tokens."""
-        (text,) = self._tokenizer.decode_batch([tokens], skip_special_tokens=True)  # `decode` holds Python's lock
+    def decode(self, tokens: Sequence[int], *, marks: bool = False) -> str:
+        """Return the text, without special tokens. `marks`: with those that mark reasoning and calls."""
+        skipped = self._skipped(marks=marks)
+        shown = [token for token in tokens if token not in skipped]
+        (text,) = self._tokenizer.decode_batch([shown], skip_special_tokens=False)  # `decode` holds Python's lock
         return text
 
-    def stepwise(self) -> Callable[[int], str]:
+    def stepwise(self, *, marks: bool = False) -> Callable[[int], str]:
         """Return a function that takes the tokens of a text one by one, and returns what each adds to it.
 
-        Nothing, if it is a special token, or a character is not complete.
+        Nothing, if it is a special token, or a character is not complete. `marks`: as in `decode`.
         """
-        return TextSteps(self._tokenizer, skip_special_tokens=True).add
+        skipped, add = self._skipped(marks=marks), TextSteps(self._tokenizer, skip_special_tokens=False).add
+        return lambda token: "" if token in skipped else add(token)
+
+    def _skipped(self, *, marks: bool) -> frozenset[int]:
+        return self._special - self._marks if marks else self._special
 
     def piece(self, token: int) -> str:
         """Return the text of one token. Of a part of a character, it is a replacement character."""

@@ -2,16 +2,16 @@
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import tinsmith
 from tinsmith_checkpoints.huggingface import Json
 from tinsmith_openai.answers import Object, as_list
-from tinsmith_openai.live_answers import EventForm
+from tinsmith_openai.live_answers import EventForm, RewrittenTextError
 from tinsmith_openai.messages.bodies import MessagesRequest
 from tinsmith_openai.texts import ModelText
-from tinsmith_openai.tool_calls import Said
+from tinsmith_openai.tool_calls import CallArguments, CallBegins, Content, Event, Reasoning, Said
 
 Message = dict[str, Any]  # Any: an answer made here
 
@@ -58,7 +58,7 @@ def stop_reason(text: ModelText, body: MessagesRequest, sequence: tinsmith.Sampl
     """Say why a message ended, and which stop string ended it."""
     if said.calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    whole = text.decode([int(token) for token in sequence.tokens])
+    whole = text.decode([int(token) for token in sequence.tokens], marks=True)
     found = min(((at, stop) for stop in body.stop_sequences if (at := whole.find(stop)) >= 0), default=None)
     if found is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": found[1]}
@@ -71,33 +71,65 @@ def token_ids(prompt: tinsmith.TokenArray, sequence: tinsmith.SampledSequence) -
 
 
 class MessageEvents(EventForm[Message]):
-    """Of a message that is one block of text."""
+    """Of one message, in blocks: thoughts, text, and calls, in the order in which the model writes them."""
 
     def __init__(self, start: Object) -> None:
         self._start = start
+        self._said = Said()
+        self._index = -1
+        self._kind: str | None = None  # of the block that is open
 
     def begin(self, index: int) -> Iterable[str]:
+        del index
         yield _event({"type": "message_start", "message": self._start})
-        yield _block_start(index, {"type": "text", "text": ""})
         yield _event(_PING)
 
-    def text(self, index: int, said: str) -> str:
-        return _delta(index, {"type": "text_delta", "text": said})
+    def said(self, index: int, what: Event) -> Iterable[str]:
+        del index
+        self._said.add(what)
+        match what:
+            case Content(text):
+                yield from self._opened("text", {"text": ""})
+                yield _delta(self._index, {"type": "text_delta", "text": text})
+            case Reasoning(text):
+                yield from self._opened("thinking", {"thinking": "", "signature": ""})
+                yield _delta(self._index, {"type": "thinking_delta", "thinking": text})
+            case CallBegins():
+                yield from self._closed()
+                yield from self._opened("tool_use", {"id": what.id, "name": what.name, "input": {}})
+            case CallArguments():
+                yield _delta(self._index, {"type": "input_json_delta", "partial_json": what.text})
 
-    def texts(self, whole: Message) -> Sequence[str]:
-        return [block["text"] for block in whole["content"]]
-
-    def end_of_choice(self, whole: Message, index: int, rest: str) -> Iterable[str]:
-        del whole
-        if rest:
-            yield self.text(index, rest)
-        yield _event({"type": "content_block_stop", "index": index})
+    def end_of_choice(self, whole: Message, index: int) -> Iterable[str]:
+        del index
+        broken = next((call for call in self._said.calls if not call.has_object), None)
+        if broken is not None and whole["stop_reason"] != "max_tokens":
+            msg = (
+                f"the arguments of the call of {broken.name!r} are no JSON object; without `stream`, they come as text"
+            )
+            raise RewrittenTextError(msg)
+        if self._index < 0:
+            yield from self._opened("text", {"text": ""})
+        yield from self._closed()
 
     def end(self, whole: Message) -> Iterable[str]:
         return _end(whole)
 
     def failure(self, message: str) -> str:
         return _event({"type": "error", "error": {"type": "api_error", "message": message}})
+
+    def _opened(self, kind: str, block: Object) -> Iterable[str]:
+        """Open a block, unless one of its kind is open."""
+        if self._kind == kind:
+            return
+        yield from self._closed()
+        self._index, self._kind = self._index + 1, kind
+        yield _block_start(self._index, {"type": kind, **block})
+
+    def _closed(self) -> Iterable[str]:
+        if self._kind is not None:
+            self._kind = None
+            yield _event({"type": "content_block_stop", "index": self._index})
 
 
 def events_of(start: Object, whole: Message) -> Iterator[str]:

@@ -13,7 +13,7 @@ from tinsmith_openai.bodies import ChatRequest
 from tinsmith_openai.conversations import Conversation, keep_answer
 from tinsmith_openai.drawing import CLIENT_GONE, ClientGoneError, unless_gone
 from tinsmith_openai.growing_text import GrowingText
-from tinsmith_openai.live_answers import Hear, LiveAnswer
+from tinsmith_openai.live_answers import Listener, LiveAnswer
 from tinsmith_openai.messages import answers
 from tinsmith_openai.messages.bodies import CountTokensRequest, MessagesRequest
 from tinsmith_openai.serving import Serving
@@ -91,23 +91,33 @@ class _Drawn:
     async def answered(self, request: Request) -> Response:
         """Answer when everything is drawn, or with the first token, if the client reads them as they come."""
         if self._chat.streams_by_token:
-            growing = partial(GrowingText, self._text, self._chat.stop_strings)
+            growing = partial(GrowingText, self._text, self._chat.stop_strings, marks=True)
             return await LiveAnswer(answers.MessageEvents(self._start), self._whole, growing).response(request)
         whole = await unless_gone(request, self._whole(None))
         if self._chat.stream:
             return StreamingResponse(answers.events_of(self._start, whole), media_type="text/event-stream")
         return JSONResponse(whole)
 
-    async def _whole(self, hear: Hear | None) -> answers.Message:
+    async def _whole(self, listener: Listener | None) -> answers.Message:
+        hear = None
+        if listener is not None:
+            listener.reading, hear = self._asked.reading, listener.hear
         output = await self._serving.draw_chat(self._caller, self._chat, self._session, self._asked, hear)
         (sequence,) = output.sequences
         size = len(self._asked.tokens) + len(sequence.tokens)
-        return await self._serving.work.run(self._caller.tenant, size, lambda _: self._message(sequence, output))
+        return await self._serving.work.run(
+            self._caller.tenant, size, lambda _: self._message(sequence, output, listener)
+        )
 
-    def _message(self, sequence: tinsmith.SampledSequence, output: tinsmith.SampleOutput) -> answers.Message:
+    def _message(
+        self, sequence: tinsmith.SampledSequence, output: tinsmith.SampleOutput, listener: Listener | None
+    ) -> answers.Message:
         asked, body = self._asked, self._body
         tokens = tokens_of(sequence)
-        said = self._said(finished_text(self._text, tokens, self._chat.stop_strings))
+        whole = finished_text(self._text, tokens, self._chat.stop_strings, marks=True)
+        if listener is not None:
+            listener.texts = [whole]
+        said = self._said(whole)
         if self._text.is_special(tokens[-1]):  # the model has ended its turn itself
             answer = chat_message(said)
             keep_answer(self._serving.transcripts, self._caller.tenant, asked, self._chat, answer, tokens)
@@ -121,7 +131,5 @@ class _Drawn:
 
     def _said(self, whole: str) -> Said:
         """Return text and calls. A call whose arguments are no object stays text: there is no block for it."""
-        if not self._asked.tools:
-            return Said(content=whole)
         said = self._asked.reading.read(0, whole)
         return said if all(call.has_object for call in said.calls) else Said(content=whole)

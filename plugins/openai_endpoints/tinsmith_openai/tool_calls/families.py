@@ -1,6 +1,5 @@
 """The table of families: which form of calls a chat template asks its model for."""
 
-from collections.abc import Iterable
 from typing import Final
 
 from tinsmith_openai.tool_calls.answers import THINK, Form, Marks
@@ -99,9 +98,9 @@ def reasoning_of(template: str) -> Marks | None:
     return next((marks for marks in _REASONING if marks[1] in template), None)
 
 
-def marks_of(form: Form | None, reasoning: Marks | None) -> Iterable[str]:
+def marks_of(form: Form | None, reasoning: Marks | None) -> frozenset[str]:
     """Return what must not be left out of decoded text, although it may be special tokens."""
-    marks = [*(reasoning or ())]
+    marks = {*(reasoning or ())}
     if form is not None:
-        marks += [*form.calls, *form.passed_over, *form.inner]
-    return marks
+        marks |= {*form.calls, *form.passed_over, *form.inner}
+    return frozenset(marks)

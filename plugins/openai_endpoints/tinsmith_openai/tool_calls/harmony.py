@@ -43,7 +43,7 @@ def _message(source: Source, calls: Calls, head: str) -> Parse[None]:
     recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
     name = recipient[1].removeprefix("functions.") if recipient else ""
     emit: Callable[[str], Event] = Content
-    if name and (name in calls.tools or (recipient and recipient[1].startswith("functions."))):
+    if calls.tools and (name in calls.tools or (recipient and recipient[1].startswith("functions."))):
         yield calls.begin(name)
         emit = calls.arguments
     elif channel is not None and channel[1] == "analysis":
