@@ -46,6 +46,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import EngineRecord, EngineState, RunState, StoreContext
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 STAY = (
     "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"
@@ -197,6 +198,23 @@ async def test_a_wrong_configuration_is_given_up_at_once_and_told_once(
     assert "".join([*logged, *capfd.readouterr()]).count("there is no directory") == 1
     [line] = [line for line in logged if "there is no directory" in line]
     assert line.startswith("reference ")
+
+
+@pytest.mark.usefixtures("forked_engines")
+async def test_a_broken_download_is_given_up_at_once_and_the_file_is_named(tmp_path: Path, store: SqlStore) -> None:
+    """It was taken for a crash, and tried again for minutes."""
+    directory = tmp_path / "model"
+    write_tiny_model(directory, TinyShape(num_layers=1))
+    size = (directory / "model.safetensors").stat().st_size
+    os.truncate(directory / "model.safetensors", size - 8)
+    broken = ModelSettings(name="broken", path=directory, backend=PluginSection(plugin="jax"))
+    async with supervised(settings_for(tmp_path, broken), store):
+        failed = await until(store, lambda record: record.restarts or record.state == EngineState.FAILED, "broken")
+    assert (failed.state, failed.restarts) == (EngineState.FAILED, 0)
+    assert "fix it and restart the server" in failed.detail
+    assert failed.failure is not None
+    assert f"model.safetensors is damaged: it is cut short: it has {size - 8} bytes, and its" in failed.failure.cause
+    assert "download or copy the files again" in failed.failure.cause
 
 
 async def test_that_an_engine_is_given_up_is_told_once_the_store_can_be_written(

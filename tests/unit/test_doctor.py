@@ -137,7 +137,20 @@ def test_a_damaged_model(launcher: Launcher, environment: dict[str, str], tmp_pa
     assert "cut short" in problem["found"]
     assert "copy it again" in problem["remedy"]
     (model / "model.safetensors").unlink()
-    assert "model.safetensors missing" in only_problem(launcher, environment, str(model), "--backend", "jax")["found"]
+    assert (
+        "it has neither model.safetensors nor"
+        in only_problem(launcher, environment, str(model), "--backend", "jax")["found"]
+    )
+
+
+def test_a_model_without_a_tokenizer(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    code, findings = doctor(launcher, environment, str(model), "--backend", "toy")
+    assert code == 0
+    [note] = [each for each in findings if "tokenizer.json" in each["found"]]
+    assert note["status"] == "note"
+    assert "chats, completions and stop strings are refused" in note["found"]
 
 
 def test_a_model_that_the_backend_does_not_support(

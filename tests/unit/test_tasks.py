@@ -89,7 +89,7 @@ RULES: Mapping[str, str] = {
     "tinsmith.server.limits.heavy_work:HeavyWork.__init__": AWAITED,
     "tinsmith.server.limits.heavy_work:HeavyWork.run_queued": AWAITED,
     "tinsmith.server.route_sampling:TenantSampling._cancel": LOGGED,
-    "tinsmith.server.routes.metrics:_events": "the stream ends with the first of them, and its reader asks again",
+    "tinsmith.server.run_streams:RunStreams._listening": "logged; the streams of the run end, and readers ask again",
     "tinsmith.server.storage_health:StorageHealth._why_no_writes": PENDING,
     "tinsmith.sql_store.databases.database:Database.__init__": AWAITED,
     "tinsmith.sql_store.databases.database:Database._in_thread": AWAITED,
@@ -125,8 +125,6 @@ RULES: Mapping[str, str] = {
 }
 """By module and function: what happens when something that it starts ends unexpectedly."""
 
-WITH_THE_STORE_IN_MEMORY: Final = "tinsmith.processes.engine_thread"  # it is about to be removed
-
 
 def test_everything_that_is_started_has_a_rule() -> None:
     found = {place for room in ROOMS for file in room.rglob("*.py") for place in places(file, room)}
@@ -140,7 +138,7 @@ def places(file: Path, room: Path) -> Iterator[str]:
     What `tinsmith.testing` starts is seen by the tests that use it.
     """
     module = ".".join(file.relative_to(room.parent).with_suffix("").parts)
-    if module.startswith(("tinsmith.testing", "tinsmith_workers.testing", WITH_THE_STORE_IN_MEMORY)):
+    if module.startswith(("tinsmith.testing", "tinsmith_workers.testing")):
         return
     for name, node in named(syntax_trees.tree_of(file), ""):
         if starts(node):

@@ -118,6 +118,8 @@ def _engine(engine: wire.EngineView, rates: Rates | None) -> Iterator[str]:
     if engine.max_models is not None:
         waiting = f", {engine.models_waiting} waiting" if engine.models_waiting else ""
         yield f"  {engine.models} of {engine.max_models} places for models are taken{waiting}"
+    if engine.text is not None:
+        yield f"  [yellow]{escape(engine.text)}[/]"
     yield from (f"  [yellow]waits: {reason}[/]" for reason in _waits(engine))
     if engine.last_failure is not None:
         yield f"  last failure, {engine.restarts} restarts: {escape(engine.last_failure)}"

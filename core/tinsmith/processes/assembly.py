@@ -1,5 +1,6 @@
 """Makes what the settings name: the request store, the scheduler, and the backends of a model."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
@@ -28,9 +29,12 @@ from tinsmith.store import DeviceTurn, EngineCapabilities, RequestStore, StoreCo
 from tinsmith.tracer import Tracer
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference
 from tinsmith_checkpoints.huggingface.hub_download import download_model
+from tinsmith_checkpoints.huggingface.whole_files import WITHOUT_TEXT, check_model_files, lacks_tokenizer
 
 NO_SAMPLER: Final = "none"
 """The sampler of a model that is only trained."""
+
+_log = logging.getLogger(__name__)
 
 
 def make_store(settings: Settings, plugins: Plugins, figures: Figures | None = None) -> RequestStore:
@@ -111,6 +115,10 @@ class _Maker:
 
     def trainer(self, *, samples: bool) -> TrainingBackend:
         spec, section = _trainer_spec(self.model, self.plugins), self.model.backend
+        if spec.needs_model_path and (directory := model_directory(self.model, self.plugins, self.progress)):
+            check_model_files(directory)
+            if lacks_tokenizer(directory):
+                _log.warning("%s: %s", self.model.name, WITHOUT_TEXT)
         return spec.create(_config(spec, section), self._context(spec, section, samples=samples))
 
     def sampler(self, section: PluginSection) -> SamplingBackend:

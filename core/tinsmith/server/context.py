@@ -24,6 +24,7 @@ from tinsmith.server.limits.open_streams import OpenStreams
 from tinsmith.server.limits.quotas import Quotas
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.refusal_log import RefusalLog
+from tinsmith.server.rollout_views import directory_of
 from tinsmith.server.run_streams import RunStreams
 from tinsmith.server.sequence_ids import SequenceIds
 from tinsmith.server.signed_urls import UrlSigner
@@ -32,6 +33,7 @@ from tinsmith.server.waits import Waits, read_waits
 from tinsmith.settings import Settings
 from tinsmith.store import OperationRecord, PendingWork, RequestStore, SamplingSessionRecord, SessionRecord
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference, cached_model
+from tinsmith_checkpoints.huggingface.whole_files import WITHOUT_TEXT, lacks_tokenizer
 
 API_PREFIX = "/api/v1"
 _UNNOTICED: Final = 10  # breaks of up to this part of a session's time-out leave its client time for heartbeats
@@ -94,6 +96,11 @@ class ServerContext:
         if caller is not None and caller.admin:
             return True
         return self.api_keys.accept_anybody and not self.asks_plugins
+
+    def without_text(self, base_model: str) -> str | None:
+        """Return why this server cannot read or write text of a base model; None if it can, as far as it sees."""
+        directory = directory_of(base_model, self.settings, self.plugins)
+        return WITHOUT_TEXT if directory is not None and lacks_tokenizer(directory) else None
 
     @property
     def checkpoint_root(self) -> Path:

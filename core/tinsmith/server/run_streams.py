@@ -93,6 +93,8 @@ class RunStreams:
                     await asyncio.sleep(max(LEAST_S, _SHARE * took_s * len(self._readers)))
         except TinsmithError as error:  # whoever listens asks again, and learns why
             _log.debug("the streams of %s end: %s", reader.model_id, error)
+        except Exception:  # noqa: BLE001 - logged: nobody waits for this task
+            _log.exception("the streams of %s end", reader.model_id)
         finally:
             for queue in reader.queues:
                 _end(queue)

@@ -19,6 +19,7 @@ from tinsmith_checkpoints.huggingface import (
     language_config,
     latent_shape,
     read_model_config,
+    understood,
 )
 
 DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -40,6 +41,11 @@ def read_architecture(directory: Path, context_tokens: int | None = None) -> Dec
 
 def architecture_of(config: Mapping[str, Json], path: Path, context_tokens: int | None = None) -> DecoderShape:
     """Do the same with a parsed configuration. `path` names the file in errors."""
+    with understood(path):
+        return _described(config, path, context_tokens)
+
+
+def _described(config: Mapping[str, Json], path: Path, context_tokens: int | None) -> DecoderShape:
     config = language_config(config)
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
     if not class_name.endswith(("ForCausalLM", SEES)):

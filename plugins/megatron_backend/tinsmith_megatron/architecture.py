@@ -17,6 +17,7 @@ from tinsmith_checkpoints.huggingface import (
     latent_shape,
     read_model_config,
     read_rope,
+    understood,
     without_fp8,
     without_int4,
 )
@@ -71,6 +72,11 @@ def read_architecture(directory: Path) -> Architecture:
 
 def architecture_of(config: Mapping[str, Json], path: Path) -> Architecture:
     """Understand a config.json. `path` is for messages."""
+    with understood(path):
+        return _described(config, path)
+
+
+def _described(config: Mapping[str, Json], path: Path) -> Architecture:
     config = without_int4(without_fp8(language_config(config), path), path)
     _refuse_unsupported(config, path)
     class_name = next(iter(config.get("architectures") or [""]))

@@ -17,8 +17,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference, hub_endpoint, is_offline
 from tinsmith_checkpoints.huggingface.hub_download import download_size
-from tinsmith_checkpoints.huggingface.model_files import missing_files, read_model_config
-from tinsmith_checkpoints.huggingface.safetensors_files import read_header, shard_files
+from tinsmith_checkpoints.huggingface.whole_files import WITHOUT_TEXT, check_model_files, lacks_tokenizer
 
 
 def check_gpus(machine: Machine) -> Finding:
@@ -54,12 +53,14 @@ def check_model(model: ModelSettings, plugins: Plugins, machine: Machine) -> Ite
         yield _elsewhere(subject, model, spec)
         return
     try:
-        size = _check_files(model.path)
-    except (ConfigError, ServerError) as error:
+        size = check_model_files(model.path)
+    except ConfigError as error:
         remedy = "download or copy it again; `tinsmith serve NAME` downloads a model of the hub"
         yield Finding(subject, "problem", str(error), remedy)
         return
     yield Finding(subject, "ok", f"{gigabytes(size)} of weights in {model.path}")
+    if lacks_tokenizer(model.path):
+        yield Finding(subject, "note", WITHOUT_TEXT, "copy the tokenizer's files there")
     if spec.diagnose is not None:
         finding, devices = _devices(subject, spec, model, model.path, machine)
         yield finding
@@ -86,18 +87,6 @@ def _sampler(
         return Finding(subject, "problem", str(error), "choose another sampler or model, or mend its environment")
     shown = ", ".join(_shown(device) for device in devices)
     return _too_few(subject, spec, section, devices, machine) or Finding(subject, "ok", shown)
-
-
-def _check_files(directory: Path) -> int:
-    """Return the size of the weights in bytes. Raise ConfigError or ServerError if anything is missing or damaged."""
-    read_model_config(directory)
-    if missing := missing_files(directory):
-        msg = f"{str(directory)!r} is incomplete: {', '.join(missing)} missing"
-        raise ConfigError(msg)
-    files = shard_files(directory, "model")
-    for file in files:
-        read_header(file)
-    return sum(file.stat().st_size for file in files)
 
 
 def _elsewhere(subject: str, model: ModelSettings, spec: AnyBackendSpec) -> Finding:

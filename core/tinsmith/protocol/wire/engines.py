@@ -80,6 +80,7 @@ class EngineView(BaseModel):
     restarts: int
     restarted: str | None = None  # how the last process ended
     sampler: str | None = None  # why nothing can be sampled for now
+    text: str | None = None  # why the server reads and writes no text of the model
     reported_s: float | None = None  # since its last report
     running_s: float | None = None  # since it took the oldest operation that it is running
     turn: str | None = None  # training or sampling, if they take turns on the devices

@@ -40,6 +40,8 @@ async def list_engines(caller: Viewer, context: Context) -> wire.EngineList:
         _engine(name, records.get(name), pending, since, places[name], operator=operator, now=context.now())
         for name in names
     ]
+    for engine in engines:
+        engine.text = context.without_text(engine.base_model)
     return wire.EngineList(
         engines=[with_figures(each, figures, operator=operator) for each in engines],
         hosts=hosts_of(figures) if operator else None,

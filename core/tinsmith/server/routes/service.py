@@ -122,6 +122,8 @@ async def readyz(request: Request, context: Context) -> Response:
             if record is None
             else _reported(record, with_failure=operator or caller is not None, operator=operator)
         )
+        if (why := context.without_text(model.name)) is not None:
+            engines[model.name]["text"] = why
     ready = all(engine["state"] == EngineState.READY and "sampler" not in engine for engine in engines.values())
     trouble = await context.storage.trouble()
     storage = {} if trouble is None else {"storage": cleaned(trouble.to(operator=operator))}

@@ -34,7 +34,7 @@ from tinsmith_checkpoints.huggingface.joined_rows import JoinedMatrix, joined_ma
 from tinsmith_checkpoints.huggingface.known_shapes import known_config
 from tinsmith_checkpoints.huggingface.language_part import LANGUAGE_MODEL, decoder_names, language_config
 from tinsmith_checkpoints.huggingface.latent import LatentShape, latent_shape
-from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.model_files import read_model_config, understood
 from tinsmith_checkpoints.huggingface.outside_files import check_depth
 from tinsmith_checkpoints.huggingface.peft_layout import adapter_config, draw_lora_A, weight_name
 from tinsmith_checkpoints.huggingface.places import Place, weight_places
@@ -128,6 +128,7 @@ __all__ = [
     "tiny_causal_lm",
     "tiny_config",
     "tokenizer_config",
+    "understood",
     "weight_counts",
     "weight_name",
     "weight_places",

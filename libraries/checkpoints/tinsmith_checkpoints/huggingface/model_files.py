@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from tinsmith_checkpoints.errors import ConfigError, ServerError
+from tinsmith_checkpoints.errors import ConfigError, ServerError, TinsmithError
 from tinsmith_checkpoints.huggingface.outside_files import read_json
 from tinsmith_checkpoints.huggingface.safetensors_files import shard_files
 from tinsmith_checkpoints.values import Json
@@ -36,6 +38,18 @@ def read_model_config(directory: Path) -> dict[str, Json]:
         msg = f"{str(file)!r} does not hold a JSON object"
         raise ConfigError(msg)
     return config
+
+
+@contextmanager
+def understood(file: Path) -> Iterator[None]:
+    """Raise ConfigError if the block cannot work with the values of this file, whatever they are."""
+    try:
+        yield
+    except TinsmithError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        msg = f"{file}: a value has another type or size than expected ({type(error).__name__}: {error})"
+        raise ConfigError(msg) from error
 
 
 def missing_files(directory: Path) -> list[str]:

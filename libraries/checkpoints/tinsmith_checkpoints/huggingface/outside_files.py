@@ -12,6 +12,9 @@ from tinsmith_checkpoints.values import Json
 
 MAX_JSON: Final = 32_000_000  # bytes: parsed, they may take some twenty times as many
 _MAX_DEPTH: Final = 64
+_POINTER: Final = b"version https://git-lfs"
+_POINTER_SIZE: Final = re.compile(rb"\nsize ([0-9]{1,20})\n")
+_POINTER_BYTES: Final = 512  # more than any has
 _STRINGS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _BRACKETS: Final = re.compile(rb"[\[\]{}]")
 
@@ -26,13 +29,42 @@ def open_regular(file: Path) -> BufferedReader:
     return opened
 
 
+def pointer_fault(file: Path) -> str | None:
+    """Return why a file is not what its name says: it is empty, or stands for one that Git LFS has not fetched.
+
+    Raise OSError if it cannot be read.
+    """
+    with open_regular(file) as opened:
+        return _pointer_fault(opened.read(_POINTER_BYTES))
+
+
+def _pointer_fault(start: bytes) -> str | None:
+    if not start:
+        return "is empty"
+    if not start.startswith(_POINTER):
+        return None
+    size = _POINTER_SIZE.search(start)
+    whole = f"a file of {size[1].decode()} bytes" if size is not None else "the file"
+    return f"is a pointer of Git LFS in the place of {whole}: run `git lfs pull` there"
+
+
+def read_regular(file: Path) -> bytes:
+    """Read a file. Raise OSError if it cannot be read, or is none."""
+    with open_regular(file) as opened:
+        return opened.read()
+
+
 def read_json(file: Path) -> Json:
     """Parse a file. Raise OSError, or ValueError if it is not JSON, too large or nested too deeply."""
     with open_regular(file) as opened:
         if os.fstat(opened.fileno()).st_size > MAX_JSON:
             msg = f"it is larger than {MAX_JSON} bytes"
             raise ValueError(msg)
-        return parse_json(opened.read())
+        content = opened.read()
+    if (fault := _pointer_fault(content[:_POINTER_BYTES])) is not None:
+        msg = f"it {fault}"
+        raise ValueError(msg)
+    return parse_json(content)
 
 
 def parse_json(content: bytes) -> Json:

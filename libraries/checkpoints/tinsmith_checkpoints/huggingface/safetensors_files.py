@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tinsmith_checkpoints.errors import ServerError
 from tinsmith_checkpoints.huggingface import fp8, int4, int8
-from tinsmith_checkpoints.huggingface.outside_files import open_regular, parse_json, read_json
+from tinsmith_checkpoints.huggingface.outside_files import open_regular, parse_json, pointer_fault, read_json
 from tinsmith_checkpoints.values import Array, FloatArray, Json
 
 DTYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -155,9 +155,15 @@ class Fp8Tensor(StoredTensor):
         return fp8.dequantised(self.numbers.load_bytes(start, stop), self.scale.load(), start)
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """List the tensors of a file. Raise ServerError if it is not a complete safetensors file."""
+def read_header(file: Path, *, exact: bool = False) -> dict[str, StoredTensor]:
+    """List the tensors of a file. Raise ServerError if it is not a complete safetensors file.
+
+    `exact`: nothing may follow the last tensor, which the safetensors package refuses.
+    """
     try:
+        if (pointer := pointer_fault(file)) is not None:
+            msg = f"{file.name} {pointer}"
+            raise ServerError(msg)
         with open_regular(file) as opened:
             size = os.fstat(opened.fileno()).st_size
             (length,) = struct.unpack("<Q", opened.read(8))
@@ -173,8 +179,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ServerError(msg)
     header.pop("__metadata__", None)
     found = {name: _stored_tensor(file, name, entry, 8 + length) for name, entry in header.items()}
-    if any(each.start + each.num_bytes > size for each in found.values()):
-        msg = f"{file.name} is damaged: it is cut short"
+    end = max((each.start + each.num_bytes for each in found.values()), default=8 + length)
+    if size < end or (exact and size > end):
+        how = "it is cut short" if size < end else "something follows its last tensor"
+        msg = f"{file.name} is damaged: {how}: it has {size} bytes, and its header says {end}"
         raise ServerError(msg)
     return found
 

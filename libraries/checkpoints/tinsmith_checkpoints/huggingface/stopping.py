@@ -1,12 +1,12 @@
 """When a sequence ends: stop tokens, end-of-sequence tokens, stop strings, the length limit."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tinsmith_checkpoints.errors import ConfigError, UnsupportedError
 from tinsmith_checkpoints.huggingface.fields import announce, shown
+from tinsmith_checkpoints.huggingface.outside_files import read_json
 from tinsmith_checkpoints.huggingface.text_steps import TextSteps
 from tinsmith_checkpoints.huggingface.tokenizer_fields import GENERATION_CONFIG_FIELDS
 from tinsmith_checkpoints.huggingface.tokenizer_files import read_tokenizer, special_tokens, tokenizer_config
@@ -120,7 +120,7 @@ def _configured_eos(model_path: Path) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> dict[str, Json]:
     try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
+        parsed = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

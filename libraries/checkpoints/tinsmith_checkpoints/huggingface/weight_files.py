@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from tinsmith_checkpoints.huggingface import fp8, mxfp4
 from tinsmith_checkpoints.huggingface.int8 import PACKED, SCALE, SHAPE, Int8, dequantised, packed_columns, unpacked
 from tinsmith_checkpoints.huggingface.language_part import decoder_names
 from tinsmith_checkpoints.huggingface.model_files import read_model_config
+from tinsmith_checkpoints.huggingface.outside_files import pointer_fault
 from tinsmith_checkpoints.huggingface.places import Place, weight_places
 from tinsmith_checkpoints.huggingface.safetensors_files import (
     StoredTensor,
@@ -24,6 +25,10 @@ from tinsmith_checkpoints.huggingface.safetensors_files import (
     read_header,
     tensor_files,
 )
+
+_FLOATS: Final = frozenset({"BF16", "F16", "F32", "F64"})
+_INTEGERS: Final = (PACKED, SCALE, SHAPE, mxfp4.BLOCKS, mxfp4.SCALES)
+"""How the names end that hold parts of quantised weights."""
 
 # Any below: the arrays of the framework, and safetensors' handles, which are untyped.
 
@@ -68,7 +73,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor that is there, as it is stored."""
-        return tuple(self._handle(self._files[name]).get_slice(self._stored[name]).get_shape())
+        return tuple(self._slice(self._files[name], self._stored[name]).get_shape())
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Any:
         """Read a tensor, which must have the given shape."""
@@ -128,7 +133,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
 
     def matrix_types(self) -> set[str]:
         """Return the types of the tensors with several axes, as safetensors names them: {"BF16"} of most models."""
-        stored = (self._handle(path).get_slice(self._stored[name]) for name, path in self._files.items())
+        stored = (self._slice(path, self._stored[name]) for name, path in self._files.items())
         return {each.get_dtype() for each in stored if len(each.get_shape()) > 1}
 
     def integers(self, name: str, shape: tuple[int, ...], cut: tuple[slice, slice]) -> npt.NDArray[np.int8]:
@@ -147,6 +152,7 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
             stored = handle.get_slice(self._stored[name])
             found = tuple(stored.get_shape())
             if found == shape:
+                _check_dtype(path, name, stored.get_dtype())
                 return stored[cut] if cut else handle.get_tensor(self._stored[name])
         except (OSError, SafetensorError) as error:
             msg = f"{str(path)!r}: tensor {name!r} cannot be read: {error}"
@@ -175,9 +181,23 @@ class WeightFiles(AbstractContextManager["WeightFiles"]):
         config = read_model_config(self._directory) if there else {}
         return weight_places(config, {self._stored[name]: self.shape(name) for name in self._files})
 
+    def _slice(self, path: Path, stored: str) -> Any:
+        try:
+            return self._handle(path).get_slice(stored)
+        except SafetensorError as error:
+            msg = f"{str(path)!r}: tensor {stored!r} cannot be read: {error}"
+            raise ConfigError(msg) from error
+
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
-            self._handles[path] = self._open.enter_context(safe_open(path, framework=self._framework))
+            try:
+                if (fault := pointer_fault(path)) is not None:
+                    msg = f"{str(path)!r} {fault}"
+                    raise ConfigError(msg)
+                self._handles[path] = self._open.enter_context(safe_open(path, framework=self._framework))
+            except (OSError, SafetensorError) as error:
+                msg = f"{str(path)!r} cannot be read: {error}"
+                raise ConfigError(msg) from error
         return self._handles[path]
 
 
@@ -193,6 +213,16 @@ def _of_one(stored: Any, place: Place, cut: tuple[slice, ...]) -> Any:
     expert, *own = place.index
     found = stored[expert : expert + 1][(0, *own)]
     return (found.T if place.transposed else found)[cut]
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    """Raise ConfigError for integers where a weight is read: they would be taken for its values."""
+    if dtype not in _FLOATS and not name.endswith(_INTEGERS):
+        msg = (
+            f"{str(path)!r}: tensor {name!r} is {dtype}; a weight is one of {', '.join(sorted(_FLOATS))}, unless "
+            "config.json names a quantisation that is known here"
+        )
+        raise ConfigError(msg)
 
 
 def _other_shape(path: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ConfigError:

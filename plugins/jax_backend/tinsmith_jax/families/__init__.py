@@ -22,6 +22,7 @@ from tinsmith_checkpoints.huggingface import (
     family_table,
     language_config,
     read_model_config,
+    understood,
 )
 from tinsmith_jax.model_config import ModelConfig
 
@@ -59,6 +60,11 @@ def read_config(directory: Path) -> ModelConfig:
 
 def config_of(config: Mapping[str, Json], path: Path) -> ModelConfig:
     """Describe the decoder of a parsed config.json, of which a family sees the language part. `path`: for errors."""
+    with understood(path):
+        return _described(config, path)
+
+
+def _described(config: Mapping[str, Json], path: Path) -> ModelConfig:
     whole, config = config, language_config(config)
     class_name = next(iter(config.get("architectures") or ["(none named)"]))
     ours = built_in()
