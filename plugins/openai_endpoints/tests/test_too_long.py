@@ -67,6 +67,12 @@ def test_the_clients_of_both_apis_have_the_code_and_the_words(server: RunningSer
         bob.messages.create(model="toy", messages=[{"role": "user", "content": LONG}], max_tokens=1)
 
 
+def test_the_length_of_the_context_is_listed(server: RunningServer) -> None:
+    """Agents shorten a conversation before it is too long, if they know it."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as ann:
+        assert [model.model_extra for model in ann.models.list()] == [{"max_model_len": CONTEXT}]
+
+
 def test_the_numbers_leave_room_for_the_answer(errors: dict[tuple[str, str, bool], httpx.Response]) -> None:
     text = errors["/v1/completions", "answer", False].json()["error"]["message"]
     assert f"2 + {CONTEXT} > {CONTEXT}" in text

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 import tinsmith
-from tinsmith.stores import CheckpointRecord, RequestStore, SamplingSessionRecord
+from tinsmith.stores import CheckpointRecord, SamplingSessionRecord
 from tinsmith_openai.answers import Object
 from tinsmith_openai.refusals import NoSuchModelError
 
@@ -32,15 +32,31 @@ async def open_model(sampling: tinsmith.RouteSampling, caller: tinsmith.Principa
 
 
 async def listed_models(
-    settings: tinsmith.Settings, store: RequestStore, caller: tinsmith.Principal, *, started: int
+    settings: tinsmith.Settings, context: tinsmith.RoutesContext, caller: tinsmith.Principal, *, started: int
 ) -> list[Object]:
     """Return the base models, and the newest of the caller's sampler checkpoints."""
-    checkpoints, _ = await store.list_checkpoints(caller.tenant, limit=_MOST_LISTED)
+    checkpoints, _ = await context.store.list_checkpoints(caller.tenant, limit=_MOST_LISTED)
+    contexts = {model.name: await _context_of(context.sampling, model.name) for model in settings.models}
     now = datetime.now(UTC)
     return [
-        *(_listed(model.name, started) for model in settings.models),
-        *(_of_checkpoint(each) for each in checkpoints if each.kind == "sampler" and not _expired(each, now)),
+        *({**_listed(name, started), **length} for name, length in contexts.items()),
+        *(
+            {**_of_checkpoint(each), **contexts.get(each.base_model, {})}
+            for each in checkpoints
+            if each.kind == "sampler" and not _expired(each, now)
+        ),
     ]
+
+
+async def _context_of(sampling: tinsmith.RouteSampling, base_model: str) -> Object:
+    """Return the length of the context, as vLLM names it: agents shorten conversations before they reach it.
+
+    Nothing until the engine has reported it.
+    """
+    try:
+        return {"max_model_len": await sampling.max_context_tokens(base_model)}
+    except tinsmith.CapacityError:
+        return {}
 
 
 def _expired(checkpoint: CheckpointRecord, now: datetime) -> bool:

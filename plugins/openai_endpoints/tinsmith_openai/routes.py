@@ -84,7 +84,7 @@ class Endpoints:
         return router
 
     async def _models(self, caller: tinsmith.Principal) -> list[Object]:
-        return await models.listed_models(self._settings, self._context.store, caller, started=self._started)
+        return await models.listed_models(self._settings, self._context, caller, started=self._started)
 
     async def _answered(
         self,
