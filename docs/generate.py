@@ -55,6 +55,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PUBLIC_PACKAGES = (
     "tinsmith",
     "tinsmith.stores",
+    "tinsmith.tables",
+    "tinsmith.command_line",
     "tinsmith.testing",
     "tinsmith.machine",
     "tinsmith.logins",
@@ -315,7 +317,9 @@ def _definition(module: str, name: str) -> tuple[str, str]:
             case ast.ImportFrom(module=str(home), names=[ast.alias(name="*")]):
                 with suppress(LookupError):
                     return _definition(home, name)
-            case ast.ClassDef(name=defined) | ast.FunctionDef(name=defined) if defined == name:
+            case ast.ClassDef(name=defined) | ast.FunctionDef(name=defined) | ast.AsyncFunctionDef(name=defined) if (
+                defined == name
+            ):
                 return module, ast.get_docstring(node) or ""
             case ast.Assign(targets=[ast.Name(id=defined)]) | ast.AnnAssign(target=ast.Name(id=defined)):
                 if defined == name:

@@ -1,7 +1,8 @@
 """A self-hosted server for the Tinker API.
 
 This module exports what plugins implement or receive. What fewer plugins need is in `tinsmith.stores`,
-`tinsmith.machine`, `tinsmith.logins` and `tinsmith.tracing`; the suites for tests are in `tinsmith.testing`.
+`tinsmith.machine`, `tinsmith.logins` and `tinsmith.tracing`; what features need, in `tinsmith.tables` and
+`tinsmith.command_line`. The suites for tests are in `tinsmith.testing`.
 """
 
 from tinsmith.backend import (

@@ -12,7 +12,7 @@ from tinsmith.backend import BackendConfig
 from tinsmith.figures import Figures
 from tinsmith.operations import Consistency, Failed, Sample, SampleOutput
 from tinsmith.phases import Phase, phases_of
-from tinsmith.store import OperationState, PendingWork, RequestStore, SamplingSessionRecord, TimedOperation
+from tinsmith.store import OperationState, PendingWork, RequestStore, RunRecord, SamplingSessionRecord, TimedOperation
 from tinsmith.store.logins import Login
 from tinsmith_checkpoints.values import Json
 
@@ -75,6 +75,21 @@ class RouteSampling(ABC):
         """Return the Hugging Face directory of a base model; None if this machine has none. May read the disk."""
 
 
+class RunReader(ABC):
+    """A kind of credential by which others than its owner read the curves of a run, such as a link to it."""
+
+    @abstractmethod
+    def shown(self, headers: Mapping[str, str]) -> str | None:
+        """Return the credential that a request shows, unchecked; None if it shows none. Names are in lower case.
+
+        Streams are counted by it before anything is read, so it costs next to nothing.
+        """
+
+    @abstractmethod
+    async def opens(self, credential: str, model_id: str) -> bool:
+        """Return whether the credential opens this run now."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorAnswer:
     """An error that the server answers."""
@@ -134,6 +149,14 @@ class RoutesContext:
     others within a second."""
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)
     """By the prefix of paths: the form of their error answers, those for unknown senders and large bodies included."""
+    own_run: Callable[[Principal, str], Awaitable[RunRecord]]
+    """Returns the run of a model_id if it is the caller's. Raises NotFoundError if not."""
+    actor: Callable[[Request], Awaitable[Mapping[str, str]]]
+    """Names the sender of a request for the audit log: use it as `Depends(context.actor)`."""
+    run_readers: list[RunReader] = field(default_factory=list)
+    """Credentials by which others than its owner read the curves of a run."""
+    page_parts: list[Path] = field(default_factory=list)
+    """JavaScript modules of the page, a file each: it serves and imports them. Their names are unique."""
     figures: Figures = field(default_factory=Figures)
     """This process's counters: a server shows them on `/metrics` beside its engines'."""
     _public: list[object] = field(default_factory=list, init=False, repr=False)

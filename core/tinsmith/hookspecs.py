@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tinsmith.losses import LossSpec
     from tinsmith.scheduler import SchedulerSpec
     from tinsmith.settings import Settings
-    from tinsmith.store import StoreSpec
+    from tinsmith.store import StoreSpec, TablesSpec
     from tinsmith.tracer import TracerSpec
 
 PROJECT_NAME = "tinsmith"
@@ -87,6 +87,16 @@ def tinsmith_register_tracers() -> TracerSpec[Any] | Sequence[TracerSpec[Any]]:
 
 
 @hookspec
+def tinsmith_register_tables() -> TablesSpec | Sequence[TablesSpec]:
+    """Offer tables of the package's own in the request store, beside the log's. See `tinsmith.tables`.
+
+    They are made, and migrated, when the store is opened. The name of each begins with the spec's name. Rows that
+    belong to a run or a session are deleted with it. Routes and commands read and change them through
+    `RequestStore.read` and `RequestStore.write`. The tables of a package that is gone stay in the database.
+    """
+
+
+@hookspec
 def tinsmith_register_routes(settings: Settings, context: RoutesContext) -> APIRouter | Sequence[APIRouter]:
     """Offer HTTP routes. Called in the server process only. They are added after core's own routes.
 
@@ -95,8 +105,10 @@ def tinsmith_register_routes(settings: Settings, context: RoutesContext) -> APIR
     holds the request store, the registry of `/metrics`, and `caller`, the dependency that says who sent a request.
     Through `context.sampling`, a route samples as the SDK does: by sampling sessions, quotas, queues and the log. A
     router with `route_class=context.json_route` reads JSON as core does, and `context.error_forms` takes the form of
-    the errors under a prefix. The plugin that `login.plugin` names adds the object that knows its users to
-    `context.logins`. A plugin that fails here is logged and left out.
+    the errors under a prefix. `context.own_run` returns the caller's run of an id, `context.actor` names the sender for
+    the audit log, `context.run_readers` lets others read a run, `context.page_parts` adds to the page. The plugin that
+    `login.plugin` names adds the object that knows its users to `context.logins`. A plugin that fails here is logged
+    and left out.
     """
 
 

@@ -56,14 +56,12 @@ async def test_each_deed_is_there_with_who_did_it(http: httpx.AsyncClient, store
     checkpoint = f"training_runs/{record.model_id}/checkpoints/weights/first"
     made = (await http.post("auth/apikeys", json={"name": "laptop"}, headers=ann)).json()
     laptop = {"X-API-Key": made["key"]}
-    link = (await http.post(f"runs/{record.model_id}/share_links", json={}, headers=laptop)).json()
     session = (await http.post("create_session", json={}, headers=laptop)).json()["session_id"]
     for method, path, body in (
         ("POST", f"{checkpoint}/publish", None),
         ("DELETE", f"{checkpoint}/publish", None),
         ("PUT", f"{checkpoint}/ttl", {"ttl_seconds": 7200}),
         ("DELETE", checkpoint, None),
-        ("DELETE", f"runs/{record.model_id}/share_links/{link['share_id']}", None),
         ("POST", f"sessions/{session}/finish", {"reason": {"type": "success"}}),
         ("DELETE", "auth/apikey/me", None),
     ):
@@ -72,8 +70,8 @@ async def test_each_deed_is_there_with_who_did_it(http: httpx.AsyncClient, store
     by_ann, *by_laptop = (each for each in await read(http) if "actor" in each["event_details"])
     assert by_ann["event"] == "key_create"
     assert [each["event"] for each in by_laptop] == [
-        *("share_link_create", "session_create", "checkpoint_publish", "checkpoint_unpublish", "checkpoint_set_ttl"),
-        *("checkpoint_delete", "share_link_delete", "session_end", "key_delete"),
+        *("session_create", "checkpoint_publish", "checkpoint_unpublish", "checkpoint_set_ttl"),
+        *("checkpoint_delete", "session_end", "key_delete"),
     ]
     assert {each["event_details"]["key_id"] for each in by_laptop} == {made["key_id"]}
     assert by_ann["event_details"]["key_id"] != made["key_id"]

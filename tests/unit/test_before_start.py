@@ -19,7 +19,7 @@ from tinsmith.processes.before_start import look_at_store
 from tinsmith.processes.data_dir_lock import DataDirLock
 from tinsmith.settings import DataDir, Settings
 from tinsmith.sql_store.config import SqlStoreConfig
-from tinsmith.sql_store.migrate import known_revisions
+from tinsmith.sql_store.migrate import schema_of_log
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import StoreContext
 from tinsmith.testing import TinyShape, write_tiny_model
@@ -184,5 +184,5 @@ async def test_the_store_says_its_version_its_schema_and_its_latency(tmp_path: P
         await store.close()
     version, schema, latency = told.split(", ")
     assert version == f"SQLite {sqlite3.sqlite_version}"
-    assert schema == f"schema {known_revisions()[-1]}"
+    assert schema == f"schema {schema_of_log().revisions[-1]}"
     assert latency.startswith("answers in ")

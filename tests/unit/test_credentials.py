@@ -73,7 +73,7 @@ OPENS_NOTHING: Final = {
     "tinsmith_openai.answers:head": SHOWN,
     "tinsmith_openai.drawing:sampling_params": "seeds",
     "tinsmith_openai.messages.answers:message_start": SHOWN,
-    "tinsmith_openai.tool_calls:ToolCall": SHOWN,
+    "tinsmith_openai.reading:reading_of": SHOWN,
     "tinsmith_workers.state_files:StateFiles.__init__": NAMES,
 }
 
@@ -324,7 +324,8 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
             patch.setattr(module, "KEPT_S", 0.0)  # as if a second had passed
         apps, servers = [], []
         for _ in range(2):
-            store = SqlStore(SqlStoreConfig(synchronous="off"), StoreContext(data_dir=directory))
+            context = StoreContext(data_dir=directory, tables=Plugins.load().make_tables())
+            store = SqlStore(SqlStoreConfig(synchronous="off"), context)
             await store.open()
             stack.push_async_callback(store.close)
             apps.append(await create_app(settings, store=store, plugins=Plugins.load()))

@@ -345,6 +345,8 @@ def a_routes_context(data_dir: Path) -> RoutesContext:
         caller=lambda _: tinsmith.Principal(tenant="ann"),
         json_route=APIRoute,
         secret=bytes(32),
+        own_run=lambda _, model_id: store.get_run(model_id),
+        actor=lambda _: store.read(lambda _: {"actor": "ann"}),
     )
 
 

@@ -21,7 +21,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases import postgres
 from tinsmith.sql_store.databases.notify_wakeups import NotifyWakeUps
 from tinsmith.sql_store.databases.postgres import PostgresDatabase
-from tinsmith.sql_store.migrate import known_revisions
+from tinsmith.sql_store.migrate import schema_of_log
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.sql_store.subjects import sessions
 from tinsmith.sql_store.tables import Table
@@ -280,4 +280,4 @@ async def test_a_look_tells_of_the_database_and_changes_nothing(postgres: Postgr
     store = a_store(url)
     await store.open()
     await store.close()
-    assert f", schema {known_revisions()[-1]}, answers in " in diagnose(config, context)
+    assert f", schema {schema_of_log().revisions[-1]}, answers in " in diagnose(config, context)

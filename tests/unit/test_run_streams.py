@@ -134,7 +134,10 @@ async def served(directory: Path, *, limits: dict[str, int] | None = None, **quo
         quotas=QuotaSettings.model_validate(quotas),
         models=(TOY,),
     )
-    store = SqlStore(SqlStoreConfig(synchronous="off", safety_poll_s=600.0), StoreContext(data_dir=directory))
+    store = SqlStore(
+        SqlStoreConfig(synchronous="off", safety_poll_s=600.0),
+        StoreContext(data_dir=directory, tables=Plugins.load().make_tables()),
+    )
     await store.open()
     app = await create_app(settings, store=store, plugins=Plugins.load())
     transport = httpx.ASGITransport(app=app)

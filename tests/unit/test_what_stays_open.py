@@ -26,7 +26,12 @@ from tinsmith.store import StoreContext
 from tinsmith.testing.engine_driver import WAIT_S
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (ROOT / "core/tinsmith/server", ROOT / "core/tinsmith/builtin", *sorted(ROOT.glob("plugins/*/tinsmith_*/")))
+ROOMS = (
+    ROOT / "core/tinsmith/server",
+    ROOT / "core/tinsmith/builtin",
+    ROOT / "core/tinsmith/features",
+    *sorted(ROOT.glob("plugins/*/tinsmith_*/")),
+)
 _ANSWERS: Final = frozenset({"StreamingResponse", "FileResponse", "EventSourceResponse"})
 _WAITS: Final = frozenset({"unless_stopped", "unless_gone", "WebSocketRoute", "websocket", "add_websocket_route"})
 

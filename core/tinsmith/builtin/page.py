@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tinsmith.settings import Settings
 
 _FILES: Final = Path(__file__).parent / "page_files"
-_ASSETS: Final = frozenset(each.name for each in _FILES.iterdir() if each.name != "index.html")
 _LOGIN: Final = '<script src="/page/login.js"></script>'
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
@@ -35,17 +34,18 @@ def tinsmith_register_routes(settings: "Settings", context: "RoutesContext") -> 
     router = APIRouter(include_in_schema=False)
     login = "" if settings.login is None else _LOGIN
     html = (_FILES / "index.html").read_text().replace("{version}", version("tinsmith")).replace("{login}", login)
+    files = {each.name: each for each in _FILES.iterdir() if each.name != "index.html"}
 
     @router.get("/")
     @context.public
     async def page() -> HTMLResponse:
-        return HTMLResponse(html, headers=_HEADERS)
+        parts = [f'<script type="module" src="/page/{each.name}"></script>' for each in context.page_parts]
+        return HTMLResponse(html.replace("{parts}", "\n".join(parts)), headers=_HEADERS)
 
     @router.get("/page/{name}")
     @context.public
     async def file(name: str) -> Response:
-        if name not in _ASSETS:
-            return Response(status_code=404)
-        return FileResponse(_FILES / name, headers=_HEADERS)
+        found = files.get(name) or next((each for each in context.page_parts if each.name == name), None)
+        return Response(status_code=404) if found is None else FileResponse(found, headers=_HEADERS)
 
     return router

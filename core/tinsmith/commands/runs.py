@@ -53,7 +53,6 @@ def add_run_commands(group: typer.Typer) -> None:
     commands.command("show", context_settings=ANY_SETTING)(show_run)
     commands.command("plot", context_settings=ANY_SETTING)(plot_run)
     commands.command("rollouts", context_settings=ANY_SETTING)(show_rollouts)
-    commands.command("share", context_settings=ANY_SETTING)(share_run)
     group.add_typer(commands, name="runs")
 
 
@@ -197,31 +196,6 @@ def show_rollouts(
         return
     found = runs.rollouts(run, step)
     typer.echo(found.model_dump_json(indent=2)) if json else print_rollouts(found)
-
-
-def share_run(
-    context: typer.Context,
-    run: Run,
-    hours: Annotated[
-        float | None, typer.Option(min=0.01, help="hours until the link ends; default: it lasts as long as its run")
-    ] = None,
-    revoke: Annotated[str | None, typer.Option(help="end the link of this id, or `all` links to the run")] = None,
-    json: AsJson = False,
-    config: ConfigFile = None,
-    data_dir: DataDir = None,
-) -> None:
-    """Print a link by which everybody who has it reads the curves of a run, and nothing else; or end links to it."""
-    from tinsmith.commands.runs_share import revoke_links, share
-    from tinsmith.commands.runs_tables import print_json
-
-    settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
-    if revoke is not None:
-        ended = use_store(settings, plugins, lambda store: revoke_links(store, run, revoke))
-        print_json({"revoked": ended}) if json else typer.echo(f"revoked {', '.join(ended)}")
-        return
-    lasts_s = None if hours is None else hours * 3600
-    link = use_store(settings, plugins, lambda store: share(store, run, settings.server, lasts_s=lasts_s))
-    print_json(link) if json else typer.echo(link["url"])
 
 
 def replay(

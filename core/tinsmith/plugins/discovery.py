@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
 from typing import Any, Final
 
 import pluggy
@@ -21,6 +22,7 @@ from tinsmith.backend import BackendConfig
 from tinsmith.errors import PluginError
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.registry import PluginOrigin, suggestion
+from tinsmith.store import Tables, TablesSpec
 
 GROUP: Final = "tinsmith"
 HOOK_PREFIX: Final = "tinsmith_"
@@ -40,6 +42,8 @@ BUILTINS: Final = (
     "systemd",
     "tiny_model_command",
 )
+
+FEATURES: Final = Path(__file__).parent.parent / "features"
 
 Found = tuple[PluginOrigin, Callable[[], object]]
 """A plugin that is not loaded yet: where it comes from, and what loads it or raises why it must not be."""
@@ -62,9 +66,16 @@ def check_requirement(entry_point: EntryPoint) -> None:
 
 
 def builtin_plugins() -> Iterator[Found]:
+    """Yield the core's own plugins, and its features: each folder there is one, and can be deleted."""
     for name in BUILTINS:
-        origin = PluginOrigin(name=name, distribution="tinsmith", version=version("tinsmith"))
-        yield origin, partial(import_module, f"tinsmith.builtin.{name}")
+        yield _own(name), partial(import_module, f"tinsmith.builtin.{name}")
+    for folder in sorted(FEATURES.glob("*/plugin.py")):
+        name = folder.parent.name
+        yield _own(name), partial(import_module, f"tinsmith.features.{name}.plugin")
+
+
+def _own(name: str) -> PluginOrigin:
+    return PluginOrigin(name=name, distribution="tinsmith", version=version("tinsmith"))
 
 
 def installed_plugins() -> Iterator[Found]:
@@ -122,11 +133,21 @@ def check_spec(spec: Any) -> None:
     if not isinstance(spec.name, str) or not spec.name:
         msg = f"{type(spec).__name__} has the name {spec.name!r}; it must be a non-empty string"
         raise PluginError(msg)
-    if isinstance(spec, LossSpec):
+    if isinstance(spec, LossSpec | TablesSpec):
         return
     if not isinstance(spec.config, type) or not issubclass(spec.config, BackendConfig):
         msg = f"{type(spec).__name__} {spec.name!r} has the config {spec.config!r}; it must subclass BackendConfig"
         raise PluginError(msg)
+
+
+def make_tables(spec: TablesSpec) -> Tables:
+    """Raise PluginError for a table that does not bear the spec's name: it could be another package's."""
+    tables = spec.create()
+    for name in tables.metadata.tables:
+        if name != spec.name and not name.startswith(f"{spec.name}_"):
+            msg = f"tables {spec.name!r}: the table {name!r} must be named {spec.name}, or begin with {spec.name}_"
+            raise PluginError(msg)
+    return tables
 
 
 class HookCaller:

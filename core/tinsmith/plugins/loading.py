@@ -25,12 +25,13 @@ from tinsmith.plugins.discovery import (
     builtin_plugins,
     check_spec,
     installed_plugins,
+    make_tables,
     plugin_error,
     refuse_unmarked_hooks,
 )
 from tinsmith.plugins.registry import Offer, PluginOrigin, PluginReport, Registry, suggestion
 from tinsmith.scheduler import SchedulerSpec
-from tinsmith.store import StoreSpec
+from tinsmith.store import StoreSpec, Tables, TablesSpec
 from tinsmith.tracer import AnyTracerSpec, TracerSpec
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ SPEC_TYPES: Final[Mapping[str, type[Any]]] = {  # by registration hook
     "tinsmith_register_losses": LossSpec,
     "tinsmith_register_logins": LoginSpec,
     "tinsmith_register_tracers": TracerSpec,
+    "tinsmith_register_tables": TablesSpec,
 }
 
 _log = logging.getLogger(__name__)
@@ -69,9 +71,10 @@ class Plugins:
         self.losses: Registry[LossSpec] = Registry("loss", self._hint)
         self.logins: Registry[AnyLoginSpec] = Registry("login", self._hint)
         self.tracers: Registry[AnyTracerSpec] = Registry("tracer", self._hint)
+        self.tables: Registry[TablesSpec] = Registry("tables", self._hint)
         everything = (
             *(self.backends, self.samplers, self.stores, self.schedulers),
-            *(self.losses, self.logins, self.tracers),
+            *(self.losses, self.logins, self.tracers, self.tables),
         )
         self._registries: dict[str, Registry[Any]] = dict(zip(SPEC_TYPES, everything, strict=True))
 
@@ -128,6 +131,13 @@ class Plugins:
         hook = "tinsmith_register_commands"
         for plugin in self._hooks.implementers(hook):
             self._attempt(plugin, partial(self._hooks.call, plugin, hook, group=group))
+
+    def make_tables(self) -> dict[str, Tables]:
+        """Return the tables that packages keep in the request store, by name.
+
+        Raise PluginError if a package cannot make its own, or two offer the same name: nothing may be kept half.
+        """
+        return {name: make_tables(spec) for name, spec in self.tables.all().items()}
 
     # decisions
 

@@ -56,7 +56,10 @@ def store_parts(settings: Settings, plugins: Plugins) -> tuple[StoreSpec[Any], A
     """Return the offer of the configured store, its section, and what it gets from the core."""
     spec = plugins.stores.get(settings.store.plugin)
     config = spec.config.model_validate(settings.store.options())
-    return spec, config, StoreContext(data_dir=settings.data_dir.root, shared=settings.server.share_data_dir)
+    context = StoreContext(
+        data_dir=settings.data_dir.root, shared=settings.server.share_data_dir, tables=plugins.make_tables()
+    )
+    return spec, config, context
 
 
 def make_scheduler(settings: Settings, plugins: Plugins) -> Scheduler:

@@ -15,7 +15,7 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol.stable_reinforce import StandIn
 from tinsmith.server import error_answers
 from tinsmith.server.api_keys import ApiKeys, KeyTokens
-from tinsmith.server.auth import identified
+from tinsmith.server.auth import actor_of, caller_of, identified, own_run
 from tinsmith.server.context import API_PREFIX, ServerContext
 from tinsmith.server.descriptions import add_descriptions
 from tinsmith.server.issued_keys import IssuedKeys, find_usable
@@ -183,6 +183,9 @@ def _routes_context(context: ServerContext, identify: Identify, issued: IssuedKe
     def caller(request: Request) -> Principal:  # a dependency, of which FastAPI reads the types
         return identify(request.scope)
 
+    async def actor(request: Request) -> Mapping[str, str]:
+        return await actor_of(request, await caller_of(request, context), context)
+
     return RoutesContext(
         store=context.store,
         registry=context.metrics.registry,
@@ -194,6 +197,9 @@ def _routes_context(context: ServerContext, identify: Identify, issued: IssuedKe
         secret=secret,
         logins_ended=issued.look_again,
         error_forms=context.error_forms,
+        own_run=partial(own_run, context),
+        actor=actor,
+        run_readers=context.run_readers,
     )
 
 

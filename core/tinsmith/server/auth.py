@@ -6,7 +6,7 @@ An object belongs to a tenant. Only its tenant changes it (`own_*`); its tenant 
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, NamedTuple, TypeVar
 
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
@@ -16,7 +16,7 @@ from starlette.types import Scope
 from tinsmith import log_fields
 from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.errors import AuthenticationError, NotFoundError, TinsmithError, UserError
-from tinsmith.hook_values import Principal
+from tinsmith.hook_values import Principal, RunReader
 from tinsmith.operations import ReadRight
 from tinsmith.server.api_keys import credential_of
 from tinsmith.server.context import Context, ServerContext
@@ -167,6 +167,31 @@ async def own_known_run(context: Context, caller: Principal, model_id: str) -> K
 
 async def readable_run(context: Context, caller: Principal, model_id: str) -> RunRecord:
     return _readable(await context.store.get_run(model_id), caller, "model", model_id)
+
+
+class Shown(NamedTuple):
+    """What a request shows beside a key, unchecked."""
+
+    reader: RunReader
+    credential: str
+
+
+def credential_shown(request: Request, context: Context) -> Shown | None:
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    shown = ((reader, reader.shown(headers)) for reader in context.run_readers)
+    return next((Shown(reader, credential) for reader, credential in shown if credential is not None), None)
+
+
+async def run_to_show(request: Request, context: Context, model_id: str) -> RunRecord:
+    """Return a run whose curves the sender may read: by what the request shows (`RoutesContext.run_readers`), or a key.
+
+    Raises NotFoundError for a run that this does not open.
+    """
+    if (shown := credential_shown(request, context)) is None:
+        return await readable_run(context, await viewer_of(request, context), model_id)
+    if not await shown.reader.opens(shown.credential, model_id):
+        raise NotFoundError(f"{no_such('model', model_id)}, or the link to it has expired or was revoked")
+    return await context.store.get_run(model_id)
 
 
 async def usable_sampler(context: Context, caller: Principal, sampler_id: str) -> SamplingSessionRecord:

@@ -12,7 +12,7 @@ from typing import Annotated, Final, cast
 from fastapi import Depends, Request
 
 from tinsmith.figures import Figures
-from tinsmith.hook_values import ErrorForm, Principal
+from tinsmith.hook_values import ErrorForm, Principal, RunReader
 from tinsmith.losses import LossSpec
 from tinsmith.plugins.loading import Plugins
 from tinsmith.protocol.stable_reinforce import StandIn
@@ -62,6 +62,7 @@ class ServerContext:
     server_id: str = field(default_factory=partial(secrets.token_hex, 8))
     asks_plugins: bool = False  # who sent a request, and not only the API keys
     error_forms: dict[str, ErrorForm] = field(default_factory=dict)  # those that plugins ask for: see RoutesContext
+    run_readers: list[RunReader] = field(default_factory=list)
     backlog: Reading[Sequence[PendingWork]] = field(init=False)
     waits: Reading[Waits] = field(init=False)
     hearing: Hearing = field(init=False)

@@ -2,7 +2,7 @@
 
 import time
 
-from sqlalchemy import make_url, text
+from sqlalchemy import inspect, make_url, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -11,7 +11,7 @@ from tinsmith.settings import DataDir
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Dialect
 from tinsmith.sql_store.databases.sqlite import SqliteDialect
-from tinsmith.sql_store.migrate import check_known, found_revision, known_revisions
+from tinsmith.sql_store.migrate import check_known, schema_of_log
 from tinsmith.store import StoreContext
 
 
@@ -58,7 +58,7 @@ def diagnose(config: SqlStoreConfig, context: StoreContext) -> str:
 
     Raise ConfigError if it can never be used, StoreError if it cannot be reached.
     """
-    dialect = dialect_of(config, context)
+    dialect, log = dialect_of(config, context), schema_of_log()
     engine = dialect.visitor()
     if engine is None:
         return f"{dialect.name} will be made"
@@ -68,18 +68,18 @@ def diagnose(config: SqlStoreConfig, context: StoreContext) -> str:
             connection.execute(text("SELECT 1"))
             took_s = time.perf_counter() - began_s
             version = dialect.version(connection)
-            revision = found_revision(connection)
+            revision = log.found_revision(connection, inspect(connection).get_table_names())
     except SQLAlchemyError as error:
         why = _reason(error)
         msg = f"the database {dialect.name} cannot be used ({why}); check that it runs and that store.url is right"
         raise StoreError(msg) from error
     finally:
         engine.dispose()
-    newest = known_revisions()[-1]
+    newest = log.revisions[-1]
     if revision is None:
         schema = "empty"
     else:
-        check_known(revision, dialect.name)
+        check_known(revision, dialect.name, log)
         schema = f"schema {revision}" if revision == newest else f"schema {revision}, to be migrated to {newest}"
     return f"{version}, {schema}, answers in {took_s * 1e3:.1f} ms"
 

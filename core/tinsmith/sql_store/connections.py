@@ -12,7 +12,8 @@ from tinsmith.sql_store.choose import dialect_of
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.group_commit import Reader, Writer
-from tinsmith.sql_store.migrate import migrate
+from tinsmith.sql_store.migrate import Schema, migrate
+from tinsmith.sql_store.owned_rows import OwnedRows
 from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import StoreContext
 
@@ -38,13 +39,16 @@ class Connections:
         self.wakeups = self._dialect.wakeups()
         self._databases: list[Database] = []
         self._glances: Connection | None = None
+        self._schemas = [Schema.of(name, tables) for name, tables in context.tables.items()]
+        self._owned = OwnedRows.of(each.metadata for each in context.tables.values())
 
     async def open(self) -> None:
         durable, relaxed = await self._migrated(), self._dialect.writer(durable=False)
         readers = [self._dialect.reader() for _ in range(self._max_readers)]
         self._databases = [durable, relaxed, *readers]
-        self.durable = Writer(durable, self.wakeups, Transaction, self._figures)
-        self.relaxed = Writer(relaxed, self.wakeups, Transaction, self._figures)
+        begin = partial(Transaction, owned=self._owned)
+        self.durable = Writer(durable, self.wakeups, begin, self._figures)
+        self.relaxed = Writer(relaxed, self.wakeups, begin, self._figures)
         self.reader = Reader(readers)
         self._glances = self._dialect.glances()
         await self.wakeups.open()
@@ -55,7 +59,7 @@ class Connections:
         """Return the connection for durable writes, to a database with the newest schema."""
         durable = self._dialect.writer(durable=True)
         try:
-            await durable.migrate(partial(migrate, name=self._dialect.name))
+            await durable.migrate(partial(migrate, name=self._dialect.name, packages=self._schemas))
         except (SQLAlchemyError, OSError) as error:
             await durable.close()
             msg = f"cannot open the database {self._dialect.name!r}: {error}"

@@ -37,7 +37,6 @@ from tinsmith.sql_store.subjects import (
     runs,
     sampling,
     sessions,
-    share_links,
     submitting,
     upkeep,
     usage,
@@ -129,6 +128,13 @@ class SqlStore(RequestStore):
         self._sweeper = None
         await self._heartbeats.close()
         await self.connections.close()
+
+    # what packages keep
+    async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
+        return await self.connections.reader.read(function, *args, **options)
+
+    async def write(self, function: Callable[Concatenate[Transaction, P], T], *args: P.args, **options: P.kwargs) -> T:
+        return await self.connections.durable.write(function, *args, **options)
 
     # sessions
     create_session = _durable(sessions.create, "store.create_session")
@@ -245,12 +251,6 @@ class SqlStore(RequestStore):
     log_metrics = _durable(metrics.log)
     read_metrics = _read(metrics.read)
     wait_for_metrics = _over(metrics.wait_for_metrics)
-
-    # links to runs
-    add_share_link = _durable(share_links.add)
-    find_share_link = _read(share_links.find)
-    list_share_links = _read(share_links.of_run)
-    delete_share_link = _durable(share_links.delete)
 
     # API keys made over HTTP
     add_api_key = _durable(api_keys.add)

@@ -1,51 +1,21 @@
-"""The tables, as SQLModel declares them. Nothing maps rows to objects: `statements.py` reads and writes the records.
+"""The tables of the log, declared with SQLModel. `statements.py` reads and writes them: nothing maps rows to objects.
 
 Payloads and results have tables of their own, so that changing an operation's state does not rewrite its tensors.
 Columns are named as the fields of the records, and typed as they are stored: see `statements.py`.
 """
 
-import re
 from typing import Any, Final
 
-from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Index, Integer, LargeBinary, MetaData, text
-from sqlalchemy.orm import declared_attr
-from sqlmodel import Field, SQLModel, UniqueConstraint
+from sqlalchemy import Column, ForeignKey, Index, Integer, LargeBinary, text
+from sqlmodel import Field, UniqueConstraint
 
-_BigKey = BigInteger().with_variant(Integer(), "sqlite")  # SQLite generates only INTEGER keys
-_Field = Any  # as sqlmodel.Field itself
+from tinsmith.sql_store.columns import BigKey, TableBase, TableField, int64, json_value, key_part, named_metadata
 
 
-def _int64(*, index: bool = False, nullable: bool = False) -> _Field:
-    return Field(sa_type=BigInteger, index=index, nullable=nullable)
+class Table(TableBase):
+    """Base of the tables."""
 
-
-def _json(*, nullable: bool = False) -> _Field:
-    return Field(sa_column=Column(JSON, nullable=nullable))
-
-
-def _key_part() -> _Field:
-    return Field(sa_column=Column(BigInteger, primary_key=True, autoincrement=False))
-
-
-class Table(SQLModel):
-    """Base of the tables, which are named as their classes.
-
-    Its metadata names all constraints, so that migrations can change them.
-    """
-
-    metadata = MetaData(
-        naming_convention={
-            "pk": "pk_%(table_name)s",
-            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
-            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        }
-    )
-
-    @declared_attr.directive
-    @classmethod
-    def __tablename__(cls) -> str:
-        return re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
+    metadata = named_metadata()
 
 
 def _partial(name: str, *columns: str, where: str) -> Index:
@@ -65,11 +35,11 @@ class Sessions(Table, table=True):
     session_id: str = Field(primary_key=True)
     tenant: str = Field(index=True)
     idempotency_key: str | None
-    created_at: int = _int64(index=True)
-    last_seen_at: int = _int64(index=True)
-    heard_since: int = _int64()  # heartbeats have arrived all the time since then
-    tags: Any = _json()
-    user_metadata: Any = _json(nullable=True)
+    created_at: int = int64(index=True)
+    last_seen_at: int = int64(index=True)
+    heard_since: int = int64()  # heartbeats have arrived all the time since then
+    tags: Any = json_value()
+    user_metadata: Any = json_value(nullable=True)
     sdk_version: str | None
     project_id: str | None
     display_name: str | None
@@ -88,21 +58,21 @@ class Runs(Table, table=True):
     session_id: str = Field(index=True)
     tenant: str = Field(index=True)
     base_model: str = Field(index=True)
-    lora: Any = _json()
-    created_at: int = _int64(index=True)
-    last_request_at: int = _int64()
-    user_metadata: Any = _json(nullable=True)
+    lora: Any = json_value()
+    created_at: int = int64(index=True)
+    last_request_at: int = int64()
+    user_metadata: Any = json_value(nullable=True)
     state: str
     state_reason: str | None
-    next_seq_id: int = _int64()
-    applied_seq_id: int = _int64()
-    arrived_seq_id: int = _int64()  # up to here none is missing; see `subjects/submitting.py`
-    pruned_seq_id: int = _int64()  # the highest one that retention has removed
-    unload_seq_id: int | None = _int64(nullable=True)  # once the session has ended
+    next_seq_id: int = int64()
+    applied_seq_id: int = int64()
+    arrived_seq_id: int = int64()  # up to here none is missing; see `subjects/submitting.py`
+    pruned_seq_id: int = int64()  # the highest one that retention has removed
+    unload_seq_id: int | None = int64(nullable=True)  # once the session has ended
     rebuilds: int  # rebuilds begun and not finished: how often an engine died in one
-    steps: int = _int64()
-    metric_bytes: int = _int64()
-    rollout_bytes: int = _int64()
+    steps: int = int64()
+    metric_bytes: int = int64()
+    rollout_bytes: int = int64()
 
 
 class SamplingSessions(Table, table=True):
@@ -115,13 +85,13 @@ class SamplingSessions(Table, table=True):
     session_id: str = Field(index=True)
     tenant: str
     base_model: str
-    created_at: int = _int64()
+    created_at: int = int64()
     snapshot_id: str | None
     model_path: str | None
     model_id: str | None
-    checkpoint_created_at: int | None = _int64(nullable=True)
+    checkpoint_created_at: int | None = int64(nullable=True)
     only_while_public: bool
-    num_bytes: int = _int64()  # of a snapshot of its own
+    num_bytes: int = int64()  # of a snapshot of its own
 
 
 class Checkpoints(Table, table=True):
@@ -135,15 +105,15 @@ class Checkpoints(Table, table=True):
     tenant: str = Field(index=True)
     kind: str
     base_model: str
-    lora: Any = _json()
-    created_at: int = _int64(index=True)
-    size_bytes: int = _int64()
+    lora: Any = json_value()
+    created_at: int = int64(index=True)
+    size_bytes: int = int64()
     directory: str
-    step: int = _int64()
+    step: int = int64()
     public: bool
-    expires_at: int | None = _int64(index=True, nullable=True)
-    user_metadata: Any = _json()
-    deleted_at: int | None = _int64(nullable=True)  # kept for repeated requests
+    expires_at: int | None = int64(index=True, nullable=True)
+    user_metadata: Any = json_value()
+    deleted_at: int | None = int64(nullable=True)  # kept for repeated requests
 
 
 class Operations(Table, table=True):
@@ -166,25 +136,25 @@ class Operations(Table, table=True):
         {"sqlite_autoincrement": True},
     )
 
-    id: int | None = Field(default=None, sa_column=Column(_BigKey, primary_key=True))  # the order of arrival
+    id: int | None = Field(default=None, sa_column=Column(BigKey, primary_key=True))  # the order of arrival
     request_id: str = Field(unique=True)
     base_model: str
     kind: str
     tenant: str
     session_id: str
     subject_id: str
-    seq_id: int = _int64()
+    seq_id: int = int64()
     ordered: bool
     early: bool  # a lower seq_id of its model is missing
-    arrival: int = _int64()  # orders what a tenant has waiting, as it arrived, but never against the order of a model
-    num_tokens: int = _int64()
-    num_bytes: int = _int64()  # once decoded
-    payload_bytes: int = _int64()  # as stored
+    arrival: int = int64()  # orders what a tenant has waiting, as it arrived, but never against the order of a model
+    num_tokens: int = int64()
+    num_bytes: int = int64()  # once decoded
+    payload_bytes: int = int64()  # as stored
     digest: bytes = Field(sa_type=LargeBinary)
     state: str
-    created_at: int = _int64()
-    started_at: int | None = _int64(nullable=True)
-    finished_at: int | None = _int64(index=True, nullable=True)
+    created_at: int = int64()
+    started_at: int | None = int64(nullable=True)
+    finished_at: int | None = int64(index=True, nullable=True)
     engine_id: str | None  # the engine that claimed it
     attempts: int  # how often it was claimed, without orderly stops and interruptions
     interruptions: int  # how often its engine was killed from outside
@@ -193,8 +163,8 @@ class Operations(Table, table=True):
     traceparent: str | None
 
 
-def _operation_key() -> _Field:
-    key = Column(_BigKey, ForeignKey("operations.id", ondelete="CASCADE"), primary_key=True, autoincrement=False)
+def _operation_key() -> TableField:
+    key = Column(BigKey, ForeignKey("operations.id", ondelete="CASCADE"), primary_key=True, autoincrement=False)
     return Field(sa_column=key)
 
 
@@ -207,7 +177,7 @@ class Results(Table, table=True):
     operation_id: int = _operation_key()
     result_kind: str
     result: bytes = Field(sa_type=LargeBinary)
-    ran_at: int | None = _int64(nullable=True)  # None: it did not run
+    ran_at: int | None = int64(nullable=True)  # None: it did not run
     run_s: float | None
     first_token_s: float | None
 
@@ -216,20 +186,20 @@ class FinishedSamples(Table, table=True):
     """The number of a finished sample among the samples of its client."""
 
     subject_id: str = Field(primary_key=True)
-    clone: int = _key_part()
-    number: int = _key_part()  # from 1
+    clone: int = key_part()
+    number: int = key_part()  # from 1
     request_id: str
     succeeded: bool
-    size_bytes: int = _int64()
-    finished_at: int = _int64(index=True)
+    size_bytes: int = int64()
+    finished_at: int = int64(index=True)
 
 
 class SampleCounts(Table, table=True):
     """The last number used in `finished_samples`, for each client."""
 
     subject_id: str = Field(primary_key=True)
-    clone: int = _key_part()
-    last: int = _int64()
+    clone: int = key_part()
+    last: int = int64()
 
 
 class PendingWork(Table, table=True):
@@ -241,32 +211,32 @@ class PendingWork(Table, table=True):
     tenant: str = Field(primary_key=True)
     kind: str = Field(primary_key=True)
     finished: bool = Field(primary_key=True)
-    number: int = _int64()
-    num_bytes: int = _int64()
-    stored_bytes: int = _int64()
+    number: int = int64()
+    num_bytes: int = int64()
+    stored_bytes: int = int64()
 
 
 class Engines(Table, table=True):
     base_model: str = Field(primary_key=True)
     state: str
-    updated_at: int = _int64()
+    updated_at: int = int64()
     detail: str
     progress: float | None
     engine_id: str | None
     pid: int | None
     restarts: int
-    capabilities: Any = _json(nullable=True)
-    consistency: Any = _json(nullable=True)
-    turn: Any = _json(nullable=True)
+    capabilities: Any = json_value(nullable=True)
+    consistency: Any = json_value(nullable=True)
+    turn: Any = json_value(nullable=True)
     sampler_trouble: str | None
-    failure: Any = _json(nullable=True)
+    failure: Any = json_value(nullable=True)
 
 
 class EngineFigures(Table, table=True):
     """Apart from `engines`, which is read much more often than this is."""
 
     base_model: str = Field(primary_key=True)
-    reported_at: int = _int64()
+    reported_at: int = int64()
     report: bytes = Field(sa_type=LargeBinary)
 
 
@@ -274,17 +244,17 @@ class Leases(Table, table=True):
     """Never deleted, because the epoch must never start again."""
 
     base_model: str = Field(primary_key=True)
-    epoch: int = _int64()
+    epoch: int = int64()
     engine_id: str | None  # None: released
-    expires_at: int = _int64()
+    expires_at: int = int64()
 
 
 class RecoveryPoints(Table, table=True):
     model_id: str = Field(primary_key=True)
-    seq_id: int = _key_part()
+    seq_id: int = key_part()
     directory: str
-    size_bytes: int = _int64()
-    created_at: int = _int64()
+    size_bytes: int = int64()
+    created_at: int = int64()
 
 
 class Usage(Table, table=True):
@@ -293,12 +263,12 @@ class Usage(Table, table=True):
     hour: str = Field(primary_key=True)  # YYYY-MM-DDTHH
     tenant: str = Field(primary_key=True)
     base_model: str = Field(primary_key=True)
-    trained_tokens: int = _int64()
-    prefilled_tokens: int = _int64()
-    sampled_tokens: int = _int64()
-    checkpoints: int = _int64()
-    stored_bytes: int = _int64()
-    engine_us: int = _int64()
+    trained_tokens: int = int64()
+    prefilled_tokens: int = int64()
+    sampled_tokens: int = int64()
+    checkpoints: int = int64()
+    stored_bytes: int = int64()
+    engine_us: int = int64()
 
 
 class RoutedExperts(Table, table=True):
@@ -309,12 +279,12 @@ class RoutedExperts(Table, table=True):
         Index("ix_routed_experts_tenant_id_num_bytes", "tenant", "id", "num_bytes"),
     )
 
-    id: int | None = Field(default=None, sa_column=Column(_BigKey, primary_key=True))
+    id: int | None = Field(default=None, sa_column=Column(BigKey, primary_key=True))
     tenant: str
     model_id: str
     digest: bytes = Field(sa_type=LargeBinary)
-    num_bytes: int = _int64()
-    created_at: int = _int64(index=True)
+    num_bytes: int = int64()
+    created_at: int = int64(index=True)
     experts: bytes = Field(sa_type=LargeBinary)
 
 
@@ -324,9 +294,9 @@ class Metrics(Table, table=True):
     __table_args__ = ({"sqlite_with_rowid": False},)
 
     model_id: str = Field(primary_key=True)
-    step: int = _key_part()
-    seq_id: int = _key_part()
-    time: int = _int64()
+    step: int = key_part()
+    seq_id: int = key_part()
+    time: int = int64()
     numbers: bytes = Field(sa_type=LargeBinary)  # by name, in msgpack
 
 
@@ -334,19 +304,11 @@ class Origins(Table, table=True):
     """Which checkpoint a run took its weights from."""
 
     model_id: str = Field(primary_key=True)
-    seq_id: int = _key_part()
+    seq_id: int = key_part()
     path: str
     source_id: str = Field(index=True)
-    step: int = _int64()
-    created_at: int = _int64()
-
-
-class ShareLinks(Table, table=True):
-    share_id: str = Field(primary_key=True)
-    digest: str = Field(unique=True)
-    model_id: str = Field(index=True)
-    created_at: int = _int64()
-    expires_at: int | None = _int64(nullable=True)
+    step: int = int64()
+    created_at: int = int64()
 
 
 class ApiKeys(Table, table=True):
@@ -357,15 +319,15 @@ class ApiKeys(Table, table=True):
     name: str
     note: str
     made_with: str
-    created_at: int = _int64()
-    expires_at: int | None = _int64(nullable=True)
+    created_at: int = int64()
+    expires_at: int | None = int64(nullable=True)
 
 
 class EndedLogins(Table, table=True):
     """Sessions of browsers that have ended before their time."""
 
     login_id: str = Field(primary_key=True)
-    until: int = _int64()  # when it would have ended by itself
+    until: int = int64()  # when it would have ended by itself
 
 
 class Audit(Table, table=True):
@@ -373,21 +335,21 @@ class Audit(Table, table=True):
 
     __table_args__ = (Index("ix_audit_tenant_at", "tenant", "at"),)
 
-    id: int | None = Field(default=None, sa_column=Column(_BigKey, primary_key=True))
-    at: int = _int64(index=True)
+    id: int | None = Field(default=None, sa_column=Column(BigKey, primary_key=True))
+    at: int = int64(index=True)
     tenant: str
     event: str
-    details: Any = _json()
+    details: Any = json_value()
 
 
 class Rollouts(Table, table=True):
     """The rollouts of one pass, or the rewards that the client logged for one step (`seq_id` -1)."""
 
     model_id: str = Field(primary_key=True)
-    step: int = _key_part()
-    seq_id: int = _key_part()
+    step: int = key_part()
+    seq_id: int = key_part()
     number: int
-    num_bytes: int = _int64()
+    num_bytes: int = int64()
     content: bytes = Field(sa_type=LargeBinary)
 
 
@@ -400,7 +362,7 @@ class Retention(Table, table=True):
     """A single row: operations that finished before `finished_before` have been removed."""
 
     id: int = Field(default=1, sa_column=Column(Integer, primary_key=True, autoincrement=False))
-    finished_before: int = _int64()
+    finished_before: int = int64()
 
 
 class WriteChecks(Table, table=True):

@@ -13,3 +13,4 @@ from tinsmith.store.records.sessions import *  # noqa: F403
 from tinsmith.store.records.usage import *  # noqa: F403
 from tinsmith.store.request_store import *  # noqa: F403
 from tinsmith.store.shares import *  # noqa: F403
+from tinsmith.store.tables import *  # noqa: F403

@@ -8,17 +8,19 @@ address a model and are claimed in seq_id order without gaps. Operations of a sa
 seq_ids only have to be unique within it.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from tinsmith.backend import BackendConfig
 from tinsmith.figures import Figures
-from tinsmith.store.records.access import AuditEntry, IssuedKey, ShareLink
+from tinsmith.store.records.access import AuditEntry, IssuedKey
 from tinsmith.store.records.checkpoints import CheckpointRecord, KeptCheckpoints, StoredCheckpoints
 from tinsmith.store.records.completions import Completion
 from tinsmith.store.records.curves import Measured, MetricsRow, RolloutsRow
@@ -41,8 +43,14 @@ from tinsmith.store.records.sampling import DrawnTokens, FinishedSamples, Sampli
 from tinsmith.store.records.sessions import SessionEnd, SessionRecord
 from tinsmith.store.records.usage import KeptBytes, UsageRecord
 from tinsmith.store.shares import ClaimRoom
+from tinsmith.store.tables import Tables
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 _Config = TypeVar("_Config", bound=BackendConfig)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RequestStore(ABC):
@@ -84,6 +92,21 @@ class RequestStore(ABC):
         Whatever the recovery of a live model could need is kept: the operations after its oldest recovery point, or
         all of them if it has none. With `idle_since`, the whole log of a model is kept if a request for it has arrived
         since then. On SQLite, deleted content is unreadable in the files when this returns.
+        """
+
+    # what packages keep in tables of their own (`tinsmith.tables`)
+
+    @abstractmethod
+    async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
+        """Run a synchronous function in a transaction that only reads. It sees everything that was committed before."""
+
+    @abstractmethod
+    async def write(self, function: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs) -> T:
+        """Run a synchronous function in a durable transaction, shared with other writes. It may run twice.
+
+        Its first argument is a `tinsmith.tables.Transaction`. `tinsmith.tables.locks` names the runs to lock first.
+
+        What it raises undoes its own changes alone. Cancelling the caller undoes nothing.
         """
 
     # sessions
@@ -619,24 +642,6 @@ class RequestStore(ABC):
     async def wait_for_metrics(self, model_id: str, *, known: int, timeout_s: float) -> int:
         """Return `metric_bytes` of the run once they are more than `known`, or after `timeout_s`."""
 
-    # links by which others read a run's curves, kept as long as the run
-
-    @abstractmethod
-    async def add_share_link(self, link: ShareLink, *, by: Mapping[str, str] | None = None) -> None:
-        """Keep a link. Raise NotFoundError if there is no such run."""
-
-    @abstractmethod
-    async def find_share_link(self, digest: str) -> ShareLink | None:
-        """Return the link whose secret has this digest, expired or not; None if there is none."""
-
-    @abstractmethod
-    async def list_share_links(self, model_id: str) -> list[ShareLink]:
-        """Return the links of a run, oldest first."""
-
-    @abstractmethod
-    async def delete_share_link(self, model_id: str, share_id: str, *, by: Mapping[str, str] | None = None) -> bool:
-        """Delete a link of a run. Return whether it was there."""
-
     # API keys made over HTTP
 
     @abstractmethod
@@ -759,6 +764,7 @@ class StoreContext:
     data_dir: Path
     shared: bool = False  # other servers use the directory, and this store, at the same time
     figures: Figures = field(default_factory=Figures)  # of this process: a store may time its commits there
+    tables: Mapping[str, Tables] = field(default_factory=dict)  # of packages, by the names of their specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

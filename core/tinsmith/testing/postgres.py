@@ -122,7 +122,7 @@ class Postgres:
         """Delete all rows but keep the schema, which costs a fraction of a new database and its migration."""
         with psycopg.connect(url, autocommit=True) as connection:
             found = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
-            names = [sql.Identifier(name) for (name,) in found if name != "alembic_version"]
+            names = [sql.Identifier(name) for (name,) in found if not name.startswith("alembic_version")]
             if names:
                 connection.execute(sql.SQL("TRUNCATE {} RESTART IDENTITY").format(sql.SQL(", ").join(names)))
 

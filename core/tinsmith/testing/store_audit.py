@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tinsmith.errors import NotFoundError
-from tinsmith.store import AuditEntry, CheckpointWritten, IssuedKey, RequestStore, ShareLink
+from tinsmith.store import AuditEntry, CheckpointWritten, IssuedKey, RequestStore
 from tinsmith.testing.store_records import NOW, a_checkpoint, a_model, a_session, an_operation, claim, complete, done
 from tinsmith.testing.store_suite import StoreSuite
 
@@ -24,10 +24,6 @@ class AuditContract(StoreSuite):
         await a_model(store, "s3:train:0")
         for session_id in ("s1", "s2"):  # the second is a repeat
             await store.create_session(a_session(session_id), idempotency_key="k", by=_BY)
-        link = ShareLink(share_id="a", digest="of a", model_id="s3:train:0", created_at=NOW)
-        await store.add_share_link(link, by=_BY)
-        for _ in range(2):
-            await store.delete_share_link("s3:train:0", "a", by=_BY)
         await store.add_api_key(IssuedKey(key_id="k1", tenant="ann", name="laptop", created_at=NOW), by=_BY)
         for tenant in ("bob", None, None):
             await store.delete_api_key("k1", tenant=tenant, by={"actor": "root"})
@@ -36,8 +32,6 @@ class AuditContract(StoreSuite):
         assert [(each.event, each.details) for each in await _read(store)] == [
             ("session_create", {"session_id": "s3"}),
             ("session_create", {"session_id": "s1", **_BY}),
-            ("share_link_create", {"model_id": "s3:train:0", "share_id": "a", **_BY}),
-            ("share_link_delete", {"model_id": "s3:train:0", "share_id": "a", **_BY}),
             ("key_create", {"made_key_id": "k1", "name": "laptop", **_BY}),
             ("key_delete", {"deleted_key_id": "k1", "name": "laptop", "actor": "root"}),
             ("session_end", {"session_id": "s1", "reason": "success", **_BY}),

@@ -62,7 +62,6 @@ from tinsmith.testing.store_records import (
 from tinsmith.testing.store_recovery import RecoveryContract
 from tinsmith.testing.store_retention import RetentionContract
 from tinsmith.testing.store_rollouts import RolloutsContract
-from tinsmith.testing.store_share_links import ShareLinksContract
 from tinsmith.testing.store_streams import StreamsContract
 from tinsmith.testing.store_tallies import TalliesContract
 
@@ -75,7 +74,6 @@ class RequestStoreContract(
     RetentionContract,
     RoutedExpertsContract,
     MetricsContract,
-    ShareLinksContract,
     ApiKeysContract,
     AuditContract,
     OriginsContract,

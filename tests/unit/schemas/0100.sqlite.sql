@@ -42,8 +42,6 @@ CREATE INDEX ix_routed_experts_tenant_id_num_bytes ON routed_experts (tenant, id
 CREATE TABLE metrics ( model_id VARCHAR NOT NULL, step BIGINT NOT NULL, seq_id BIGINT NOT NULL, time BIGINT NOT NULL, numbers BLOB NOT NULL, CONSTRAINT pk_metrics PRIMARY KEY (model_id, step, seq_id) ) WITHOUT ROWID;
 CREATE TABLE origins ( model_id VARCHAR NOT NULL, seq_id BIGINT NOT NULL, path VARCHAR NOT NULL, source_id VARCHAR NOT NULL, step BIGINT NOT NULL, created_at BIGINT NOT NULL, CONSTRAINT pk_origins PRIMARY KEY (model_id, seq_id) );
 CREATE INDEX ix_origins_source_id ON origins (source_id);
-CREATE TABLE share_links ( share_id VARCHAR NOT NULL, digest VARCHAR NOT NULL, model_id VARCHAR NOT NULL, created_at BIGINT NOT NULL, expires_at BIGINT, CONSTRAINT pk_share_links PRIMARY KEY (share_id), CONSTRAINT uq_share_links_digest UNIQUE (digest) );
-CREATE INDEX ix_share_links_model_id ON share_links (model_id);
 CREATE TABLE api_keys ( key_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, name VARCHAR NOT NULL, note VARCHAR NOT NULL, made_with VARCHAR NOT NULL, created_at BIGINT NOT NULL, expires_at BIGINT, CONSTRAINT pk_api_keys PRIMARY KEY (key_id) );
 CREATE INDEX ix_api_keys_tenant ON api_keys (tenant);
 CREATE TABLE ended_logins ( login_id VARCHAR NOT NULL, until BIGINT NOT NULL, CONSTRAINT pk_ended_logins PRIMARY KEY (login_id) );

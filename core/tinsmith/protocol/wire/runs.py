@@ -98,21 +98,6 @@ class RunCurves(BaseModel):
     series: list[Series]
 
 
-class ShareRequest(ExactBody):
-    expires_in_s: Annotated[float, Field(gt=0, le=10 * 365 * 86400)] | None = None  # default: when its run is deleted
-
-
-class ShareLink(BaseModel):
-    share_id: str
-    created_at: datetime
-    expires_at: datetime | None = None
-    url: str | None = None  # of a new one only: its secret is kept nowhere
-
-
-class ShareLinks(BaseModel):
-    links: list[ShareLink]
-
-
 class LineageOrigin(BaseModel):
     """A run took its weights from a checkpoint."""
 

@@ -10,11 +10,12 @@ from tinsmith.errors import UserError
 from tinsmith.protocol import wire
 from tinsmith.server.auth import (
     AccessScope,
-    Actor,
     Caller,
     Viewer,
+    credential_shown,
     own_run,
     readable_run,
+    run_to_show,
     viewer_of,
     visible_tenant,
 )
@@ -25,10 +26,8 @@ from tinsmith.server.routes.downloads import WhileSending
 from tinsmith.server.routes.sessions import Limit, Offset
 from tinsmith.server.run_report import report
 from tinsmith.server.run_views import joined, list_summaries, read_measured, series_of, summary_of
-from tinsmith.server.share_links import HEADER, make_link, shared_run, url_of
-from tinsmith.store import Measured, MetricsRow, ShareLink
+from tinsmith.store import Measured, MetricsRow
 from tinsmith.store.metrics import MOST_NAMES
-from tinsmith.store.refusals import missing
 
 router = APIRouter(prefix=API_PREFIX, tags=["metrics"], route_class=JsonRoute)
 
@@ -96,7 +95,7 @@ async def get_metrics(
 
     `from_step` and `num_steps` choose steps: a series of no more steps than `max_points` comes whole.
     """
-    run = await shared_run(request, context, model_id)
+    run = await run_to_show(request, context, model_id)
     names = None if name is None else frozenset(name)
 
     read = partial(read_measured, context.store, model_id, from_step, num_steps)
@@ -138,38 +137,6 @@ async def get_lineage(model_id: str, caller: Viewer, context: Context) -> wire.L
     return await lineage_of(context.store, run, visible_tenant(caller, "accessible"))
 
 
-@router.post("/runs/{model_id}/share_links", response_model_exclude_none=True)
-async def share_run(
-    model_id: str, body: wire.ShareRequest, request: Request, caller: Caller, actor: Actor, context: Context
-) -> wire.ShareLink:
-    """Make a link by which everybody who has it reads the curves of the run, and nothing else."""
-    await own_run(context, caller, model_id)
-    link, secret = await make_link(context.store, model_id, lasts_s=body.expires_in_s, by=actor)
-    server_url = context.settings.server.public_url or str(request.base_url)
-    return _shown(link).model_copy(update={"url": url_of(server_url, link, secret)})
-
-
-@router.get("/runs/{model_id}/share_links", response_model_exclude_none=True)
-async def list_share_links(model_id: str, caller: Caller, context: Context) -> wire.ShareLinks:
-    """List the links to the run, expired ones as well, without their secrets."""
-    await own_run(context, caller, model_id)
-    return wire.ShareLinks(links=[_shown(link) for link in await context.store.list_share_links(model_id)])
-
-
-@router.delete("/runs/{model_id}/share_links/{share_id}")
-async def revoke_share_link(
-    model_id: str, share_id: str, caller: Caller, actor: Actor, context: Context
-) -> dict[str, str]:
-    await own_run(context, caller, model_id)
-    if not await context.store.delete_share_link(model_id, share_id, by=actor):
-        raise missing("share link", share_id)
-    return {"revoked": share_id}
-
-
-def _shown(link: ShareLink) -> wire.ShareLink:
-    return wire.ShareLink(share_id=link.share_id, created_at=link.created_at, expires_at=link.expires_at)
-
-
 @router.get("/run_events", response_class=StreamingResponse)
 async def run_events(
     request: Request,
@@ -182,13 +149,13 @@ async def run_events(
     Each event is `{"run_id", "points": [{"step", "time", "values"}]}`. The first ones repeat what is there.
     """
     counts, model_ids = context.open_streams, list(dict.fromkeys(run))
-    if (secret := request.headers.get(HEADER)) is not None:
-        sending.enter_context(counts.of_link(secret, model_ids))
+    if (shown := credential_shown(request, context)) is not None:
+        sending.enter_context(counts.of_link(shown.credential, model_ids))
     else:
         caller = await viewer_of(request, context)
         sending.enter_context(counts.of_tenant(caller.tenant, len(model_ids)))
-    runs = [await shared_run(request, context, model_id) for model_id in model_ids]
-    if secret is not None:
+    runs = [await run_to_show(request, context, model_id) for model_id in model_ids]
+    if shown is not None:
         for tenant in {each.tenant for each in runs}:
             sending.enter_context(counts.of_links_to(tenant))
     events = context.run_streams.events(runs)

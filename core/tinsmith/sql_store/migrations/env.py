@@ -1,10 +1,12 @@
-"""Run by alembic: migrate over the connection that `migrate` hands over."""
+"""Run by alembic: migrate one schema over the connection that `migrate` hands over."""
 
 from alembic import context
 
-from tinsmith.sql_store.tables import Table
-
+given = context.config.attributes
 context.configure(
-    connection=context.config.attributes["connection"], target_metadata=Table.metadata, render_as_batch=True
+    connection=given["connection"],
+    target_metadata=given["metadata"],
+    version_table=given["version_table"],
+    render_as_batch=True,
 )
 context.run_migrations()

@@ -19,7 +19,7 @@ _DELETE_EXPIRED = Change("DELETE FROM api_keys WHERE expires_at < :before")
 
 def add(tx: Transaction, key: IssuedKey, *, by: Mapping[str, str] | None = None) -> None:
     _INSERT.run(tx.connection, **values_of(key))
-    audit.note(tx, key.tenant, "key_create", by, made_key_id=key.key_id, name=key.name)
+    audit.note_audit(tx, key.tenant, "key_create", by, made_key_id=key.key_id, name=key.name)
 
 
 def list_all(connection: Connection, tenant: str | None, *, limit: int, offset: int) -> list[IssuedKey]:
@@ -35,7 +35,7 @@ def delete(tx: Transaction, key_id: str, *, tenant: str | None, by: Mapping[str,
     found = FIND.first(tx.connection, key_id=key_id)
     if found is None or tenant not in (None, found.tenant) or _DELETE.run(tx.connection, key_id=key_id) == 0:
         return False
-    audit.note(tx, found.tenant, "key_delete", by, deleted_key_id=key_id, name=found.name)
+    audit.note_audit(tx, found.tenant, "key_delete", by, deleted_key_id=key_id, name=found.name)
     return True
 
 

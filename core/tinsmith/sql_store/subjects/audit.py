@@ -14,7 +14,7 @@ _OLDER = Query(f"SELECT id FROM audit WHERE at < :before ORDER BY at LIMIT {CHUN
 _DELETE = Change("DELETE FROM audit WHERE id IN :ids")
 
 
-def note(tx: Transaction, tenant: str, event: str, by: Mapping[str, str] | None, **details: str) -> None:
+def note_audit(tx: Transaction, tenant: str, event: str, by: Mapping[str, str] | None, **details: str) -> None:
     add(tx, AuditEntry(at=tx.now, tenant=tenant, event=event, details={**details, **(by or {})}))
 
 

@@ -183,7 +183,7 @@ def delete_version(tx: Transaction, read: CheckpointRecord, *, by: Mapping[str, 
 
 
 def _note(tx: Transaction, record: CheckpointRecord, event: str, by: Mapping[str, str] | None, **details: str) -> None:
-    audit.note(tx, record.tenant, event, by, tinker_path=record.path, model_id=record.model_id, **details)
+    audit.note_audit(tx, record.tenant, event, by, tinker_path=record.path, model_id=record.model_id, **details)
 
 
 def deleted(connection: Connection, path: str) -> CheckpointRecord:

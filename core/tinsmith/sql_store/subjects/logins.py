@@ -20,7 +20,7 @@ _DELETE_OVER = Change("DELETE FROM ended_logins WHERE until < :now")
 def end(tx: Transaction, login_id: str, *, tenant: str, until: datetime, by: Mapping[str, str] | None = None) -> None:
     _DELETE_OVER.run(tx.connection, now=tx.now)
     if _PUT.run(tx.connection, login_id=login_id, until=until):
-        audit.note(tx, tenant, "user_logout", by)
+        audit.note_audit(tx, tenant, "user_logout", by)
 
 
 def ended(connection: Connection, login_id: str) -> datetime | None:

@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 
 from tinsmith.sql_store.statements import Change, Query, fields_of, put_into, values_of
 from tinsmith.store import WAITS_FOR_PLACE, RecoveryPointRecord, RunState
+from tinsmith.store.refusals import missing
 
 LIVE: Final = (RunState.CREATING, RunState.READY, RunState.PARKED)
 IS_LIVE: Final = "runs.state IN ('creating', 'ready', 'parked')"
@@ -48,6 +49,7 @@ class Run:
 _SELECT: Final = "SELECT FIELDS FROM runs WHERE model_id = :model_id"
 _FIND = Query(_SELECT, Run)
 _LOCK = Query(f"{_SELECT} FOR UPDATE", Run)
+_TENANT = Query("SELECT tenant FROM runs WHERE model_id = :model_id", str)
 _WRITE = Change(
     "UPDATE runs SET state = :state, state_reason = :state_reason, next_seq_id = :next_seq_id, "
     "applied_seq_id = :applied_seq_id, arrived_seq_id = :arrived_seq_id, unload_seq_id = :unload_seq_id, "
@@ -79,3 +81,11 @@ def keep_newest_points(connection: Connection, record: RecoveryPointRecord, keep
     _PUT_POINT.run(connection, **values_of(record))
     for each in POINTS.all(connection, model_id=record.model_id)[keep:]:
         DELETE_POINT.run(connection, model_id=each.model_id, seq_id=each.seq_id)
+
+
+def tenant_of_run(connection: Connection, model_id: str) -> str:
+    """Return whose run it is. Raise NotFoundError if there is none."""
+    tenant = _TENANT.first(connection, model_id=model_id)
+    if tenant is None:
+        raise missing("model", model_id)
+    return tenant

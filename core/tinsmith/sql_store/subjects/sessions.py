@@ -55,7 +55,7 @@ def create(
             return first
     more = {"idempotency_key": idempotency_key, "heard_since": session.created_at}
     INSERT.run(tx.connection, **values_of(session), **more)
-    audit.note(tx, session.tenant, "session_create", by, session_id=session.session_id)
+    audit.note_audit(tx, session.tenant, "session_create", by, session_id=session.session_id)
     return session
 
 
@@ -132,7 +132,7 @@ def update(
     session = get(tx.connection, session_id, lock=True)
     if session.project_id != project_id:
         _MOVE.run(tx.connection, wanted=session_id, project=project_id)
-        audit.note(tx, session.tenant, "project_move", by, **moved(session, project_id))
+        audit.note_audit(tx, session.tenant, "project_move", by, **moved(session, project_id))
     return replace(session, project_id=project_id)
 
 
@@ -171,7 +171,7 @@ def end(
     if session.ended is not None:
         return session
     _END.run(tx.connection, wanted=session_id, reason=reason, detail=detail)
-    audit.note(tx, session.tenant, "session_end", by, session_id=session_id, reason=reason)
+    audit.note_audit(tx, session.tenant, "session_end", by, session_id=session_id, reason=reason)
     for model_id in _models_to_end(tx.connection, session_id):
         run = models.locked(tx.connection, model_id)
         assert run is not None

@@ -25,7 +25,6 @@ from tinsmith.sql_store.subjects import (
     origins,
     rollouts,
     sampling,
-    share_links,
 )
 from tinsmith.sql_store.transaction import Transaction
 
@@ -200,13 +199,13 @@ def delete_unneeded(tx: Transaction, rows: Rows, keys: Sequence[str]) -> int:
     """Delete those that are still not needed. Return how many."""
     text = f"DELETE FROM {rows.table} WHERE {rows.key} IN :keys AND {rows.unneeded}"
     deleted = Change(text).run(tx.connection, keys=keys)
+    tx.owned.delete(tx.connection, rows.table, keys)
     if rows is _SAMPLERS:
         _DELETE_COUNTS.run(tx.connection, keys=keys)
     if rows is _MODELS:
         metrics.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         origins.DELETE_OF_DELETED.run(tx.connection, keys=keys)
         rollouts.DELETE_OF_DELETED.run(tx.connection, keys=keys)
-        share_links.DELETE_OF_DELETED.run(tx.connection, keys=keys)
     return deleted
 
 

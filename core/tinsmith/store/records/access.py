@@ -1,19 +1,8 @@
-"""Links, keys, and the log of who did what."""
+"""Keys, and the log of who did what."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareLink:
-    """Whoever has the link reads the curves of one run. Its secret is kept nowhere."""
-
-    share_id: str
-    digest: str  # SHA-256 of the secret, in hexadecimal digits
-    model_id: str
-    created_at: datetime
-    expires_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from tinsmith.commands.cli import build_group
 from tinsmith.errors import NotFoundError
+from tinsmith.features.share_links.links import MOST_LINKS, make_link
 from tinsmith.plugins.loading import Plugins
-from tinsmith.server.share_links import MOST_LINKS, make_link
 from tinsmith.testing.harness import RunningServer, running_server
 
 ANN, BOB = {"x-api-key": "tml-ann"}, {"x-api-key": "tml-bob"}
@@ -73,6 +73,13 @@ def test_a_link_shows_the_curves_of_its_run_until_it_is_revoked(server: RunningS
     assert api(server, "GET", f"runs/{run}/metrics", link).status_code == 404
     assert api(server, "GET", f"run_events?run={run}", link).status_code == 404
     assert api(server, "DELETE", f"runs/{run}/share_links/{share_id}", ANN).status_code == 404
+    days = [(datetime.now(UTC) - timedelta(days=back)).date() for back in (1, 0)]
+    entries = [each for day in days for each in api(server, "GET", f"audit?day={day}", ANN).json()["entries"]]
+    about = [each for each in entries if each["event_details"].get("share_id") == share_id]
+    assert [(each["event"], each["event_details"]["actor"]) for each in about] == [
+        ("share_link_create", "ann"),
+        ("share_link_delete", "ann"),
+    ]
 
 
 def test_a_link_shows_nothing_else(server: RunningServer) -> None:

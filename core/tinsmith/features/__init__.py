@@ -1,0 +1,1 @@
+"""Features of the core: a folder each, registered by the hooks that strangers use. Each can be deleted."""
