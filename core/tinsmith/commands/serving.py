@@ -25,7 +25,7 @@ from tinsmith.commands.options import (
     setting_flag,
     settings_of,
 )
-from tinsmith.processes.before_start import obstacles, refuse
+from tinsmith.processes.before_start import faults_of_file, refuse
 
 
 def add_serving_commands(group: typer.Typer) -> None:
@@ -105,7 +105,7 @@ def check_config(
     name: Name = None,
     backend: Backend = None,
 ) -> None:
-    """Check the configuration as `serve` would, and print every resulting setting. Starts nothing."""
+    """Check the configuration, and print every resulting setting. Starts nothing, and disturbs no running server."""
     settings = settings_of(context, config, arguments=model, base_model=base_model, name=name, backend=backend)
     typer.echo(settings.model_dump_json(indent=2))
-    refuse(obstacles(settings, plugins_of(context)))
+    refuse(faults_of_file(settings, plugins_of(context)))

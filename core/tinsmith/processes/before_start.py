@@ -1,13 +1,14 @@
 """The checks before a server starts: one list, for `serve`, `doctor` and `check-config`.
 
-Faults visible in the configuration alone are found when it is loaded. Nothing here changes anything.
+Faults visible in the configuration alone are found when it is loaded. Nothing here changes anything. `check-config`
+leaves out what a running server holds, so that a file can be checked beside the server that uses it.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +18,8 @@ from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import NO_SAMPLER, store_parts
 from tinsmith.processes.data_dir_lock import refuse_if_in_use
 from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
+
+Check = Callable[[Settings, Plugins], Iterator[str]]
 
 _ANYBODY: Final = "key-"
 """The prefix of the tenants of a server without keys."""
@@ -36,8 +39,18 @@ class Obstacle:
 
 def obstacles(settings: Settings, plugins: Plugins) -> list[Obstacle]:
     """Return everything that keeps a server with these settings from starting on this machine now."""
+    return _found(settings, plugins, CHECKS)
+
+
+def faults_of_file(settings: Settings, plugins: Plugins) -> list[Obstacle]:
+    """Return what is wrong with the settings whatever else runs on this machine, and whether or not databases do."""
+    checks = {name: look for name, look in CHECKS.items() if name not in _OF_THE_MOMENT}
+    return [each for each in _found(settings, plugins, checks) if not each.may_pass]
+
+
+def _found(settings: Settings, plugins: Plugins, checks: Mapping[str, Check]) -> list[Obstacle]:
     found: list[Obstacle] = []
-    for name, look in CHECKS.items():
+    for name, look in checks.items():
         try:
             found.extend(Obstacle(name, reason) for reason in look(settings, plugins))
         except (ConfigError, PluginError) as error:
@@ -151,7 +164,7 @@ def _raising(look: Callable[[Settings, Plugins], object]) -> Callable[[Settings,
     return check
 
 
-CHECKS: Final[dict[str, Callable[[Settings, Plugins], Iterator[str]]]] = {
+CHECKS: Final[dict[str, Check]] = {
     "quotas": _quotas,
     "port": _raising(lambda settings, _: listen(settings.server).close()),
     "data directory": _raising(
@@ -163,3 +176,5 @@ CHECKS: Final[dict[str, Callable[[Settings, Plugins], Iterator[str]]]] = {
     "sampler": _samplers,
 }
 """Each yields what is wrong, or raises ConfigError, or StoreError if it may pass."""
+
+_OF_THE_MOMENT: Final = frozenset({"port", "data directory"})
