@@ -164,6 +164,7 @@ class ChatRequest(SamplingBody):
     response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Json] = {}
+    special_tokens_in_text: Literal["text", "tokens"] = "text"
 
     @property
     def template_options(self) -> dict[str, Json]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -53,15 +53,19 @@ def read_conversation(
     if tools:
         text.template.check_tools()
     options = body.template_options
-    of_all: Json = [text.base_model, tools, options]
+    of_all: Json = [text.base_model, tools, options, body.special_tokens_in_text]
     names = digests(of_all, [_as_sent(message) for message in body.messages])
+
+    shown: Any = [messages, tools, options]  # Any: as these are
+    if body.special_tokens_in_text == "text":
+        shown = text.special_tokens.quoted(shown)
 
     def render(number: int, *, add_generation_prompt: bool) -> str:
         asker.check()
         rendered = text.template.render(
-            messages[:number], tools=tools, options=options, add_generation_prompt=add_generation_prompt
+            shown[0][:number], tools=shown[1], options=shown[2], add_generation_prompt=add_generation_prompt
         )
-        text.refuse_long(len(rendered), window)
+        text.refuse_long(len(text.special_tokens.unquoted(rendered)), window)
         return rendered
 
     whole = render(len(messages), add_generation_prompt=True)

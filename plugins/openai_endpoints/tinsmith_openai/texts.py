@@ -13,6 +13,7 @@ from tinsmith import ConfigError, TokenArray, UnsupportedError
 from tinsmith_checkpoints.huggingface import TextSteps, read_tokenizer
 from tinsmith_openai.chat_template import ChatTemplate
 from tinsmith_openai.refusals import TooLongError
+from tinsmith_openai.special_tokens import SpecialTokens
 from tinsmith_openai.text_work import Asker
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -53,6 +54,7 @@ class ModelText:
         self._longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Of a token, in characters: where one stands for a byte, no text of the token has more."""
         self._pieces: dict[int, str] = {}  # of the vocabulary
+        self.special_tokens = SpecialTokens(self._tokenizer)
         self._template = ChatTemplate.of_model(directory)
         marks = frozenset(() if self._template is None else self._template.marks)
         self._marks = frozenset(token for token, what in added.items() if what.special and what.content in marks)
@@ -76,19 +78,23 @@ class ModelText:
     def encode(self, text: str, *, special: bool, window: int, asker: Asker) -> TokenArray:
         """Return the tokens, or raise TooLongError if they do not fit into a context of `window` tokens.
 
+        Texts that are quoted in it, by `special_tokens`, are not read as special tokens.
         `special`: with the tokens that the model expects around a text, such as one at its beginning. Python's lock is
         free meanwhile: `Tokenizer.encode` holds it in any thread, for seconds with some megabytes. The beginning of a
         long text comes first, because it mostly shows that the whole is too long.
         """
-        self.refuse_long(len(text), window)
+        tokenizer = self._tokenizer
+        self.refuse_long(len(self.special_tokens.unquoted(text)), window)
+        if self.special_tokens.has_quotes(text):
+            tokenizer, text = self.special_tokens.renamed(text)
         size = _LIKELY_CHARS * (window + _CUT_TOKENS)
         while size < len(text):
-            found = self._tokenizer.encode_batch_fast([text[:size]], add_special_tokens=False)[0]
+            found = tokenizer.encode_batch_fast([text[:size]], add_special_tokens=False)[0]
             asker.check()
             if len(found) > window + _CUT_TOKENS:
                 raise TooLongError(num_prompt=len(found) - _CUT_TOKENS, max_context_tokens=window, at_least=True)
             size *= 4
-        whole = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+        whole = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
         asker.check()
         if len(whole) > window:
             raise TooLongError(num_prompt=len(whole), max_context_tokens=window)

@@ -132,6 +132,7 @@ class CountTokensRequest(_Body):
     output_config: OutputConfig = OutputConfig()
     context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Json] = {}
+    special_tokens_in_text: Literal["text", "tokens"] = "text"
 
     @model_validator(mode="after")
     def _ends_with_a_question(self) -> "CountTokensRequest":
@@ -151,6 +152,7 @@ class CountTokensRequest(_Body):
             "tools": [{"type": "function", "function": _function(tool)} for tool in self.tools],
             "tool_choice": self.tool_choice.type,
             "chat_template_kwargs": self._template_options(),
+            "special_tokens_in_text": self.special_tokens_in_text,
         }
 
     def _template_options(self) -> dict[str, Json]:
