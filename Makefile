@@ -11,8 +11,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-# Tests start many processes; without bytecode on disk, each would compile all sources again.
-unexport PYTHONDONTWRITEBYTECODE
+# Tests start many processes; without bytecode on disk, each would compile all sources again. The others change what
+# Python and pip do, whoever has set them.
+unexport PYTHONDONTWRITEBYTECODE PYTHONHOME PYTHONOPTIMIZE PYTHONSTARTUP PYTHONWARNINGS PIP_PREFIX PIP_TARGET PIP_USER
+export PYTHONUTF8 := 1
 
 # Older SDKs, each in a directory of its own that hides the newest if it is ahead on the path.
 SDK_RELEASES := tests/e2e/sdk_releases.txt

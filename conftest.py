@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["surroundings"]  # sets right what a terminal hands down, and finds what tests leave
+
 _ROOT = Path(__file__).parent
 _PLUGINS = _ROOT / "plugins"
 _JAX_OUTSIDE_ITS_PLUGIN = (

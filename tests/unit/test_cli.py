@@ -133,11 +133,22 @@ def test_who_types_a_command_of_a_distribution_that_is_missing_learns_its_name(c
         CliRunner().invoke(cli.build_group(Plugins()), [command, "--help"], catch_exceptions=False)
 
 
+ANY_PORT = ("--server.port", "0")  # another server may have the default one
+
+
 def test_check_config_prints_what_it_comes_to(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = run(
-        monkeypatch, capsys, "check-config", "--base-model", "any", "--backend", "toy", "--models.0.backend.seed=3"
+        monkeypatch,
+        capsys,
+        "check-config",
+        *ANY_PORT,
+        "--base-model",
+        "any",
+        "--backend",
+        "toy",
+        "--models.0.backend.seed=3",
     )
     assert code == 0
     [model] = json.loads(out)["models"]
@@ -147,7 +158,7 @@ def test_check_config_prints_what_it_comes_to(
 
 def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     keys = '[{"key": "tml-hunter2", "tenant": "a"}]'
-    arguments = ("--base-model", "any", "--backend", "toy", f"--server.api_keys={keys}")
+    arguments = (*ANY_PORT, "--base-model", "any", "--backend", "toy", f"--server.api_keys={keys}")
     code, out, _ = run(monkeypatch, capsys, "check-config", *arguments)
     assert code == 0
     assert "hunter2" not in out
