@@ -15,9 +15,10 @@ from tinsmith.server.limits.quotas import Quotas
 from tinsmith.settings import QuotaSettings
 from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
-from tinsmith.store import PendingCounts, StoreContext
+from tinsmith.store import PendingCounts, SessionRecord, StoreContext
 from tinsmith.store.disk_room import DiskSpace
-from tinsmith.testing.store_records import a_checkpoint, a_model, a_sample, a_session, an_operation
+from tinsmith.store.refusals import described_bytes
+from tinsmith.testing.store_records import NOW, a_checkpoint, a_model, a_sample, a_session, an_operation
 
 
 @dataclass
@@ -175,6 +176,23 @@ async def test_models_and_sessions_are_limited(store: WatchedStore, clock: Clock
     with pytest.raises(CapacityError, match=r"at most 1 sessions .*\(quotas.sessions\).*; close the clients"):
         await quotas.admit_session("ann")
     await quotas.admit_session("bob")
+
+
+async def test_what_a_client_says_of_its_sessions_counts(store: WatchedStore, clock: Clock) -> None:
+    """Whoever is over its share may begin a session all the same, to delete something."""
+    quotas = Quotas(store, QuotaSettings(disk_bytes=100_000), read_space=lambda: DiskSpace(2**40, 2**39), clock=clock)
+    large = SessionRecord(session_id="s2", tenant="ann", created_at=NOW, last_seen_at=NOW, tags=("x" * 1000,) * 90)
+    size = described_bytes(*large.described)
+    await quotas.admit_session("ann", size)
+    await store.create_session(large, idempotency_key=None)
+    assert (await store.kept_bytes("ann"))[0].descriptions == size
+    clock.now_s += 60
+    with pytest.raises(CapacityError, match="disk_bytes"):
+        await quotas.admit_session("ann", size)
+    with pytest.raises(CapacityError, match="disk_bytes"):
+        await quotas.admit_model("ann", size)
+    await quotas.admit_session("ann", 100)
+    await quotas.admit_session("bob", size)
 
 
 async def test_a_save_fails_when_too_much_is_kept_or_being_saved(store: WatchedStore, clock: Clock) -> None:

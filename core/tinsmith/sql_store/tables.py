@@ -30,6 +30,7 @@ class Sessions(Table, table=True):
     __table_args__ = (
         UniqueConstraint("tenant", "idempotency_key"),
         _partial("ix_sessions_open", "tenant", where="ended IS NULL"),
+        _partial("ix_sessions_described", "tenant", "described_bytes", where="described_bytes > 0"),
     )
 
     session_id: str = Field(primary_key=True)
@@ -46,12 +47,14 @@ class Sessions(Table, table=True):
     ended: str | None
     end_detail: str | None
     heard_by: str | None
+    described_bytes: int = int64()  # of what the client says of it
 
 
 class Runs(Table, table=True):
     __table_args__ = (
         _partial("ix_runs_live", "base_model", "created_at", where=_LIVE),
         _partial("ix_runs_live_of_tenant", "tenant", where=_LIVE),
+        _partial("ix_runs_described", "tenant", "described_bytes", where="described_bytes > 0"),
     )
 
     model_id: str = Field(primary_key=True)
@@ -73,6 +76,7 @@ class Runs(Table, table=True):
     steps: int = int64()
     metric_bytes: int = int64()
     rollout_bytes: int = int64()
+    described_bytes: int = int64()  # as of a session
 
 
 class SamplingSessions(Table, table=True):

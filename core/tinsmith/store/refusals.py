@@ -41,9 +41,14 @@ def missing(what: str, name: str) -> NotFoundError:
     return NotFoundError(no_such(what, name))
 
 
+def described_bytes(*values: object) -> int:
+    """Return how many bytes what a client says of a thing takes as JSON, in which form it is stored."""
+    return sum(len(json.dumps(each)) for each in values if each)
+
+
 def refuse_large_metadata(metadata: Mapping[str, Json] | None) -> None:
     """Raise UserError if the metadata takes too many bytes as JSON, in which form it is stored."""
-    size = len(json.dumps(metadata)) if metadata else 0
+    size = described_bytes(metadata)
     if size > MAX_METADATA_BYTES:
         msg = (
             f"user_metadata takes {size} bytes as stored; allowed: {MAX_METADATA_BYTES} (a character that is not ASCII "

@@ -1,12 +1,14 @@
-CREATE TABLE sessions ( session_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, idempotency_key VARCHAR, created_at BIGINT NOT NULL, last_seen_at BIGINT NOT NULL, heard_since BIGINT NOT NULL, tags JSON NOT NULL, user_metadata JSON, sdk_version VARCHAR, project_id VARCHAR, display_name VARCHAR, ended VARCHAR, end_detail VARCHAR, heard_by VARCHAR, CONSTRAINT pk_sessions PRIMARY KEY (session_id), CONSTRAINT uq_sessions_tenant_idempotency_key UNIQUE (tenant, idempotency_key) );
+CREATE TABLE sessions ( session_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, idempotency_key VARCHAR, created_at BIGINT NOT NULL, last_seen_at BIGINT NOT NULL, heard_since BIGINT NOT NULL, tags JSON NOT NULL, user_metadata JSON, sdk_version VARCHAR, project_id VARCHAR, display_name VARCHAR, ended VARCHAR, end_detail VARCHAR, heard_by VARCHAR, described_bytes BIGINT NOT NULL, CONSTRAINT pk_sessions PRIMARY KEY (session_id), CONSTRAINT uq_sessions_tenant_idempotency_key UNIQUE (tenant, idempotency_key) );
 CREATE INDEX ix_sessions_created_at ON sessions (created_at);
 CREATE INDEX ix_sessions_last_seen_at ON sessions (last_seen_at);
 CREATE INDEX ix_sessions_open ON sessions (tenant) WHERE ended IS NULL;
+CREATE INDEX ix_sessions_described ON sessions (tenant, described_bytes) WHERE described_bytes > 0;
 CREATE INDEX ix_sessions_tenant ON sessions (tenant);
-CREATE TABLE runs ( model_id VARCHAR NOT NULL, session_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, base_model VARCHAR NOT NULL, lora JSON NOT NULL, created_at BIGINT NOT NULL, last_request_at BIGINT NOT NULL, user_metadata JSON, state VARCHAR NOT NULL, state_reason VARCHAR, next_seq_id BIGINT NOT NULL, applied_seq_id BIGINT NOT NULL, arrived_seq_id BIGINT NOT NULL, pruned_seq_id BIGINT NOT NULL, unload_seq_id BIGINT, rebuilds INTEGER NOT NULL, steps BIGINT NOT NULL, metric_bytes BIGINT NOT NULL, rollout_bytes BIGINT NOT NULL, CONSTRAINT pk_runs PRIMARY KEY (model_id) );
+CREATE TABLE runs ( model_id VARCHAR NOT NULL, session_id VARCHAR NOT NULL, tenant VARCHAR NOT NULL, base_model VARCHAR NOT NULL, lora JSON NOT NULL, created_at BIGINT NOT NULL, last_request_at BIGINT NOT NULL, user_metadata JSON, state VARCHAR NOT NULL, state_reason VARCHAR, next_seq_id BIGINT NOT NULL, applied_seq_id BIGINT NOT NULL, arrived_seq_id BIGINT NOT NULL, pruned_seq_id BIGINT NOT NULL, unload_seq_id BIGINT, rebuilds INTEGER NOT NULL, steps BIGINT NOT NULL, metric_bytes BIGINT NOT NULL, rollout_bytes BIGINT NOT NULL, described_bytes BIGINT NOT NULL, CONSTRAINT pk_runs PRIMARY KEY (model_id) );
 CREATE INDEX ix_runs_session_id ON runs (session_id);
 CREATE INDEX ix_runs_live ON runs (base_model, created_at) WHERE state IN ('creating', 'ready', 'parked');
 CREATE INDEX ix_runs_live_of_tenant ON runs (tenant) WHERE state IN ('creating', 'ready', 'parked');
+CREATE INDEX ix_runs_described ON runs (tenant, described_bytes) WHERE described_bytes > 0;
 CREATE INDEX ix_runs_base_model ON runs (base_model);
 CREATE INDEX ix_runs_tenant ON runs (tenant);
 CREATE INDEX ix_runs_created_at ON runs (created_at);

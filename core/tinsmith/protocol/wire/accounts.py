@@ -109,6 +109,8 @@ class DiskUsageItem(BaseModel):
     snapshot_bytes: int
     recovery_point_bytes: int
     routed_expert_bytes: int
+    metric_bytes: int
+    description_bytes: int
     total_bytes: int
     allowed_bytes: int
 

@@ -6,7 +6,7 @@ That is heartbeats, results, and what frees space: the ends of models and sessio
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from tinsmith.errors import CapacityError, UserError
@@ -18,6 +18,7 @@ from tinsmith.store.disk_room import DiskSpace, ReadSpace, allowed_bytes, reserv
 _RETRY_AFTER_S: Final = 10.0  # only a tenant, or the operator, can make room
 _FOR_AWAITED: Final = 0.5  # the part of the reserve that stays closed to requests that others wait for
 _LEAST_SAVE_BYTES: Final = 4096  # the files of the smallest save take as much, and its request less
+_LITTLE_BYTES: Final = 1024
 _LOG: Final = "log"
 _KEPT_S: Final = 1.0
 
@@ -64,6 +65,16 @@ class DiskQuota:
             raise CapacityError(why, retry_after_s=_RETRY_AFTER_S)
         counts[_LOG] += more
         self._accepted_bytes += more
+
+    async def admit_described(self, tenant: str, more: int) -> None:
+        """Admit a row with what a client says of it. If that is little, it counts, but needs no room.
+
+        So a tenant that is over its share can still begin a session, in which it deletes something.
+        """
+        if more > _LITTLE_BYTES:
+            await self.admit(tenant, more)
+        else:
+            await self.admit_unowned()
 
     async def admit_unowned(self) -> None:
         """Admit something small that counts towards no share. Raise CapacityError if only the reserve is left."""
@@ -115,5 +126,4 @@ class DiskQuota:
 
     async def _read_kept(self, tenant: str) -> Counter[str]:
         found = await self._store.kept_bytes(tenant)
-        sizes = [each.name for each in fields(KeptBytes) if each.name != "tenant"]
-        return Counter({name: getattr(found[0], name) for name in sizes} if found else {})
+        return Counter(found[0].by_kind if found else {})

@@ -113,11 +113,13 @@ class Quotas:
             counts.subtract(more)
             raise
 
-    async def admit_model(self, tenant: str) -> None:
+    async def admit_model(self, tenant: str, described_bytes: int = 0) -> None:
+        """`described_bytes`: of what the client says of it."""
+        await self.disk.admit_described(tenant, described_bytes)
         await self._admit(self._models, tenant, {"live_models": 1}, "end sessions whose models you no longer need")
 
-    async def admit_session(self, tenant: str) -> None:
-        await self.disk.admit_unowned()
+    async def admit_session(self, tenant: str, described_bytes: int = 0) -> None:
+        await self.disk.admit_described(tenant, described_bytes)
         await self._admit(self._sessions, tenant, {"sessions": 1}, "close the clients that you no longer need")
 
     async def admit_sampling_session(self, tenant: str) -> None:

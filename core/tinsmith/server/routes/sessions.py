@@ -24,6 +24,7 @@ from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import DirectRoute, JsonRoute
 from tinsmith.server.waiting_reasons import session_messages
 from tinsmith.store import RunRecord, SessionRecord
+from tinsmith.store.refusals import described_bytes
 
 router = APIRouter(prefix=API_PREFIX, tags=["sessions"], route_class=JsonRoute)
 
@@ -137,7 +138,6 @@ async def open_session(
     by: Mapping[str, str] | None = None,
 ) -> SessionRecord:
     """Raises CapacityError if the tenant has too many."""
-    await context.quotas.admit_session(caller.tenant)
     now = context.now()
     session = SessionRecord(
         session_id=secrets.token_hex(16),
@@ -151,6 +151,7 @@ async def open_session(
         display_name=body.display_name,
         heard_by=context.server_id,
     )
+    await context.quotas.admit_session(caller.tenant, described_bytes(*session.described))
     created = await context.store.create_session(session, idempotency_key=idempotency_key, by=by)
     if created.session_id == session.session_id:  # else it is a repeat
         _log.info("session %s began: tenant %s", created.session_id, caller.tenant, extra=about(tenant=caller.tenant))

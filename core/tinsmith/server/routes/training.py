@@ -22,6 +22,7 @@ from tinsmith.server.request_trace import traced
 from tinsmith.server.routes.sessions import refuse_ended
 from tinsmith.server.submitting import accepted, new_training_operation, submit_decoded, submit_training
 from tinsmith.store import WAITS_FOR_PLACE, RunRecord, SessionRecord
+from tinsmith.store.refusals import described_bytes
 from tinsmith_checkpoints.values import Json
 
 router = APIRouter(prefix=API_PREFIX, tags=["training"], route_class=NumberedRoute)
@@ -68,7 +69,7 @@ async def submit_creation(
         next_seq_id=WAITS_FOR_PLACE,
     )
     creation = traced(new_training_operation(KnownRun.of(run), 0, operation))
-    await context.quotas.admit_model(caller.tenant)
+    await context.quotas.admit_model(caller.tenant, described_bytes(run.user_metadata))
     await context.quotas.admit_operation(creation)
     request_id = await context.store.create_run(run, creation)
     accepted(context, creation, request_id)

@@ -120,6 +120,8 @@ def _disk_use(use: DiskUse) -> wire.DiskUsageItem:
         snapshot_bytes=kept.snapshots,
         recovery_point_bytes=kept.recovery_points,
         routed_expert_bytes=kept.routed_experts,
+        metric_bytes=kept.metrics,
+        description_bytes=kept.descriptions,
         total_bytes=kept.total,
         allowed_bytes=use.allowed_bytes,
     )
@@ -175,7 +177,7 @@ def _disk_metrics(uses: Iterable[DiskUse]) -> list[Metric]:
     )
     allowed = GaugeMetricFamily("tinsmith_allowed_bytes", "bytes that may be kept", labels=["tenant"])
     for each in uses:
-        for of in ("log", "checkpoints", "snapshots", "recovery_points", "routed_experts"):
-            kept.add_metric([each.kept.tenant, of], getattr(each.kept, of))
+        for of, num_bytes in each.kept.by_kind.items():
+            kept.add_metric([each.kept.tenant, of], num_bytes)
         allowed.add_metric([each.kept.tenant], each.allowed_bytes)
     return [kept, allowed]

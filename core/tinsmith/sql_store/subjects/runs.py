@@ -22,12 +22,12 @@ from tinsmith.store import (
     RunState,
     TimedOperation,
 )
-from tinsmith.store.refusals import lost, missing, refuse_large_metadata
+from tinsmith.store.refusals import described_bytes, lost, missing, refuse_large_metadata
 from tinsmith.store.wakeups import places_topic
 
 _GET = Query("SELECT FIELDS FROM runs WHERE model_id = :model", RunRecord)
 PRUNED = Query("SELECT pruned_seq_id FROM runs WHERE model_id = :model", int)
-_COLUMNS = (*fields_of(RunRecord), "arrived_seq_id", "pruned_seq_id", "rebuilds")
+_COLUMNS = (*fields_of(RunRecord), "arrived_seq_id", "pruned_seq_id", "rebuilds", "described_bytes")
 _INSERT = Change(insert_into("runs", *_COLUMNS))
 _INSERT_UNLOADED = Change(insert_into("runs", *_COLUMNS, "unload_seq_id"))
 NUM_LIVE = Query(f"SELECT count(*) FROM runs WHERE tenant = :tenant AND {models.IS_LIVE}", int)
@@ -38,8 +38,7 @@ def create(tx: Transaction, run: RunRecord, operation: NewOperation) -> str:
     refuse_large_metadata(run.user_metadata)
     if models.find(tx.connection, run.model_id) is None:
         submitting.refuse_ended_session(tx.connection, run.session_id, lock=True)
-        more = {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0}
-        _INSERT.run(tx.connection, **values_of(run), **more)
+        _INSERT.run(tx.connection, **values_of(run), **_beside(run))
         tx.wake.append(places_topic(run.base_model))
     return submitting.submit(tx, operation)
 
@@ -49,11 +48,16 @@ def add_unloaded(tx: Transaction, run: RunRecord, origin: Origin | None = None) 
     first = _GET.first(tx.connection, model=run.model_id)
     if first is not None:
         return first
-    more = {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0, "unload_seq_id": run.next_seq_id}
-    _INSERT_UNLOADED.run(tx.connection, **values_of(run), **more)
+    _INSERT_UNLOADED.run(tx.connection, **values_of(run), **_beside(run), unload_seq_id=run.next_seq_id)
     if origin is not None:
         origins.keep(tx.connection, origin)
     return run
+
+
+def _beside(run: RunRecord) -> dict[str, int]:
+    """Return the first values of the columns that no record has."""
+    size = described_bytes(run.user_metadata)
+    return {"arrived_seq_id": run.next_seq_id - 1, "pruned_seq_id": -1, "rebuilds": 0, "described_bytes": size}
 
 
 def get(connection: Connection, model_id: str) -> RunRecord:

@@ -19,7 +19,7 @@ from tinsmith.sql_store.transaction import Transaction, the_model
 from tinsmith.store import SILENCE, NewOperation, SessionEnd, SessionRecord
 from tinsmith.store.audit import moved
 from tinsmith.store.codec import encode_operation, kind_of
-from tinsmith.store.refusals import lost, missing, refuse_large_metadata, unloaded
+from tinsmith.store.refusals import described_bytes, lost, missing, refuse_large_metadata, unloaded
 from tinsmith.store.wakeups import work_topic
 
 _PAUSE_S: Final = 0.02  # for which heartbeats gather after a transaction
@@ -30,7 +30,7 @@ _GET = Query("SELECT FIELDS FROM sessions WHERE session_id = :wanted", SessionRe
 _LOCK = Query(f"{_GET.text} FOR UPDATE", SessionRecord)
 _FIND = Query("SELECT FIELDS FROM sessions WHERE session_id IN :ids", SessionRecord)
 _SAME = Query("SELECT FIELDS FROM sessions WHERE tenant = :tenant AND idempotency_key = :key", SessionRecord)
-INSERT = Change(insert_into("sessions", *fields_of(SessionRecord), "idempotency_key", "heard_since"))
+INSERT = Change(insert_into("sessions", *fields_of(SessionRecord), "idempotency_key", "heard_since", "described_bytes"))
 _TOUCH = Change(
     "UPDATE sessions SET heard_since = CASE WHEN last_seen_at < :silent_since THEN :at ELSE heard_since END, "
     "heard_by = CASE WHEN last_seen_at < :at THEN :server ELSE heard_by END, "
@@ -53,8 +53,8 @@ def create(
         first = _SAME.first(tx.connection, tenant=session.tenant, key=idempotency_key)
         if first is not None:
             return first
-    more = {"idempotency_key": idempotency_key, "heard_since": session.created_at}
-    INSERT.run(tx.connection, **values_of(session), **more)
+    more = {"heard_since": session.created_at, "described_bytes": described_bytes(*session.described)}
+    INSERT.run(tx.connection, **values_of(session), **more, idempotency_key=idempotency_key)
     audit.note_audit(tx, session.tenant, "session_create", by, session_id=session.session_id)
     return session
 

@@ -30,3 +30,8 @@ class SessionRecord:
     ended: SessionEnd | None = None
     end_detail: str | None = None
     heard_by: str | None = None  # the server that heard the last heartbeat
+
+    @property
+    def described(self) -> tuple[object, ...]:
+        """What the client says of it."""
+        return self.tags, self.user_metadata, self.sdk_version, self.project_id, self.display_name

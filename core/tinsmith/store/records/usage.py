@@ -1,6 +1,6 @@
 """What tenants have used, and how much is kept of theirs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 
 
@@ -36,7 +36,12 @@ class KeptBytes:
     recovery_points: int = 0
     routed_experts: int = 0
     metrics: int = 0  # and rollouts
+    descriptions: int = 0  # what clients say of sessions and runs: tags, names, metadata
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "tenant"}
 
     @property
     def total(self) -> int:
-        return self.log + self.checkpoints + self.snapshots + self.recovery_points + self.routed_experts + self.metrics
+        return sum(self.by_kind.values())
