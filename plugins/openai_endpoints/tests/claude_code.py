@@ -1,10 +1,10 @@
-"""Requests of the shapes that Claude Code sends, written by hand."""
+"""Requests of the shapes that Claude Code 2.1 sends, written by hand: it was run on a server, and its fields noted."""
 
 from typing import Any, Final
 
 HEADERS: Final = {
     "anthropic-version": "2023-06-01",
-    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27",
+    "anthropic-beta": "claude-code-20250219,context-management-2025-06-27,mid-conversation-system-2026-04-07",
     "anthropic-dangerous-direct-browser-access": "true",
     "x-app": "cli",
     "user-agent": "claude-cli/2.1.0 (external, cli)",
@@ -41,10 +41,11 @@ READ: Final = {
 }
 METADATA: Final = {"user_id": '{"device_id": "d", "account_uuid": "", "session_id": "s"}'}
 REMINDER: Final = {"type": "text", "text": "<system-reminder>mind the weather</system-reminder>"}
+LATE: Final = {"role": "system", "content": "agents that there are: none"}
 MAIN: Final[dict[str, Any]] = {
     "model": "toy",
     "system": SYSTEM,
-    "messages": [{"role": "user", "content": [REMINDER, {"type": "text", "text": "list the files", **CACHED}]}],
+    "messages": [{"role": "user", "content": [REMINDER, {"type": "text", "text": "list the files", **CACHED}]}, LATE],
     "tools": [BASH, READ],
     "metadata": METADATA,
     "max_tokens": 32000,

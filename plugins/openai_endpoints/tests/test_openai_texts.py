@@ -200,6 +200,29 @@ def test_a_developers_words_are_the_systems_where_a_template_knows_no_developer(
     assert text.decode(prompt_of(text, Transcripts(), "ann", body).tokens.tolist()) == expected
 
 
+FIRST_ALONE = """\
+{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}{{ raise_exception('the system comes first') }}{% endif -%}
+<{{ message.role }}>{{ message.content }}
+{%- endfor %}"""
+HOISTED = """\
+{%- if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% endif %}
+{%- for message in messages if message.role != 'system' %}<{{ message.role }}>{{ message.content }}{% endfor %}"""
+ANYWHERE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("source", "late"), [(FIRST_ALONE, "user"), (HOISTED, "user"), (ANYWHERE, "system")])
+def test_a_late_word_of_the_systems_is_the_users_where_it_would_be_lost(tmp_path: Path, source: str, late: str) -> None:
+    """Claude Code sends some. A first one stays where it is."""
+    directory = write_model(tmp_path / "toy")
+    (directory / "chat_template.jinja").write_text(source)
+    said = [("system", "a"), ("user", "b"), ("system", "c"), ("developer", "d")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    body = ChatRequest.model_validate({"model": "toy", "messages": messages})
+    prompt = prompt_of(ModelText("toy", directory), Transcripts(), "ann", body)
+    assert ModelText("toy", directory).decode(prompt.tokens.tolist()) == f"<system>a<user>b<{late}>c<{late}>d"
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_growing_text_is_the_beginning_of_the_whole(tmp_path: Path, family: str) -> None:
     """Random tokens, so many characters are never complete; with and without stop strings that half of them meet."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -17,6 +18,7 @@ from tinsmith_checkpoints.huggingface import Json, special_tokens, tokenizer_con
 from tinsmith_openai.tool_calls import form_of, marks_of, reasoning_of
 
 _TOOLS_NAMES: Final = ("tools", "xml_tools")  # the second one is SmolLM3's
+_LATE: Final = "said later"
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -90,6 +92,15 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: unexpected input may make it fail in any way
             msg = f"the model's chat template cannot render these messages: {error}"
             raise UserError(msg) from error
+
+    @cached_property
+    def shows_late_system(self) -> bool:
+        """Whether the system may say something after the user."""
+        said = [{"role": "user", "content": "hello"}, {"role": "system", "content": _LATE}]
+        try:
+            return _LATE in self.render(said, tools=[], options={}, add_generation_prompt=True)
+        except UserError:
+            return False
 
     def check_tools(self) -> None:
         """Raise ToolsError if the template does not show tools, or nobody could read the calls that it asks for."""

@@ -48,7 +48,7 @@ def read_conversation(
     tokens. Most that do not fit are refused before anything is made of them.
     """
     _refuse_long(text, body, window)
-    messages = [_for_template(text, message) for message in body.messages]
+    messages = [_for_template(text, message, is_first=at == 0) for at, message in enumerate(body.messages)]
     tools: list[Json] = [] if body.tool_choice == "none" else [tool.model_dump() for tool in body.tools]
     if tools:
         text.template.check_tools()
@@ -147,15 +147,18 @@ def _as_sent(message: Message) -> Json:
     return {name: value for name, value in sent.items() if value}
 
 
-def _for_template(text: ModelText, message: Message) -> Object:
+def _for_template(text: ModelText, message: Message, *, is_first: bool) -> Object:
     """Return the message as templates expect it: text in one piece, the arguments of calls as objects.
 
-    Most templates would drop a message of the developer, OpenAI's later name for the system.
+    Most templates would drop a message of the developer, OpenAI's later name for the system. Many refuse or drop one of
+    the system's that is not the first, as Claude Code sends them: it is then the user's.
     """
     given: Object = message.model_dump(exclude_none=True, exclude={"type"})
     given["content"] = message.text
     if message.role == "developer" and message.role not in text.template.source:
         given["role"] = "system"
+    if given["role"] == "system" and not is_first and not text.template.shows_late_system:
+        given["role"] = "user"
     calls: list[Json] = [
         {**call.model_dump(), "function": {"name": call.function.name, "arguments": _arguments(call)}}
         for call in message.tool_calls or ()
