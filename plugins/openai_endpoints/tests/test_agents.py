@@ -1,9 +1,9 @@
-"""LiteLLM, Inspect, verifiers and OpenAI's Agents SDK on a base model: their own code judges the answers.
+"""LiteLLM, Inspect, verifiers, OpenAI's Agents SDK and Claude Code on a base model: their own code judges the answers.
 
     TINSMITH_EVALUATORS=evaluators/bin pytest plugins/openai_endpoints/tests/test_agents.py
 
 Programs are looked for as in `test_evaluators`: in these directories, by the Python there that can import the package.
-Tried with LiteLLM 1.110.2, Inspect 0.3.285, verifiers 0.4.0 and openai-agents 0.24.0.
+Tried with LiteLLM 1.110.2, Inspect 0.3.285, verifiers 0.4.0, openai-agents 0.24.0 and Claude Code 2.1.197.
 """
 
 import json
@@ -152,6 +152,12 @@ asyncio.run(main())
 """
 
 
+TEMPLATE: Final = """\
+{%- if tools %}{% for tool in tools %}<tool_call>{{ tool | tojson }}</tool_call>{% endfor %}{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }} {{ message.content or '' }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("agents")
@@ -184,6 +190,40 @@ def found_by(package: str, script: str, server: RunningServer) -> Any:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_claude_code_answers(tmp_path: Path) -> None:
+    """Its first request leaves no room for 32,000 tokens, so it asks again by the numbers of the error."""
+    claude = next((each / "claude" for each in map(Path, DIRECTORIES) if (each / "claude").exists()), None)
+    if claude is None:
+        pytest.skip(f"no claude in {':'.join(DIRECTORIES)}; install it with npm, and set TINSMITH_EVALUATORS")
+    write_tiny_model(tmp_path / "model", SHAPE)
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    backend = {"plugin": "toy", "vocab_size": SHAPE.vocab_size, "max_context_tokens": 1 << 16}
+    model = ModelSettings(name="tiny", path=tmp_path / "model", backend=PluginSection.model_validate(backend))
+    with running_server(tmp_path / "data", models=[model]) as server:
+        ran = subprocess.run(
+            [claude, "-p", "say hi", "--output-format", "json"],
+            cwd=tmp_path,
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(tmp_path),
+                "ANTHROPIC_BASE_URL": f"{server.url}/anthropic/api",
+                "ANTHROPIC_AUTH_TOKEN": "tml-ann",
+                "ANTHROPIC_MODEL": "tiny",
+                "ANTHROPIC_DEFAULT_HAIKU_MODEL": "tiny",
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    answer = json.loads(ran.stdout)
+    assert (answer["is_error"], answer["num_turns"]) == (False, 1)
+    assert answer["usage"]["output_tokens"] > 0
 
 
 def python_with(package: str) -> str:
