@@ -18,13 +18,18 @@ _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--
 
 
 class Browser:
-    """One tab. `problems` are errors that its page has thrown or logged."""
+    """One tab. `problems` are errors that its page has thrown or logged, `asked` are its questions by `confirm`.
+
+    `agrees` is the answer to these.
+    """
 
     def __init__(self, to: int, come: int) -> None:
         self._to, self._from, self._last = os.fdopen(to, "wb", 0), os.fdopen(come, "rb", 0), 0
         self._buffer = b""
         self._session: str | None = None
         self.problems: list[str] = []
+        self.asked: list[str] = []
+        self.agrees = True
         self._downloads: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -32,15 +37,19 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **params: Any) -> Any:
+        number = self._tell(method, **params)
+        while (answer := self._receive()).get("id") != number:
+            self._note(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _tell(self, method: str, **params: Any) -> int:
         self._last += 1
         message = {"id": self._last, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
         self._to.write(json.dumps(message).encode() + b"\0")
-        while (answer := self._receive()).get("id") != self._last:
-            self._note(answer)
-        assert "error" not in answer, answer
-        return answer["result"]
+        return self._last
 
     def _note(self, event: Any) -> None:
         match event.get("method"):
@@ -48,6 +57,9 @@ class Browser:
                 self.problems.append(json.dumps(event["params"]["exceptionDetails"]))
             case "Log.entryAdded" if event["params"]["entry"]["level"] == "error":
                 self.problems.append(json.dumps(event["params"]["entry"]))
+            case "Page.javascriptDialogOpening":
+                self.asked.append(event["params"]["message"])
+                self._tell("Page.handleJavaScriptDialog", accept=self.agrees)
             case "Browser.downloadProgress" if event["params"]["state"] != "inProgress":
                 self._downloads.append(event["params"]["state"])
 

@@ -32,7 +32,7 @@ def test_the_page_needs_no_key_and_no_other_host(server: RunningServer) -> None:
     page = httpx.get(server.url, timeout=WAIT_S)
     assert page.status_code == 200
     assert "default-src 'self'" in page.headers["content-security-policy"]
-    names = re.findall(r'(?:src|href)="(/page/[^"]+)"', page.text)
+    names = [f"/{each}" for each in re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)]
     assert len(names) == 5
     modules = re.findall(r'from "\./([^"]+)"', httpx.get(f"{server.url}/page/page.js", timeout=WAIT_S).text)
     assert {"api.js", "curves.js", "engines.js", "runs.js"} <= set(modules)
@@ -322,6 +322,13 @@ def test_a_server_with_keys_asks_for_one_until_it_is_known(tmp_path: Path, brows
         browser.open(f"{server.url}/#key=tml-secret")
         browser.until("document.querySelector('#runs') && !document.querySelector('#runs').hidden")
         assert "secret" not in browser.evaluate("location.href")
+        assert browser.asked == [], "the tab had no key that a server knows"
+        for browser.agrees, key in ((False, "tml-secret"), (True, "tml-of-another")):
+            browser.evaluate("location.hash = '#key=tml-of-another'")
+            browser.until("location.hash === ''")
+            assert browser.evaluate("sessionStorage.getItem('key')") == key
+        question = "This link brings an API key. Use it in this tab instead of the key that you gave?"
+        assert browser.asked == [question] * 2
 
 
 def test_health_shows_recoveries_verdicts_commits_and_quotas(tmp_path: Path, browser: Browser, take: Take) -> None:

@@ -73,7 +73,8 @@ OPENS_NOTHING: Final = {
     "tinsmith_openai.answers:head": SHOWN,
     "tinsmith_openai.drawing:sampling_params": "seeds",
     "tinsmith_openai.messages.answers:message_start": SHOWN,
-    "tinsmith_openai.reading:reading_of": SHOWN,
+    "tinsmith_openai.reading:reading_of": "the seed of ids in answers",
+    "tinsmith_openai.special_tokens:SpecialTokens.__init__": "a mark within a prompt, for as long as it is read",
     "tinsmith_workers.state_files:StateFiles.__init__": NAMES,
 }
 

@@ -259,9 +259,10 @@ async def test_pages_for_browsers_load_nothing_from_other_hosts(server: Server) 
     http = await server.start(burst=1000)
     start, docs = (await http.get("/")).text, (await http.get("/docs")).text
     loaded = re.findall(r'(?:src|href)="([^"]+)"', start + docs)
-    assert {"/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs", "/readyz", "/metrics"} <= set(loaded)
+    assert {"docs/swagger-ui-bundle.js", "docs/swagger-ui.css", "docs", "readyz", "metrics"} <= set(loaded)
     for each in loaded:
-        assert each.startswith("/"), each
+        assert not each.startswith("/"), "a proxy may serve it below a path"
+        assert ":" not in each, each
         assert (await http.get(each)).status_code in {200, 503}, each  # not ready: no engine runs here
     assert (await http.get("/docs/main.py")).status_code == 404
 

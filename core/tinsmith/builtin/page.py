@@ -1,6 +1,7 @@
 """The page at `/` and its files, added as a stranger's plugin would add them: the same for everybody.
 
-The page fetches its content from the API, with its reader's key.
+The page fetches its content from the API, with its reader's key. Its URLs are relative: a proxy may serve it below a
+path.
 """
 
 from importlib.metadata import version
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tinsmith.settings import Settings
 
 _FILES: Final = Path(__file__).parent / "page_files"
-_LOGIN: Final = '<script src="/page/login.js"></script>'
+_LOGIN: Final = '<script src="page/login.js"></script>'
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -39,7 +40,7 @@ def tinsmith_register_routes(settings: "Settings", context: "RoutesContext") -> 
     @router.get("/")
     @context.public
     async def page() -> HTMLResponse:
-        parts = [f'<script type="module" src="/page/{each.name}"></script>' for each in context.page_parts]
+        parts = [f'<script type="module" src="page/{each.name}"></script>' for each in context.page_parts]
         return HTMLResponse(html.replace("{parts}", "\n".join(parts)), headers=_HEADERS)
 
     @router.get("/page/{name}")

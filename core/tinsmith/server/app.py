@@ -53,6 +53,7 @@ from tinsmith.server.routes import (
     usage,
     weights,
 )
+from tinsmith.server.safe_headers import SafeHeaders
 from tinsmith.server.sequence_ids import SequenceIds
 from tinsmith.server.signed_urls import UrlSigner
 from tinsmith.settings import KeySource, Settings
@@ -122,7 +123,7 @@ async def create_app(
         app.router.routes.extend(plugin_routes(router, routes_context.is_public, identify))
     _add_logins(settings, plugins, routes_context.logins)
     context.asks_plugins = plugins.authenticators() != [api_keys]
-    add_descriptions(app)
+    add_descriptions(app, settings.server.public_url)
     app.router.routes.insert(0, StaticPaths(app.router.routes))
     error_answers.install(app)
     bounds = settings.server.limits
@@ -155,7 +156,14 @@ async def create_app(
         audit=partial(_note_refused, context),
         tracer=tracer,
     )
+    _wrap(app)
     return app
+
+
+def _wrap(app: FastAPI) -> None:
+    """Put the headers around everything: what `add_middleware` adds does not see answers to unexpected errors."""
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: SafeHeaders(build())  # type: ignore[method-assign]
 
 
 async def _look_up(

@@ -7,6 +7,7 @@ import math
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import fastapi_swagger
 from fastapi import FastAPI, Request
@@ -24,13 +25,13 @@ _UI: Final = Path(fastapi_swagger.__file__).parent / "resources"
 _ASSETS: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")
 
 
-def add_descriptions(app: FastAPI) -> None:
+def add_descriptions(app: FastAPI, public_url: str | None) -> None:
     """Add the routes. The app must have been made without `openapi_url` and `docs_url`."""
-    app.openapi = partial(_described, app)  # type: ignore[method-assign]  # FastAPI's way to describe more
+    app.openapi = partial(_described, app, urlsplit(public_url or "").path.rstrip("/"))  # type: ignore[method-assign]  # FastAPI's way to describe more
     description = Reading(partial(run_in_threadpool, _rendered, app), lambda _found, _took_s: math.inf)
-    javascript, css, icon = (f"/docs/{name}" for name in _ASSETS)
+    javascript, css, icon = (f"docs/{name}" for name in _ASSETS)
     docs = get_swagger_ui_html(
-        openapi_url=OPENAPI,
+        openapi_url=OPENAPI.removeprefix("/"),  # relative: a proxy may serve all of this below a path
         title=f"{app.title} - Swagger UI",
         swagger_js_url=javascript,
         swagger_css_url=css,
@@ -49,7 +50,9 @@ def add_descriptions(app: FastAPI) -> None:
         name = request.path_params["name"]
         if name not in _ASSETS:
             return Response(status_code=404)
-        return FileResponse(_UI / name)  # in small parts: a slow reader keeps no copy of a megabyte here
+        headers = {"Cache-Control": "no-cache"}  # a newer server has newer files
+        # in small parts: a slow reader keeps no copy of a megabyte here
+        return FileResponse(_UI / name, headers=headers)
 
     app.add_route(OPENAPI, describe, include_in_schema=False)
     app.add_route("/docs", show, include_in_schema=False)
@@ -60,6 +63,8 @@ def _rendered(app: FastAPI) -> bytes:
     return bytes(JSONResponse(app.openapi()).body)
 
 
-def _described(app: FastAPI) -> dict[str, Any]:
+def _described(app: FastAPI, prefix: str) -> dict[str, Any]:
+    """`prefix`: the path below which a proxy serves the app."""
     routes = [each for route in app.routes for each in (route.routes() if isinstance(route, Branch) else (route,))]
-    return get_openapi(title=app.title, version=app.version, routes=routes)
+    servers = [{"url": prefix}] if prefix else None
+    return get_openapi(title=app.title, version=app.version, routes=routes, servers=servers)

@@ -88,7 +88,7 @@ def test_whoever_signs_in_is_the_tenant_of_the_claim_until_signing_out(browser: 
     assert browser.get("/api/v1/runs").status_code == 401
     landed = browser.sign_in("ann", path="/login?next=/%23run=r-1")
     assert (landed.status_code, str(landed.url)) == (200, f"{browser.url}/#run=r-1")
-    assert "/page/login.js" in landed.text
+    assert '"page/login.js"' in landed.text
     assert browser.get("/page/login.js").status_code == 200
     assert user_of(browser) == {"tenant": "ann", "name": "ann@example.org", "admin": False}
     assert browser.get("/api/v1/runs").status_code == 200
@@ -183,6 +183,24 @@ def test_behind_https_cookies_are_secure_and_of_this_host_alone(tmp_path: Path, 
     assert cookie.startswith("__Host-tinsmith_sign_in=")
     assert "Secure" in cookie.split("; ")
     assert "redirect_uri=https%3A%2F%2Ftinsmith.example%2Flogin%2Fcallback" in answer.headers["location"]
+
+
+def test_below_a_path_cookies_and_redirects_stay_there(tmp_path: Path, provider: RealProvider) -> None:
+    login = {"plugin": "oidc", "issuer": provider.issuer, **OPTIONS}
+    public = {"public_url": "https://lab.example/tools/tinsmith/"}
+    with running_server(tmp_path, engines=False, login=login, server=public) as server:
+        for path in ("/tools/tinsmith/#run=r-1", "/tools/other/", "/"):
+            answer = httpx.get(f"{server.url}/login", params={"next": path})
+            (cookie,) = answer.headers.get_list("set-cookie")
+            assert cookie.startswith("__Secure-tinsmith_sign_in=")
+            assert {"Secure", "Path=/tools/tinsmith"} <= set(cookie.split("; "))
+            value = cookie.partition("=")[2].partition(";")[0]
+            comes_back_to = jwt.decode(value, options={"verify_signature": False})["next_path"]
+            assert comes_back_to == (path if path.startswith("/tools/tinsmith/") else "/tools/tinsmith/")
+        callback = "redirect_uri=https%3A%2F%2Flab.example%2Ftools%2Ftinsmith%2Flogin%2Fcallback"
+        assert callback in answer.headers["location"]
+        refused = httpx.get(f"{server.url}/login/callback", params={"state": "forged"})
+        assert "<a href='/tools/tinsmith/'>Back</a>" in refused.text
 
 
 def test_administrators_are_those_with_the_value_of_the_claim(browser: Browser) -> None:
@@ -434,6 +452,24 @@ def test_the_readme_describes_every_option() -> None:
     assert described == {name: field.description for name, field in OidcConfig.model_fields.items()}
 
 
+def test_no_secret_of_a_link_goes_to_the_server_with_a_sign_in(server: RunningServer, tmp_path: Path) -> None:
+    """Neither to the server nor to the provider; and a link with a key asks before it takes the place of a sign-in."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    with running_browser(chromium, tmp_path / "profile") as page:
+        page.look(width=1280, height=800, dark=False)
+        page.agrees = False
+        page.open(f"{server.url}/#run=r-1&view=time&share=a-secret&key=tml-secret")
+        page.until("document.querySelector('nav a[href$=login]')")
+        page.until("!location.hash.includes('key')")
+        assert page.asked == ["This link brings an API key. Use it in this tab instead of your sign-in?"]
+        assert page.evaluate("sessionStorage.getItem('key')") is None
+        link = "document.querySelector('nav a[href*=login]')"
+        page.evaluate(f"{link}.addEventListener('click', (event) => event.preventDefault()), {link}.click()")
+        assert page.evaluate(f"{link}.href") == f"{server.url}/login?next=%2F%23run%3Dr-1%26view%3Dtime"
+
+
 def until(page: PageOfBrowser, condition: str) -> None:
     """Return once a condition is true, on whatever page the browser has come to. The test's time-out bounds it."""
     while True:
@@ -460,5 +496,5 @@ def test_the_page_leads_to_the_provider_and_back(server: RunningServer, tmp_path
         page.evaluate("document.querySelector('form').requestSubmit()")
         until(page, "document.querySelector('#user')?.textContent === 'ann@example.org'")
         until(page, "!document.querySelector('#runs').hidden")
-        page.evaluate("document.querySelector('#user ~ button:last-of-type').click()")
+        page.evaluate("document.querySelector('#user ~ button').click()")
         until(page, f"location.origin === {provider_of(server)!r}")

@@ -39,16 +39,19 @@ class SignIn:
 class Cookies:
     """Sets and reads both cookies. Thread-safe."""
 
-    def __init__(self, secret: bytes, *, purpose: str, session_s: int, secure: bool) -> None:
+    def __init__(self, secret: bytes, *, purpose: str, session_s: int, secure: bool, path: str = "/") -> None:
         """Make it.
 
         secret, purpose: cookies of the same ones are valid.
-        secure: whether browsers reach the server by https alone. Then no other host of its domain can set the cookies.
+        secure: whether browsers reach the server by https alone. Then no other host of its domain can set the cookies,
+            if it has a host of its own.
+        path: below which a proxy serves it. Servers below others do not get the cookies.
         """
         self._secret = hmac.digest(secret, f"tinsmith-oidc cookies {purpose}".encode(), "sha256")
         self._session_s = session_s
         self._secure = secure
-        prefix = "__Host-" if secure else ""
+        self._path = path
+        prefix = ("__Host-" if path == "/" else "__Secure-") if secure else ""
         self._session = f"{prefix}tinsmith_session"
         self._sign_in = f"{prefix}tinsmith_sign_in"
 
@@ -83,11 +86,11 @@ class Cookies:
         """Return when it expires, in seconds since 1970."""
         expires_at = int(time.time()) + seconds
         value = jwt.encode({"aud": name, "exp": expires_at, **values}, self._secret, _ALGORITHM)
-        answer.set_cookie(name, value, seconds, path="/", secure=self._secure, httponly=True, samesite="lax")
+        answer.set_cookie(name, value, seconds, path=self._path, secure=self._secure, httponly=True, samesite="lax")
         return expires_at
 
     def _delete(self, answer: Response, name: str) -> None:
-        answer.delete_cookie(name, path="/", secure=self._secure, httponly=True, samesite="lax")
+        answer.delete_cookie(name, path=self._path, secure=self._secure, httponly=True, samesite="lax")
 
     def _read(self, headers: Mapping[str, str], name: str) -> dict[str, Any] | None:
         try:

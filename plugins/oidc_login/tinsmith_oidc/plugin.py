@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import tinsmith
 from tinsmith.logins import LoginSpec
@@ -32,11 +33,13 @@ def tinsmith_register_routes(settings: tinsmith.Settings, context: tinsmith.Rout
     if config is None:
         return []
     provider = Provider(config)
+    public_url = settings.server.public_url or ""
     cookies = Cookies(
         context.secret,
         purpose=f"{config.issuer} {config.client_id}",
         session_s=config.session_s,
-        secure=(settings.server.public_url or "").startswith("https:"),
+        secure=public_url.startswith("https:"),
+        path=urlsplit(public_url).path.rstrip("/") or "/",
     )
     sessions = Sessions(cookies, context)
     context.look_ups.append(sessions.look_up)

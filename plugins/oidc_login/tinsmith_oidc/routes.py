@@ -47,6 +47,7 @@ class LoginRoutes:
         self, settings: Settings, config: OidcConfig, provider: Provider, cookies: Cookies, sessions: Sessions
     ) -> None:
         self._public_url = settings.server.public_url
+        self._home = f"{urlsplit(self._public_url or '').path.rstrip('/')}/"
         self._config = config
         self._provider = provider
         self._cookies = cookies
@@ -73,12 +74,12 @@ class LoginRoutes:
 
         return router
 
-    async def sign_in(self, request: Request, next_path: Annotated[str, Query(alias="next")] = "/") -> Response:
+    async def sign_in(self, request: Request, next_path: Annotated[str, Query(alias="next")] = "") -> Response:
         """Send the browser to the provider. `next` is the path on this server to come back to."""
         try:
             return await self._in_thread(self._begin, request, next_path)
         except AuthenticationError as error:
-            return _failure(error)
+            return _failure(error, self._home)
 
     async def _in_thread(self, work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Do what may wait for the provider. Raises AuthenticationError if too many do so."""
@@ -97,7 +98,7 @@ class LoginRoutes:
             nonce=secrets.token_urlsafe(32),
             verifier=secrets.token_urlsafe(48),
             redirect_uri=f"{self._url(request)}{_CALLBACK}",
-            next_path=next_path if _OWN_PATH.fullmatch(next_path) else "/",
+            next_path=next_path if next_path.startswith(self._home) and _OWN_PATH.fullmatch(next_path) else self._home,
         )
         challenge = hashlib.sha256(sign_in.verifier.encode()).digest()
         query = {
@@ -129,7 +130,7 @@ class LoginRoutes:
             claims = await self._in_thread(self._claims, sign_in, code, error)
             user = await self._user(claims)
         except AuthenticationError as failure:
-            answer = _failure(failure)
+            answer = _failure(failure, self._home)
         else:
             answer = RedirectResponse(sign_in.next_path, 303, _HEADERS)
             account = account_of(claims, self._config)
@@ -166,7 +167,7 @@ class LoginRoutes:
         try:
             redirect = await self._in_thread(self._end_of_session, request)
         except AuthenticationError:  # the provider is away, or slow; the session here has ended
-            redirect = "/"
+            redirect = self._home
         answer = JSONResponse({"redirect": redirect}, headers=_HEADERS)
         self._cookies.close(answer)
         return answer
@@ -207,7 +208,7 @@ class LoginRoutes:
         """Return the provider's page for it (OpenID Connect RP-Initiated Logout 1.0), or our own."""
         found = self._provider.metadata("end_session_endpoint")
         if not isinstance(found, str):
-            return "/"
+            return self._home
         query = {"client_id": self._config.client_id, "post_logout_redirect_uri": f"{self._url(request)}/"}
         return _with_query(found, query)
 
@@ -234,9 +235,7 @@ def _with_query(url: str, query: dict[str, str]) -> str:
     return f"{url}{'&' if urlsplit(url).query else '?'}{urlencode(query)}"
 
 
-def _failure(error: AuthenticationError) -> Response:
+def _failure(error: AuthenticationError, home: str) -> Response:
     text = escape(str(error))
-    page = (
-        f"<!doctype html><title>Sign-in failed</title><h1>Sign-in failed</h1><p>{text}.</p><p><a href='/'>Back</a></p>"
-    )
-    return HTMLResponse(page, 401, _HEADERS)
+    page = f"<!doctype html><title>Sign-in failed</title><h1>Sign-in failed</h1><p>{text}.</p>"
+    return HTMLResponse(f"{page}<p><a href='{escape(home)}'>Back</a></p>", 401, _HEADERS)

@@ -1,20 +1,29 @@
 // The API, asked with the key of this tab, and the stream of what is new.
 
+export const BASE = new URL("../", import.meta.url).pathname; // of this server: a proxy may serve it below a path
+export const SERVER = `${location.origin}${BASE}`.replace(/\/$/, ""); // as scripts name it
+
 export function readKey() {
-  const hash = new URLSearchParams(location.hash.slice(1));
-  if (hash.get("key")) { // a link may carry it; no server sees it there
-    sessionStorage.setItem("key", hash.get("key"));
-    hash.delete("key");
-    history.replaceState(null, "", `${location.pathname}#${hash}`);
-  }
+  const hash = new URLSearchParams(location.hash.slice(1)), given = hash.get("key"), known = sessionStorage.getItem("key");
+  if (!given) return known;
+  hash.delete("key"); // a link may carry it; no server sees it there
+  history.replaceState(null, "", `${location.pathname}#${hash}`);
+  if (given !== known && mayReplace(known)) sessionStorage.setItem("key", given);
   return sessionStorage.getItem("key");
+}
+
+// Whoever wrote the link must not decide as whom its reader goes on.
+function mayReplace(known) {
+  const signsIn = document.querySelector("script[src$='login.js']") !== null;
+  if (known === null && !signsIn) return true;
+  return confirm(`This link brings an API key. Use it in this tab instead of ${known === null ? "your sign-in" : "the key that you gave"}?`);
 }
 
 export async function ask(path, options = {}) {
   const key = readKey(); // a server without keys asks for none
   const shared = new URLSearchParams(location.hash.slice(1)).get("share"); // the secret of a link to one run
   const known = shared ? { "x-share-secret": shared } : key ? { "x-api-key": key } : {};
-  const answer = await fetch(`/api/v1${path}`, { ...options, headers: { ...options.headers, ...known } });
+  const answer = await fetch(`${BASE}api/v1${path}`, { ...options, headers: { ...options.headers, ...known } });
   if (answer.ok) return answer;
   const detail = await answer.json().then((body) => body.detail ?? body.message, () => answer.statusText);
   throw Object.assign(new Error(typeof detail === "string" ? detail : answer.statusText), { status: answer.status });

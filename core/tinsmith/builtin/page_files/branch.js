@@ -1,6 +1,6 @@
 // Going on from a checkpoint: the server copies it into a run of its own, and a script goes on from the copy.
 
-import { ask, readKey } from "./api.js";
+import { SERVER, ask, readKey } from "./api.js";
 import { $, element, linkTo } from "./parts.js";
 
 let shown = null; // the checkpoint that the dialog is about, and whom to tell of a branch
@@ -67,7 +67,7 @@ function wayOn(path) {
   const link = element("a", { href: linkTo(run, { view: "lineage" }), textContent: $("branch-name").value });
   link.onclick = () => $("branch").close();
   const lines = [
-    "import tinker", "", `service = tinker.ServiceClient(base_url="${location.origin}")`,
+    "import tinker", "", `service = tinker.ServiceClient(base_url="${SERVER}")`,
     `training = service.create_training_client_from_state_with_optimizer("${path}").result()`,
   ];
   return [

@@ -1,6 +1,6 @@
 // The page: which view is shown, and for whom. Everything comes from the API, with the key of this tab.
 
-import { read, readKey, unfollow } from "./api.js";
+import { SERVER, read, readKey, unfollow } from "./api.js";
 import { connect as connectCurves, hideCurves, showCurves } from "./curves.js";
 import { drawEngines, showEngines } from "./engines.js";
 import { drawHealth, showHealth } from "./health.js";
@@ -62,7 +62,7 @@ async function drawNow(id) {
 function showForm() {
   show("ask");
   $("snippet").textContent =
-    `import tinker\n\nservice = tinker.ServiceClient(base_url="${location.origin}", api_key="tml-...")`;
+    `import tinker\n\nservice = tinker.ServiceClient(base_url="${SERVER}", api_key="tml-...")`;
   $("key").focus();
 }
 

@@ -1,6 +1,6 @@
 // Where the wall time of a run's last iterations went: a bar for each, and the sums by phase.
 
-import { ask, read } from "./api.js";
+import { BASE, ask, read } from "./api.js";
 import { $, duration, element, moment, table } from "./parts.js";
 
 const SAID = 3; // phases named in the first sentence
@@ -76,5 +76,5 @@ function barOf({ phases, wall_s: wall }, longest) {
 async function download(id) {
   const session = id.split(":")[0];
   const { url } = await (await ask(`/sessions/${encodeURIComponent(session)}/trace_export`)).json();
-  element("a", { href: new URL(url).pathname, download: `${session}.trace.json` }).click();
+  element("a", { href: BASE + url.slice(url.indexOf("/api/v1/") + 1), download: `${session}.trace.json` }).click();
 }

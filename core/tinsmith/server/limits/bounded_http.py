@@ -45,6 +45,7 @@ _CONNECTION: Final = "tinsmith.connection"
 def _answer(status: str, detail: str) -> bytes:
     body = f'{{"detail":"{detail}"}}'
     head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    head += "cache-control: no-store\r\nx-content-type-options: nosniff\r\n"
     return f"{head}connection: close\r\n\r\n{body}".encode()
 
 

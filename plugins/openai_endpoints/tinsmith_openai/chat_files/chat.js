@@ -13,7 +13,7 @@ function headers() {
 }
 
 async function ask(path, options = {}) {
-  const answer = await fetch(`/v1${path}`, { ...options, headers: headers() });
+  const answer = await fetch(`v1${path}`, { ...options, headers: headers() });
   if (answer.ok) return answer;
   const message = await answer.json().then((body) => body.error.message, () => answer.statusText);
   throw Object.assign(new Error(message), { status: answer.status });
