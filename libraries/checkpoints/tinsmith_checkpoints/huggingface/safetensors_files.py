@@ -31,6 +31,8 @@ DTYPES: Final[Mapping[str, tuple[str, str]]] = {
 
 _STORED: Final = dict(DTYPES.values())
 _MAX_HEADER: Final = 100_000_000  # bytes, the limit of the safetensors package
+_MOST_ELEMENTS: Final = 1 << 36
+"""Of a tensor, where a size of zero counts as one: without elements, it could still have any other size."""
 _HEADER_PER_TENSOR: Final = 200  # bytes in addition to the name: dtype, shape, two offsets
 _CHUNK: Final = 1 << 24  # elements converted at a time
 
@@ -192,6 +194,9 @@ def _stored_tensor(file: Path, name: str, entry: Json, data_start: int) -> Store
         start, end = map(int, entry["data_offsets"])
         if not 0 <= start <= end or any(int(size) < 0 for size in entry["shape"]):
             msg = "its place or its shape is negative"
+            raise ValueError(msg)  # noqa: TRY301 - reported below
+        if math.prod(int(size) or 1 for size in entry["shape"]) > _MOST_ELEMENTS:
+            msg = "no tensor has such a shape"
             raise ValueError(msg)  # noqa: TRY301 - reported below
         return StoredTensor(
             name=name,
