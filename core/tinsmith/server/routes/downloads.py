@@ -4,22 +4,20 @@ Every download, on every server, checks whether the facts behind its link still 
 """
 
 import asyncio
-import os
-import tarfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
-from typing import Annotated, BinaryIO, Final
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
 
 from tinsmith.checkpoints import saved as checkpoints
 from tinsmith.checkpoints.tinker_path import TinkerPath
 from tinsmith.errors import AuthenticationError, NotFoundError, RevokedError, UserError
 from tinsmith.hook_values import Principal
 from tinsmith.protocol import wire
+from tinsmith.server.archives import Archive, RangeOutsideError, wanted_range
 from tinsmith.server.auth import Caller, may_read, readable_checkpoint
 from tinsmith.server.context import API_PREFIX, Context, ServerContext
 from tinsmith.server.json_routes import JsonRoute
@@ -34,10 +32,6 @@ open_router = APIRouter(prefix=API_PREFIX, tags=["runs and checkpoints"])
 
 LINK_LIFETIME: Final = timedelta(hours=1)
 _ARCHIVE: Final = ".tar"
-COMPLETE: Final = "checkpoint_complete"
-"""An empty file at the end: the SDK takes an archive without it for one that was cut off."""
-
-_CHUNK_BYTES: Final = 1 << 20
 
 
 @router.get(CHECKPOINT + "/external_weights_urls")
@@ -100,15 +94,30 @@ async def get_file(
 
 @open_router.get("/archives/{stamp}/{grant}/{signature}/{name:path}")
 async def get_archive(
-    stamp: int, grant: str, signature: str, name: str, context: Context, sending: WhileSending
-) -> StreamingResponse:
-    """The signature stands for the key; only archives that `archive_url` has named have one."""
+    stamp: int, grant: str, signature: str, name: str, context: Context, sending: WhileSending, request: Request
+) -> Response:
+    """The signature stands for the key; only archives that `archive_url` has named have one. Takes one `Range`."""
     given = context.signer.check(name, stamp, grant, signature, context.now())
     record, tenant = await refuse_revoked(context, name.removesuffix(_ARCHIVE), given)
     sending.enter_context(context.quotas.in_progress(tenant, polls=False))
     files = await asyncio.to_thread(checkpoints.open_checkpoint_files, context.checkpoint_root, record.directory)
-    headers = {"Content-Length": str(archive_bytes(files))}
-    return StreamingResponse(archive(files), media_type="application/x-tar", headers=headers)
+    return _sent(Archive(files, record.directory), request.headers)
+
+
+def _sent(archive: Archive, asked: Mapping[str, str]) -> Response:
+    """Send an archive, or the rest of one that a client has the beginning of."""
+    headers = {"Accept-Ranges": "bytes", "ETag": archive.etag}
+    try:
+        wanted = wanted_range(asked.get("range"), asked.get("if-range"), archive)
+    except RangeOutsideError:
+        archive.close()
+        return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{archive.size}"})
+    start, stop = wanted or (0, archive.size)
+    headers["Content-Length"] = str(stop - start)
+    if wanted is not None:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{archive.size}"
+    status = 200 if wanted is None else 206
+    return StreamingResponse(archive.read(start, stop), status, headers, media_type="application/x-tar")
 
 
 # What a link rests on -------------------------------------------------------------------------------------------------
@@ -181,45 +190,3 @@ def _why_revoked(context: ServerContext, record: CheckpointRecord, grant: Grant,
     if owner is not None and not may_read(record, owner):
         return "is not published, and the API key of the link may no longer read it"
     return None
-
-
-# A checkpoint as one tar file, written while it is sent ---------------------------------------------------------------
-
-
-def archive_bytes(files: Sequence[BinaryIO]) -> int:
-    """Return the size of the archive, for `Content-Length`."""
-    contents = sum(tarfile.BLOCKSIZE + _padded(_size_of(file), tarfile.BLOCKSIZE) for file in files)
-    return _padded(contents + 3 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)  # the marker, and two empty blocks
-
-
-def archive(files: Sequence[BinaryIO]) -> Iterator[bytes]:
-    """Yield the archive piece by piece, and close the files. They lie side by side in it."""
-    sent = 0
-    with ExitStack() as stack:
-        for file in files:
-            stack.enter_context(file)
-        for file in files:
-            size = _size_of(file)
-            yield _header(Path(file.name).name, size)
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
-            padded = _padded(size, tarfile.BLOCKSIZE)
-            yield bytes(padded - size)
-            sent += tarfile.BLOCKSIZE + padded
-    yield _header(COMPLETE, 0)
-    sent += tarfile.BLOCKSIZE
-    yield bytes(_padded(sent + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE) - sent)
-
-
-def _size_of(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_size
-
-
-def _header(name: str, size: int) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = size, 0o644
-    return info.tobuf(tarfile.GNU_FORMAT)
-
-
-def _padded(size: int, block: int) -> int:
-    return -(-size // block) * block
