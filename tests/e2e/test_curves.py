@@ -217,11 +217,12 @@ def test_a_stream_tells_of_each_new_step(curves: Curves) -> None:
 
 
 def test_a_log_of_the_cookbook_is_followed(curves: Curves, tmp_path: Path) -> None:
-    """A line that a crash has cut off is left out, and one that is being written waits."""
+    """A line that a crash has cut off is left out, or one nested too deeply. One that is being written waits."""
     first, *rest = [
         json.dumps({"step": step, "env/all/reward/total": step / 4, "what": "text"}) + "\n" for step in range(3)
     ]
-    written = "".join([first, '{"step": 9, "hal\x1b{"step": 9}\n', *rest, '{"step": 3, "half'])
+    deep = f'{{"step": 8, "deep": {1100 * "["}{1100 * "]"}}}\n'
+    written = "".join([first, '{"step": 9, "hal\x1b{"step": 9}\n', deep, *rest, '{"step": 3, "half'])
     (tmp_path / "metrics.jsonl").write_text(written, encoding="utf-8")
     group = build_group(Plugins.load())
     command = ["track", str(tmp_path), "--once", "--run", "last", "--url", curves.url, "--key", "tml-ann"]

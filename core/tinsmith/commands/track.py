@@ -5,7 +5,6 @@ Each line of a `metrics.jsonl` is an object with `step` and the metrics of that 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -19,6 +18,7 @@ from tinsmith.commands.client import DEFAULT_KEY, DEFAULT_URL, ApiKey, ServerUrl
 from tinsmith.errors import UserError
 from tinsmith.processes.logs import printable
 from tinsmith.tracking import Point, Tracker
+from tinsmith_checkpoints.huggingface.outside_files import parse_json
 
 _AT_ONCE: Final = 500  # steps
 _LOOK_EVERY_S: Final = 1.0
@@ -116,8 +116,11 @@ def _batches(stream: BinaryIO) -> Iterator[list[Point]]:
 
 
 def point_of(line: bytes) -> Point | None:
-    """Return the step and the numbers of a line; None if it has no step or no number. Raise ValueError if no JSON."""
-    content: Any = json.loads(line)
+    """Return the step and the numbers of a line; None if it has no step or no number.
+
+    Raise ValueError if it is no JSON, or nested too deeply.
+    """
+    content: Any = parse_json(line)
     step = content.get("step") if isinstance(content, dict) else None
     if not isinstance(step, int):
         return None
