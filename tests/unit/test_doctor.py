@@ -16,6 +16,7 @@ from stand_in_hub import StandInHub
 from tinsmith.backend import Device
 from tinsmith.commands.doctor import machine, models
 from tinsmith.commands.doctor.machine import check_data_directory
+from tinsmith.commands.doctor.probe import Answer
 from tinsmith.placement.machine import Machine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import DataDir, ModelSettings, PluginSection
@@ -163,6 +164,24 @@ def test_a_model_that_the_backend_does_not_support(
     assert "architecture 'MambaForCausalLM' is not supported" in problem["found"]
 
 
+def test_fields_that_nothing_reads_and_a_tokenizer_that_draws(
+    launcher: Launcher, environment: dict[str, str], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model")
+    for name, value in (("config", {"vendor_scale": 3}), ("generation_config", {"newest": 1})):
+        file = model / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **value}))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["dropout"] = 0.1
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, findings = doctor(launcher, {**environment, "JAX_PLATFORMS": "cpu"}, str(model), "--backend", "jax")
+    assert code == 1
+    [problem] = [each for each in findings if each["status"] == "problem"]
+    assert "tokenizer.json': dropout is 0.1: " in problem["found"]
+    notes = [each["found"] for each in findings if each["status"] == "note" and each["subject"] == f"model {model}"]
+    assert [note.partition("reads: ")[2].partition(";")[0] for note in notes] == ["newest", "vendor_scale"]
+
+
 def test_a_gpu_that_a_framework_cannot_use(launcher: Launcher, environment: dict[str, str], tmp_path: Path) -> None:
     """It said "healthy", with the model on the CPU."""
     model, driver = write_model(tmp_path / "model"), tmp_path / "bin" / "nvidia-smi"
@@ -186,9 +205,8 @@ def test_a_gpu_that_a_framework_cannot_use(launcher: Launcher, environment: dict
 def test_gpus_that_the_machine_has_and_a_framework_does_not_see(
     told: str | None, seen: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        models, "probe", lambda *_: [Device(name="H100", memory_bytes=80 << 30)] * seen or [Device(name="cpu")]
-    )
+    devices = [Device(name="H100", memory_bytes=80 << 30)] * seen or [Device(name="cpu")]
+    monkeypatch.setattr(models, "probe", lambda *_: Answer(devices, []))
     section = {"plugin": "fsdp", **({} if told is None else {"device": told})}
     asked = ModelSettings(name="m", backend=PluginSection.model_validate(section))
     machine = Machine(devices=("0", "1"), device_bytes=80 << 30)
@@ -256,7 +274,7 @@ def test_weights_against_memory(share: float, status: str, monkeypatch: pytest.M
     """Of all devices together."""
     size = sum(file.stat().st_size for file in write_model(tmp_path).glob("*.safetensors"))
     device = Device(name="H100", memory_bytes=int(size / share / 2))
-    monkeypatch.setattr(models, "probe", lambda *_: [device, device])
+    monkeypatch.setattr(models, "probe", lambda *_: Answer([device, device], []))
     asked = ModelSettings(name="m", path=tmp_path, backend=PluginSection(plugin="jax"))
     *_, memory = models.check_model(asked, Plugins.load(), Machine())
     assert memory.found.startswith("its weights take")

@@ -8,16 +8,20 @@ from pathlib import Path
 
 from tinsmith.backend import AnyBackendSpec, AnySamplerSpec, Device, Placement
 from tinsmith.commands.doctor.machine import Finding, gigabytes
-from tinsmith.commands.doctor.probe import probe
+from tinsmith.commands.doctor.probe import Answer, probe
 from tinsmith.errors import ConfigError, ServerError
 from tinsmith.host import machine_memory
 from tinsmith.placement.components import AnySpec, own_options
 from tinsmith.placement.machine import Machine
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith_checkpoints.huggingface.fields import announced
 from tinsmith_checkpoints.huggingface.hub_cache import HubReference, hub_endpoint, is_offline
 from tinsmith_checkpoints.huggingface.hub_download import download_size
+from tinsmith_checkpoints.huggingface.stopping import StopRules
 from tinsmith_checkpoints.huggingface.whole_files import WITHOUT_TEXT, check_model_files, lacks_tokenizer
+
+_UNREAD = "nothing, if the program that wrote them alone reads them"
 
 
 def check_gpus(machine: Machine) -> Finding:
@@ -61,11 +65,23 @@ def check_model(model: ModelSettings, plugins: Plugins, machine: Machine) -> Ite
     yield Finding(subject, "ok", f"{gigabytes(size)} of weights in {model.path}")
     if lacks_tokenizer(model.path):
         yield Finding(subject, "note", WITHOUT_TEXT, "copy the tokenizer's files there")
+    yield from _check_texts(subject, model.path)
     if spec.diagnose is not None:
-        finding, devices = _devices(subject, spec, model, model.path, machine)
+        finding, answer = _devices(subject, spec, model, model.path, machine)
         yield finding
-        if devices is not None:
-            yield _memory(subject, size, devices)
+        if answer is not None:
+            yield from (Finding(subject, "note", said, _UNREAD) for said in answer.announced)
+            yield _memory(subject, size, answer.devices)
+
+
+def _check_texts(subject: str, directory: Path) -> Iterator[Finding]:
+    """Read the tokenizer as samplers do."""
+    with announced() as said:
+        try:
+            StopRules.of_model(directory)
+        except ConfigError as error:
+            yield Finding(subject, "problem", str(error), "mend the file, or take it from another copy of the model")
+    yield from (Finding(subject, "note", each, _UNREAD) for each in said)
 
 
 def check_sampler(model: ModelSettings, plugins: Plugins, machine: Machine) -> Iterator[Finding]:
@@ -82,7 +98,7 @@ def _sampler(
     subject: str, spec: AnySamplerSpec, section: PluginSection | None, path: Path | None, machine: Machine
 ) -> Finding:
     try:
-        devices = probe("samplers", spec.name, own_options(section, spec), path)
+        devices = probe("samplers", spec.name, own_options(section, spec), path).devices
     except ServerError as error:
         return Finding(subject, "problem", str(error), "choose another sampler or model, or mend its environment")
     shown = ", ".join(_shown(device) for device in devices)
@@ -102,17 +118,18 @@ def _elsewhere(subject: str, model: ModelSettings, spec: AnyBackendSpec) -> Find
 
 def _devices(
     subject: str, spec: AnyBackendSpec, model: ModelSettings, path: Path | None, machine: Machine
-) -> tuple[Finding, Sequence[Device] | None]:
+) -> tuple[Finding, Answer | None]:
     options = own_options(model.backend, spec)
     try:
-        devices = probe("backends", spec.name, options, path)
+        answer = probe("backends", spec.name, options, path)
     except ServerError as error:
         other = "choose another backend or model" if path is not None else f"reinstall the package of {spec.name}"
         remedy = f"{other}, or mend its environment"
         return Finding(subject, "problem", str(error), remedy), None
+    devices = answer.devices
     shown = ", ".join(_shown(device) for device in devices)
     found = shown if path is None else f"supported by {spec.name}, on {shown}"
-    return _too_few(subject, spec, model.backend, devices, machine) or Finding(subject, "ok", found), devices
+    return _too_few(subject, spec, model.backend, devices, machine) or Finding(subject, "ok", found), answer
 
 
 def _too_few(

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final, Literal
@@ -19,6 +20,7 @@ from tinsmith.lifeline import run_tethered
 from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import child_environment
 from tinsmith.settings.environment import HUB_TOKENS
+from tinsmith_checkpoints.huggingface.fields import announced
 
 Kind = Literal["backends", "samplers"]
 
@@ -26,8 +28,14 @@ _LIMIT_S: Final = 120.0
 _MARK: Final = "tinsmith-probe: "  # frameworks print, too
 
 
-def probe(kind: Kind, name: str, options: Mapping[str, Any], model_path: Path | None) -> list[Device]:
-    """Return the devices that a backend or sampler would use. Raise ServerError with its message if it fails."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    devices: list[Device]  # that the backend or sampler would use
+    announced: list[str]  # of the model's files
+
+
+def probe(kind: Kind, name: str, options: Mapping[str, Any], model_path: Path | None) -> Answer:
+    """Return the answer of a backend or sampler. Raise ServerError with its message if it fails."""
     asked = json.dumps({"options": dict(options), "model_path": None if model_path is None else str(model_path)})
     command = [sys.executable, "-m", "tinsmith.commands.doctor.probe", kind, name]
     try:
@@ -51,7 +59,7 @@ def probe(kind: Kind, name: str, options: Mapping[str, Any], model_path: Path | 
     answer = json.loads(answers[-1])
     if "error" in answer:
         raise ServerError(answer["error"])
-    return [Device(**device) for device in answer["devices"]]
+    return Answer([Device(**device) for device in answer["devices"]], answer["announced"])
 
 
 def main() -> None:
@@ -63,9 +71,11 @@ def main() -> None:
     assert spec.diagnose is not None
     path = asked["model_path"]
     try:
-        devices = spec.diagnose(spec.config.model_validate(asked["options"]), None if path is None else Path(path))
+        with announced() as said:
+            devices = spec.diagnose(spec.config.model_validate(asked["options"]), None if path is None else Path(path))
         answer: dict[str, Any] = {
-            "devices": [{"name": device.name, "memory_bytes": device.memory_bytes} for device in devices]
+            "devices": [{"name": device.name, "memory_bytes": device.memory_bytes} for device in devices],
+            "announced": said,
         }
     except TinsmithError as error:
         answer = {"error": str(error)}

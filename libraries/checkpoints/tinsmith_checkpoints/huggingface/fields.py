@@ -6,6 +6,7 @@ A file's table is an allow-list. Readers refuse, or announce, a field without a 
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -91,6 +92,19 @@ def announce(file: Path, names: Sequence[str]) -> None:
             file,
             ", ".join(names),
         )
+
+
+@contextmanager
+def announced() -> Iterator[list[str]]:
+    """Collect what is announced in the block."""
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    ANNOUNCEMENTS.addHandler(listener)
+    try:
+        yield said
+    finally:
+        ANNOUNCEMENTS.removeHandler(listener)
 
 
 def shown(value: Any) -> str:
