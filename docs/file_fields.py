@@ -12,7 +12,8 @@ from tinsmith_checkpoints.huggingface.tokenizer_fields import (
     TOKENIZER_FIELDS,
     TOKENIZER_MODEL_FIELDS,
 )
-from tinsmith_jax.families import built_in, fields_of
+from tinsmith_jax import families
+from tinsmith_megatron import config_fields
 
 TABLES = {
     "adapter-config": ADAPTER_CONFIG_FIELDS,
@@ -38,10 +39,15 @@ def markdown(table: FileFields) -> str:
 
 def jax_families() -> str:
     """Return the rows of each of the jax backend's families, beyond those of all decoders."""
-    return of_families({name: fields_of(name) for name in built_in()})
+    return _of_families({name: families.fields_of(name) for name in families.built_in()})
 
 
-def of_families(tables: Mapping[str, FileFields]) -> str:
+def megatron_families() -> str:
+    """Do the same of the megatron backend's."""
+    return _of_families({name: config_fields.fields_of(name) for name in config_fields.FIELDS})
+
+
+def _of_families(tables: Mapping[str, FileFields]) -> str:
     """Return one table, in which families with the same rows stand together."""
     alike = dict[tuple[tuple[str, str, str], ...], list[str]]()
     for name, table in tables.items():

@@ -478,6 +478,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{f"fields-{name}": partial(file_fields.markdown, table) for name, table in file_fields.TABLES.items()},
     **{f"client-fields-{name}": partial(client_fields.markdown, each) for name, each in client_fields.TABLES.items()},
     "fields-jax-families": file_fields.jax_families,
+    "fields-megatron-families": file_fields.megatron_families,
     "ranges": range_table,
     "model-families": model_families,
     **generators(REFERENCE),

@@ -130,7 +130,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path], None], str]] = {
     "bad config": (_break_json, "cannot be read as JSON"),
     "architecture": (lambda path: edit(path, architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel' is not supported"),
     "rope": (lambda path: edit(path, rope_parameters={"rope_type": "dynamic"}), "'dynamic' is not supported"),
-    "window": (lambda path: edit(path, use_sliding_window=True), "use_sliding_window = True"),
+    "window": (lambda path: edit(path, use_sliding_window=True), "use_sliding_window is True"),
     "shape": (lambda path: edit(path, vocab_size=161), r"has shape \(160, 64\), config.json says \(161, 64\)"),
     "missing key": (lambda path: edit(path, rope_parameters={"rope_type": "linear"}), "'linear' needs 'factor'"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "neither model.safetensors nor"),

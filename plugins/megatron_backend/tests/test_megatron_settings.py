@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import config_walk
 import numpy as np
 import pytest
 from megatron_harness import make_backend, shape
@@ -10,8 +11,9 @@ from megatron_harness import make_backend, shape
 from tinsmith import ConfigError, LoraConfig, UserError
 from tinsmith.testing import write_tiny_model
 from tinsmith_checkpoints.huggingface import DecoderShape, known_config, read_model_config
-from tinsmith_megatron.architecture import architecture_of, read_architecture
+from tinsmith_megatron.architecture import ARCHITECTURES, architecture_of, read_architecture
 from tinsmith_megatron.config import MegatronConfig
+from tinsmith_megatron.config_fields import fields_of
 from tinsmith_megatron.parallel import Coordinates, check_model, check_ranks, part_of, smallest_group
 from tinsmith_workers import Launch, Launcher, WholeLayout, holders
 
@@ -62,12 +64,17 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "attention_factor": 1.0}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64, **FACTORS}
 UNSUPPORTED: list[tuple[dict[str, object], str]] = [
-    ({"attention_bias": True}, "attention_bias = True is not supported by the megatron backend"),
-    ({"mlp_bias": True}, "mlp_bias = True is not supported"),
-    ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+    ({"attention_bias": True}, "attention_bias is True: "),
+    ({"mlp_bias": True}, "mlp_bias is True: "),
+    ({"use_sliding_window": True}, "use_sliding_window is True: "),
     ({"quantization_config": {"bits": 4}}, r"quantization_config = \{'bits': 4\} is not supported"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu': "),
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types is "),
+    ({"is_causal": False}, "is_causal is False: "),
+    ({"rope_scaling": LONG}, r"change with the length \(longrope\) are not supported"),
     ({"rope_scaling": YARN}, r"attention factor \(yarn\) are not supported by the megatron backend"),
 ]
 
@@ -84,11 +91,11 @@ def test_what_a_model_has_and_megatron_would_leave_out_is_refused(
 
 
 UNKNOWN_LATENTS: list[tuple[dict[str, object], str]] = [
-    ({"scoring_func": "softmax"}, "scoring_func is 'softmax', supported by the megatron backend is 'sigmoid'"),
-    ({"topk_method": "greedy"}, "topk_method is 'greedy', supported by the megatron backend is 'noaux_tc'"),
-    ({"norm_topk_prob": False}, "norm_topk_prob is False, supported by the megatron backend is True"),
-    ({"rope_interleave": False}, "rope_interleave is False, supported by the megatron backend is True"),
-    ({"moe_layer_freq": 2}, "moe_layer_freq is 2, supported is 1"),
+    ({"scoring_func": "softmax"}, "scoring_func is 'softmax': "),
+    ({"topk_method": "greedy"}, "topk_method is 'greedy': "),
+    ({"norm_topk_prob": False}, "norm_topk_prob is False: "),
+    ({"rope_interleave": False}, "rope_interleave is False: "),
+    ({"moe_layer_freq": 2}, "moe_layer_freq is 2: "),
     ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and Megatron-core does not normalise"),
     ({"n_group": 6}, r"n_routed_experts \(256\) must fill n_group \(6\) equal groups of 2 or more"),
 ]
@@ -164,3 +171,13 @@ def test_weights_of_another_shape_are_refused(megatron_models: Mapping[str, Path
         layout.from_canonical({**weights, name: np.zeros((1, 2), np.float32)})
     with pytest.raises(UserError, match=r"'other' and 0 more do not belong"):
         layout.from_canonical({**weights, "other": np.zeros(1, np.float32)})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_field_that_the_class_of_transformers_knows_has_a_status(name: str) -> None:
+    assert config_walk.known(name) <= fields_of(name).fields.keys()
+    assert list(config_walk.contradictions(name, fields_of(name), described)) == []
+
+
+def described(config: Mapping[str, object]) -> object:
+    return architecture_of(config, Path("config.json"))

@@ -11,16 +11,20 @@ from tinsmith_checkpoints.huggingface import (
     Json,
     LatentShape,
     Rope,
+    check_config,
+    check_whole,
     decoder_shape,
     hybrid_shape,
     language_config,
     latent_shape,
     read_model_config,
     read_rope,
+    short_rope,
     understood,
     without_fp8,
     without_int4,
 )
+from tinsmith_megatron.config_fields import FIELDS, fields_of
 
 HYBRIDS = (
     *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -77,9 +81,13 @@ def architecture_of(config: Mapping[str, Json], path: Path) -> Architecture:
 
 
 def _described(config: Mapping[str, Json], path: Path) -> Architecture:
-    config = without_int4(without_fp8(language_config(config), path), path)
-    _refuse_unsupported(config, path)
+    whole, config = config, language_config(config)
     class_name = next(iter(config.get("architectures") or [""]))
+    if whole is not config:
+        check_whole(whole, path)
+    config = without_int4(without_fp8(config, path), path)
+    check_config(config, path, fields_of(class_name), all_known=class_name in FIELDS)
+    _refuse_unsupported(config, path)
     eps = float(config.get("rms_norm_eps", 1e-6))
     if class_name in LATENTS:
         by_latents = latent_shape(config, path, supported=ARCHITECTURES)
@@ -103,11 +111,6 @@ def _latents(config: Mapping[str, Json], shape: LatentShape, path: Path) -> Late
         chosen_groups=int(config.get("topk_group") or 1),
         routed_scale=float(config.get("routed_scaling_factor", 2.5)),
     )
-    expected = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "rope_interleave": True}
-    for key, known in expected.items():
-        if config.get(key, known) != known:
-            msg = f"{path}: {key} is {config[key]!r}, supported by the megatron backend is {known!r}"
-            raise ConfigError(msg)
     if shape.experts is not None:
         _check_routing(found, shape.experts.num_experts, shape.experts.top_k, path)
     return found
@@ -124,10 +127,11 @@ def _check_routing(latents: Latents, num_experts: int, top_k: int, path: Path) -
 
 
 def _refuse_unsupported(config: Mapping[str, Json], path: Path) -> None:
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
-        if config.get(key):
-            msg = f"{path}: {key} = {config[key]!r} is not supported by the megatron backend"
-            raise ConfigError(msg)
-    if config.get("hidden_act", "silu") != "silu":
-        msg = f"{path}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'"
+    if config.get("quantization_config"):
+        msg = (
+            f"{path}: quantization_config = {config['quantization_config']!r} is not supported by the megatron backend"
+        )
+        raise ConfigError(msg)
+    if short_rope(config) is not None:
+        msg = f"{path}: rotary embeddings that change with the length (longrope) are not supported by megatron"
         raise ConfigError(msg)
