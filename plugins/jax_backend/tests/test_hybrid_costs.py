@@ -14,8 +14,6 @@ from tinsmith_jax.families import config_of
 from tinsmith_jax.tiles import TILE, Tiles
 from tinsmith_jax.trunk import packed_forward
 from tinsmith_jax.weights import base_shapes
-from tinsmith_workbench.compile_check.hlo import read_module
-from tinsmith_workbench.compile_check.work import product_flops
 
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8,
@@ -48,8 +46,12 @@ def test_a_pass_keeps_no_copy_of_the_weights(recompute: bool) -> None:
     assert num_bytes([leaf for leaf in kept if leaf.size not in sizes]) < 0.4 * num_bytes(given)
 
 
+@pytest.mark.thorough
 def test_a_token_costs_as_much_in_a_long_sequence_as_in_a_short_one() -> None:
     """The products of a layer, forward and backward, and its memory. benchmarks/linear_layers.py measures the time."""
+    from tinsmith_workbench.compile_check.hlo import read_module
+    from tinsmith_workbench.compile_check.work import product_flops
+
     config = hybrid(hidden=32, heads=2, head_dim=16)
     flops, memory = {}, {}
     for tokens in (LONG, SHORT):

@@ -16,7 +16,7 @@ from tinsmith_jax.families import read_config
 from tinsmith_jax.kernels import paged, row_products
 from tinsmith_jax.sampling_device import sampling_shape
 from tinsmith_jax.sampling_values import PAGE
-from tinsmith_workbench.compile_check.case import base_shapes
+from tinsmith_jax.weights import base_shapes
 
 LAYER, HEADS, KV_HEADS, D = 1, 6, 2, 16
 

@@ -1,5 +1,8 @@
 """The workbench's commands, found like those of any plugin."""
 
+import re
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 from workbench_harness import typed
@@ -36,3 +39,13 @@ def test_a_file_that_is_not_there_is_an_error_of_the_user(command: tuple[str, ..
     done = CliRunner().invoke(build_group(Plugins.load()), [*command, "absent"], catch_exceptions=False)
     assert done.exit_code == 2
     assert "'absent' does not exist" in done.output
+
+
+def test_no_daily_test_imports_what_compiles_or_simulates() -> None:
+    root = Path(__file__).parents[3]
+    files = [*root.glob("tests/**/*.py"), *root.glob("*/*/tests/*.py"), *root.glob("core/tinsmith/testing/*.py")]
+    texts = {each.relative_to(root): each.read_text() for each in files}
+    imports = re.compile(r"^from tinsmith_workbench\.(compile_check|simulation)", re.M)
+    using = {name for name, text in texts.items() if imports.search(text) and name.name.startswith("test_")}
+    assert len(using) >= 3
+    assert [name for name in using if "pytestmark = pytest.mark.thorough" not in texts[name]] == []

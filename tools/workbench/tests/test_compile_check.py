@@ -29,6 +29,8 @@ from tinsmith_workbench.compile_check.report import paragraph
 from tinsmith_workbench.compile_check.tables import passes, read_lines, sampling, scaling, slices
 from tinsmith_workbench.compile_check.work import hbm_bytes, product_flops
 
+pytestmark = pytest.mark.thorough  # the workbench is no part of the daily path
+
 Json = dict[str, Any]
 
 
@@ -49,7 +51,7 @@ MORE = (
 )
 """"kept": activations, instead of computing them again. "once": weights are gathered at the start of a dispatch."""
 
-EVERY = [GRADIENTS, STEP, DECODE, ONCE, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
+EVERY = [GRADIENTS, STEP, DECODE, ONCE, *MORE]
 
 FURTHER = tuple(
     f"{kind} on {mesh}, {program}"
@@ -58,7 +60,7 @@ FURTHER = tuple(
     for program in (*PROGRAMS, "gradients, kept", "decode, once")
     if not (kind.startswith("Mamba") and mesh == "all axes")
 )
-OF_KINDS = [pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER]
+OF_KINDS = [*FURTHER]
 """The same of the other kinds of layers. `tensor` does not divide Mamba-2."""
 
 
@@ -120,7 +122,7 @@ def test_decoding_gathers_all_weights_at_its_start_if_told_to(planned: Json) -> 
     assert gathered == 4 * (layers * matrices + 2 * vocabulary * hidden) // shards
 
 
-@pytest.mark.parametrize("name", [DECODE, pytest.param(PREFILL, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", [DECODE, PREFILL])
 def test_whole_pages_are_written_to_the_cache(planned: Json, name: str) -> None:
     """Else the compiler for TPUs gives the cache another layout for writing, and copies all of it in each layer."""
     kv_heads, head_dim, page = 2 // 2, 32, 64

@@ -18,6 +18,8 @@ from tinsmith_workbench.simulation.service_times import DEFAULT, Sampling, Servi
 from tinsmith_workbench.simulation.simulation import Scenario, Simulation
 from tinsmith_workbench.simulation.workload import TenantClass, Workload, workload_of
 
+pytestmark = pytest.mark.thorough  # the workbench is no part of the daily path
+
 TIMES = ServiceTimes.model_validate(
     {
         "measured": "nowhere",
@@ -230,7 +232,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert '"workload": "hog"' in (tmp_path / "report.json").read_text()
 
 
-@pytest.mark.thorough
 def test_thousands_of_tenants() -> None:
     report = simulated("mixed", tenants=4096, engines=64, seconds=60.0)
     assert report.operations_per_s > 0
