@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tinsmith_checkpoints.huggingface import Json
-from tinsmith_openai.tool_calls.events import CallArguments, CallBegins, Content, Event, Reasoning, Said
+from tinsmith_openai.tool_calls.events import CallArguments, CallBegins, Content, Event, Reasoning, Said, merged
 from tinsmith_openai.tool_calls.source import Parse, Source
 from tinsmith_openai.tool_calls.trim import Trim
 
@@ -20,6 +20,7 @@ class Calls:
     tools: Tools
     make_id: Callable[[int], str]
     number: int = 0
+    read_in_vain: int = 0  # characters behind marks that will be read again
 
     def begin(self, name: str, identifier: str | None = None) -> CallBegins:
         self.number += 1
@@ -39,6 +40,9 @@ Marks = tuple[str, str]
 """What begins and ends something."""
 
 THINK: Final[Marks] = ("<think>", "</think>")
+_MOST_IN_VAIN: Final = 1 << 18
+"""Characters behind marks that may be read again as text. Then marks are text, or many would take for ever."""
+
 SPELLED: Final = frozenset({"<think>", "<seed:think>"})
 """Marks that a model may also mention. They count at the beginning of a line."""
 
@@ -119,9 +123,10 @@ class AnswerReader:
             if event is None:
                 break
             heard += self._trim.add(event)
-        for event in heard:
+        told = merged(heard)
+        for event in told:
             self.said.add(event)
-        return heard
+        return told
 
 
 def _answer(reading: Reading, source: Source, calls: Calls) -> Parse[None]:
@@ -152,10 +157,13 @@ def _answer(reading: Reading, source: Source, calls: Calls) -> Parse[None]:
 
 def _called(source: Source, calls: Calls, mark: str, grammar: Grammar) -> Parse[None]:
     """Read calls behind a mark. If there are none, the mark is text."""
-    place = source.at
-    if not (yield from grammar(source, calls)):
-        source.at = place
-        yield Content(mark)
+    place = source.looked = source.at
+    if calls.read_in_vain < _MOST_IN_VAIN and (yield from grammar(source, calls)):
+        calls.read_in_vain += max(0, source.looked - source.at)
+        return
+    calls.read_in_vain += max(source.looked, source.at) - place
+    source.at = place
+    yield Content(mark)
 
 
 def _begun(source: Source, calls: Calls, grammar: Grammar, begins: str) -> Parse[Grammar | None]:

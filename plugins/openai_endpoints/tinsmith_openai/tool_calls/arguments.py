@@ -11,7 +11,8 @@ from tinsmith_openai.tool_calls.events import Content, Event, parsed
 from tinsmith_openai.tool_calls.python_literals import python_value
 from tinsmith_openai.tool_calls.source import Parse, Source
 
-_MOST_NESTED: Final = 32
+_MOST_SCHEMAS: Final = 256
+"""Within one argument's schema. It may refer to itself."""
 _STRING: Final = frozenset({"string"})
 
 
@@ -66,24 +67,24 @@ class Arguments:
         return types_of(properties.get(key), self._schema) if isinstance(properties, dict) else frozenset()
 
 
-def types_of(schema: Json, whole: Mapping[str, Json], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Json, whole: Mapping[str, Json]) -> frozenset[str]:
     """Return the types that a schema allows; none if it does not say. `whole` has the definitions that it refers to."""
-    if not isinstance(schema, dict) or depth > _MOST_NESTED:
-        return frozenset()
-    found = set[str]()
-    match schema.get("type"):
-        case str(name):
-            found.add(name)
-        case list(names):
-            found.update(name for name in names if isinstance(name, str))
-    for several in ("anyOf", "oneOf", "allOf"):
-        each = schema.get(several)
-        found.update(*(types_of(one, whole, depth + 1) for one in each) if isinstance(each, list) else ())
-    if isinstance(reference := schema.get("$ref"), str):
-        found |= types_of(_referred(reference, whole), whole, depth + 1)
-    if not found and isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else []), list):
-        found.update("string" if isinstance(value, str) else "" for value in values)
-    return frozenset(found - {""}) if "" not in found else frozenset()
+    found, waiting = set[str](), [schema]
+    for _ in range(_MOST_SCHEMAS):
+        if not waiting:
+            return frozenset(found)
+        one = waiting.pop()
+        if isinstance(one, dict):
+            named = one.get("type")
+            found.update(name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
+            for several in ("anyOf", "oneOf", "allOf"):
+                waiting += each if isinstance(each := one.get(several), list) else []
+            if isinstance(reference := one.get("$ref"), str):
+                waiting.append(_referred(reference, whole))
+            values = one.get("enum", [one["const"]] if "const" in one else None)
+            if "type" not in one and isinstance(values, list) and all(isinstance(value, str) for value in values):
+                found.add("string")
+    return frozenset()
 
 
 def _referred(reference: str, whole: Mapping[str, Json]) -> Json:

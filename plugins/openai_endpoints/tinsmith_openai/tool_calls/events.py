@@ -1,7 +1,9 @@
 """What a model says, piece by piece: reasoning, text, and calls of tools."""
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from tinsmith_checkpoints.huggingface import Json, check_depth
 
@@ -70,6 +72,25 @@ class Said:
             case CallArguments():
                 call = self.calls[event.index]
                 self.calls[event.index] = ToolCall(name=call.name, arguments=call.arguments + event.text, id=call.id)
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """Return the events with those in a row that add to the same text as one."""
+    found: list[Event] = []
+    for (kind, index), group in groupby(events, lambda event: (type(event), getattr(event, "index", 0))):
+        if kind is Content:
+            found.append(Content("".join(_texts(group))))
+        elif kind is Reasoning:
+            found.append(Reasoning("".join(_texts(group))))
+        elif kind is CallArguments:
+            found.append(CallArguments(index=index, text="".join(_texts(group))))
+        else:
+            found += group
+    return found
+
+
+def _texts(events: Iterable[Event]) -> Iterator[str]:
+    return (event.text for event in events if not isinstance(event, CallBegins))
 
 
 def parsed(text: str) -> Json:

@@ -4,7 +4,9 @@ A grammar is a generator: it yields the events that are certain, and None when i
 only when no further text could change the decision, so the events do not depend on how the text was cut.
 """
 
+import re
 from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
 from typing import Final, TypeVar
 
 from tinsmith_openai.tool_calls.events import Event
@@ -13,7 +15,15 @@ T = TypeVar("T")
 
 Parse = Generator[Event | None, None, T]
 
+_MOST_KEPT: Final = 1 << 14
+_MOST_INDENTED: Final = 64
 _SCALAR_ENDS: Final = frozenset(",]} \t\r\n")
+
+
+@lru_cache(maxsize=256)
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern for the longest of these marks."""
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 
 class Source:
@@ -21,11 +31,12 @@ class Source:
 
     def __init__(self) -> None:
         self.at = 0
-        self.mark_begins_line = True
-        """Whether only blanks stood before the last mark that `text_until` has found, on its line."""
+        self.looked = 0
+        """How far `until` and `json` have looked, perhaps in vain."""
         self._text = ""
         self._ended = False
-        self._blank = True  # the line so far, up to the text that is left
+        self._mark_at = 0
+        self._is_whole = True  # nothing was dropped
 
     def add(self, text: str) -> None:
         self._text += text
@@ -35,37 +46,41 @@ class Source:
 
     def text_until(self, marks: Iterable[str], emit: Callable[[str], Event]) -> Parse[str | None]:
         """Yield text until one of the marks, which is read as well and returned. None at the end of the text."""
-        wanted = sorted(marks, key=len, reverse=True)
+        wanted = tuple(marks)
+        pattern = _any_of(wanted)
         while True:
             self._drop()
-            place = min((at for mark in wanted if (at := self._text.find(mark)) >= 0), default=len(self._text))
+            found = pattern.search(self._text, self.at) if wanted else None
+            place = len(self._text) if found is None else found.start()
             undecided = len(self._text) - (0 if self._ended else self._beginning(wanted))
-            if said := self._text[: min(place, undecided)]:
-                self.at = len(said)
+            if said := self._text[self.at : min(place, undecided)]:
+                self.at += len(said)
                 yield emit(said)
-            if place < undecided:
-                self.mark_begins_line = self._is_blank(place)
-                mark = next(mark for mark in wanted if self._text.startswith(mark, place))
-                self.at = place + len(mark)
-                return mark
+            if found is not None and place < undecided:
+                self._mark_at, self.at = place, found.end()
+                return found[0]
             if self._ended:
                 return None
             yield from self._more()
 
+    @property
+    def mark_begins_line(self) -> bool:
+        """Whether only a few blanks stand before the last mark that `text_until` has found, on its line."""
+        before = self._text[max(0, self._mark_at - _MOST_INDENTED) : self._mark_at].rstrip(" \t\r")
+        return before.endswith("\n") or (not before and self._is_whole and self._mark_at < _MOST_INDENTED)
+
     def _drop(self) -> None:
-        self._blank = self._is_blank(self.at)
-        self._text, self.at = self._text[self.at :], 0
+        """Forget what was read long ago."""
+        if self.at > _MOST_KEPT and self.at > len(self._text) // 2:
+            begin = self.at - _MOST_INDENTED
+            self._text, self.at, self._is_whole = self._text[begin:], _MOST_INDENTED, False
 
-    def _is_blank(self, until: int) -> bool:
-        _, newline, line = self._text[:until].rpartition("\n")
-        return not line.strip() and (self._blank or bool(newline))
-
-    def _beginning(self, wanted: list[str]) -> int:
+    def _beginning(self, wanted: tuple[str, ...]) -> int:
         """Return the length of the longest end of the text that a mark may begin with, and go on."""
-        lengths = range(min(len(self._text), len(wanted[0]) - 1 if wanted else 0), 0, -1)
-        return next(
-            (n for n in lengths if any(mark.startswith(self._text[-n:]) and len(mark) > n for mark in wanted)), 0
-        )
+        longest = max(map(len, wanted), default=1) - 1
+        lengths = range(min(len(self._text) - self.at, longest), 0, -1)
+        ends = (self._text[len(self._text) - n :] for n in lengths)
+        return next((len(end) for end in ends if any(each.startswith(end) and each != end for each in wanted)), 0)
 
     def ahead(self, *wanted: str) -> Parse[str | None]:
         """Return the longest of these with which the text goes on. None if there is none."""
@@ -111,6 +126,7 @@ class Source:
                 start, self.at = self.at, min(found)
                 return self._text[start : self.at]
             if self._ended:
+                self.looked = len(self._text)
                 return None
             looked = max(self.at, len(self._text) - max(map(len, marks)) + 1)
             yield from self._more()
@@ -144,6 +160,7 @@ class Source:
             if each:
                 return self._text[start : self.at]
             if self._ended:
+                self.looked = len(self._text)
                 return None
             yield from self._more()
 
