@@ -27,6 +27,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # wh
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 HI_TOKENS = [*tokens_of("[user] hi"), END, *tokens_of("[assistant] ")]
 IDS = {"return_token_ids": True}
+NEUTRAL = {
+    "model": "toy",
+    "prompt": "a",
+    "max_tokens": 1,
+    "best_of": 1,
+    "repetition_penalty": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "service_tier": "auto",
+    "skip_special_tokens": True,
+    "seed": -1,
+}
+"""What says nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +297,9 @@ def test_a_stop_string_ends_a_text_and_is_not_part_of_it(ann: openai.OpenAI, pat
         ({"model": "toy", "prompt": "a", "suffix": "b"}, 400, "suffix"),
         ({"model": "toy", "prompt": "a", "best_of": None, "logit_bias": {}, "max_tokens": 1}, 200, None),
         ({"model": "toy", "prompt": "a", "n": "many"}, 400, "n"),
+        ({"model": "toy", "prompt": "a", "n": "many", "service_tier": "auto"}, 400, "n"),
+        ({"model": "toy", "prompt": "a", "skip_special_tokens": False}, 400, "skip_special_tokens"),
+        (NEUTRAL, 200, None),
         ({"model": "other", "prompt": "a"}, 404, "model"),
         ({"model": "tinker://no path", "prompt": "a"}, 404, "model"),
         ({"model": "toy", "prompt": ""}, 400, None),
