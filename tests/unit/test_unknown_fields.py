@@ -64,7 +64,6 @@ BODIES: list[tuple[type[BaseModel], dict[str, Any], tuple[str | int, ...]]] = [
     (wire.LogMetricsRequest, LOGGED, ()),
     (wire.LogMetricsRequest, LOGGED, ("points", 0)),
     (wire.LogRewardsRequest, {"step": 0, "rewards": {"0" * 32: 1.0}}, ()),
-    (wire.ShareRequest, {}, ()),
     (wire.NewApiKey, {"name": "a"}, ()),
     (wire.CopyWeightsRequest, {"source_path": "tinker://s:train:0/weights/a"}, ()),
     (wire.UploadStartRequest, UPLOAD, ()),
