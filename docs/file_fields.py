@@ -12,6 +12,7 @@ from tinsmith_checkpoints.huggingface.tokenizer_fields import (
     TOKENIZER_FIELDS,
     TOKENIZER_MODEL_FIELDS,
 )
+from tinsmith_checkpoints.huggingface.weight_fields import INDEX_FIELDS, METADATA_FIELDS
 from tinsmith_jax import families
 from tinsmith_megatron import config_fields
 
@@ -22,6 +23,8 @@ TABLES = {
     "added-tokens": ADDED_TOKEN_FIELDS,
     "tokenizer-config": TOKENIZER_CONFIG_FIELDS,
     "generation-config": GENERATION_CONFIG_FIELDS,
+    "weights": METADATA_FIELDS,
+    "weights-index": INDEX_FIELDS,
     "config": FileFields("config.json", COMMON_FIELDS),
     "config-rope": ROPE_FIELDS,
     "config-whole": WHOLE_FIELDS,

@@ -19,7 +19,9 @@ import numpy.typing as npt
 
 from tinsmith_checkpoints.errors import ServerError
 from tinsmith_checkpoints.huggingface import fp8, int4, int8
+from tinsmith_checkpoints.huggingface.fields import announce
 from tinsmith_checkpoints.huggingface.outside_files import open_regular, parse_json, pointer_fault, read_json
+from tinsmith_checkpoints.huggingface.weight_fields import INDEX_FIELDS, METADATA_FIELDS
 from tinsmith_checkpoints.values import Array, FloatArray, Json
 
 DTYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -179,7 +181,10 @@ def read_header(file: Path, *, exact: bool = False) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         msg = f"{file.name} is not a safetensors file, or is damaged: its header is not readable"
         raise ServerError(msg)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    for refusal in METADATA_FIELDS.refusals(metadata if isinstance(metadata, dict) else {}):
+        msg = f"{file.name}: {refusal}"
+        raise ServerError(msg)
     found = {name: _stored_tensor(file, name, entry, 8 + length) for name, entry in header.items()}
     end = max((each.start + each.num_bytes for each in found.values()), default=8 + length)
     if size < end or (exact and size > end):
@@ -353,7 +358,9 @@ def index_file(directory: Path, stem: str) -> Path:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = {name: str(file) for name, file in read_json(index)["weight_map"].items()}
+        content = read_json(index)
+        found = {name: str(file) for name, file in content["weight_map"].items()}
+        announce(index, INDEX_FIELDS.unknown(content))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{index.name} is damaged: {error}"
         raise ServerError(msg) from error

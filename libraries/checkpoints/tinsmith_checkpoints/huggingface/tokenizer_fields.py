@@ -53,7 +53,7 @@ _OF_SLOW: Final = no_meaning("of tokenizers without tokenizer.json, which are no
 TOKENIZER_CONFIG_FIELDS: Final = FileFields(
     "tokenizer_config.json",
     {
-        "chat_template": honoured("unless there is a chat_template.jinja"),
+        "chat_template": honoured("`default` and `tool_use`, unless chat_template.jinja stands beside it"),
         "eos_token": honoured("ends a sequence; else as other special tokens"),
         **dict.fromkeys((*_SPECIAL_TOKENS, "added_tokens_decoder"), _SPECIAL),
         **dict.fromkeys(
