@@ -57,6 +57,7 @@ _GROUPS = (  # one process runs all of a group: its servers, ranks and compiled 
 _WITH_THE_SDK = (
     "tests/crash",
     "tests/e2e",
+    "tests/features",
     "plugins/fsdp_backend/tests/test_fsdp_e2e.py",
     "plugins/megatron_backend/tests/test_megatron_e2e.py",
     "plugins/vllm_sampler/tests/test_vllm_families_sdk.py",

@@ -12,16 +12,25 @@ from tinsmith.backend import BackendConfig
 from tinsmith.figures import Figures
 from tinsmith.operations import Consistency, Failed, Sample, SampleOutput
 from tinsmith.phases import Phase, phases_of
-from tinsmith.store import OperationState, PendingWork, RequestStore, RunRecord, SamplingSessionRecord, TimedOperation
+from tinsmith.store import (
+    DiskUse,
+    OperationState,
+    PendingWork,
+    RequestStore,
+    RunRecord,
+    SamplingSessionRecord,
+    TimedOperation,
+)
 from tinsmith.store.logins import Login
 from tinsmith_checkpoints.values import Json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fastapi import Request
+    from fastapi import Request, Response
     from fastapi.routing import APIRoute
     from prometheus_client import CollectorRegistry
+    from pydantic import BaseModel
 
 E = TypeVar("E")
 
@@ -153,6 +162,10 @@ class RoutesContext:
     """Returns the run of a model_id if it is the caller's. Raises NotFoundError if not."""
     actor: Callable[[Request], Awaitable[Mapping[str, str]]]
     """Names the sender of a request for the audit log: use it as `Depends(context.actor)`."""
+    large_answer: Callable[[str, Callable[[], Awaitable[Any]], Callable[[Any], BaseModel]], Awaitable[Response]]
+    """Takes a tenant, what reads and what makes an answer of it in a thread: one answer of a tenant at a time."""
+    disk_uses: Callable[[str | None], Awaitable[Sequence[DiskUse]]]
+    """Returns what a tenant keeps and may keep; of all tenants (None)."""
     run_readers: list[RunReader] = field(default_factory=list)
     """Credentials by which others than its owner read the curves of a run."""
     page_parts: list[Path] = field(default_factory=list)

@@ -6,15 +6,17 @@ A package declares its tables, offers them with the hook `tinsmith_register_tabl
 
 from tinsmith.sql_store.columns import TableBase, id_of_run, id_of_session, int64, named_metadata
 from tinsmith.sql_store.group_commit import locks
-from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, values_of
+from tinsmith.sql_store.statements import Change, Query, fields_of, insert_into, query, total, values_of, wanted
 from tinsmith.sql_store.subjects.audit import note_audit
 from tinsmith.sql_store.subjects.models import tenant_of_run
-from tinsmith.sql_store.transaction import Transaction
-from tinsmith.store import Tables, TablesSpec
+from tinsmith.sql_store.transaction import Sums, Transaction
+from tinsmith.store import Completed, Tables, TablesSpec
 
 __all__ = [
     "Change",
+    "Completed",
     "Query",
+    "Sums",
     "TableBase",
     "Tables",
     "TablesSpec",
@@ -27,6 +29,9 @@ __all__ = [
     "locks",
     "named_metadata",
     "note_audit",
+    "query",
     "tenant_of_run",
+    "total",
     "values_of",
+    "wanted",
 ]

@@ -21,6 +21,7 @@ from tinsmith.hook_values import RoutesContext, ServerStopping
 from tinsmith.plugins.discovery import BUILTINS, HOOK_NAMES
 from tinsmith.plugins.loading import Plugins
 from tinsmith.plugins.registry import PluginOrigin, PluginReport, Registry
+from tinsmith.server.limits.heavy_work import LargeAnswers
 from tinsmith.settings import Settings
 from tinsmith.settings.sources import Flag
 from tinsmith.sql_store.config import SqlStoreConfig
@@ -347,6 +348,8 @@ def a_routes_context(data_dir: Path) -> RoutesContext:
         secret=bytes(32),
         own_run=lambda _, model_id: store.get_run(model_id),
         actor=lambda _: store.read(lambda _: {"actor": "ann"}),
+        large_answer=LargeAnswers().build,
+        disk_uses=lambda _: store.read(lambda _: []),
     )
 
 

@@ -37,6 +37,7 @@ from tinsmith.server.routes import api_keys as api_key_routes
 from tinsmith.server.routes import (
     audit,
     copies,
+    disk,
     downloads,
     engines,
     futures,
@@ -50,7 +51,6 @@ from tinsmith.server.routes import (
     traces,
     training,
     uploads,
-    usage,
     weights,
 )
 from tinsmith.server.safe_headers import SafeHeaders
@@ -67,7 +67,7 @@ _log = logging.getLogger(__name__)
 # Each request looks for its route in this order, so those that are asked for most come first.
 _ROUTERS = (
     *(futures, training, sampling, weights, sessions, service, runs, downloads),
-    *(copies, uploads, searches, metrics, rollouts, engines, usage, traces, api_key_routes, audit),
+    *(copies, uploads, searches, metrics, rollouts, engines, disk, traces, api_key_routes, audit),
 )
 
 
@@ -208,6 +208,8 @@ def _routes_context(context: ServerContext, identify: Identify, issued: IssuedKe
         own_run=partial(own_run, context),
         actor=actor,
         run_readers=context.run_readers,
+        large_answer=context.large_answers.build,
+        disk_uses=context.quotas.disk.uses,
     )
 
 

@@ -13,7 +13,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.databases.database import Database
 from tinsmith.sql_store.group_commit import Reader, Writer
 from tinsmith.sql_store.migrate import Schema, migrate
-from tinsmith.sql_store.owned_rows import OwnedRows
+from tinsmith.sql_store.packages import Packages
 from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import StoreContext
 
@@ -40,13 +40,13 @@ class Connections:
         self._databases: list[Database] = []
         self._glances: Connection | None = None
         self._schemas = [Schema.of(name, tables) for name, tables in context.tables.items()]
-        self._owned = OwnedRows.of(each.metadata for each in context.tables.values())
+        self._packages = Packages.of(context.tables.values())
 
     async def open(self) -> None:
         durable, relaxed = await self._migrated(), self._dialect.writer(durable=False)
         readers = [self._dialect.reader() for _ in range(self._max_readers)]
         self._databases = [durable, relaxed, *readers]
-        begin = partial(Transaction, owned=self._owned)
+        begin = partial(Transaction, packages=self._packages)
         self.durable = Writer(durable, self.wakeups, begin, self._figures)
         self.relaxed = Writer(relaxed, self.wakeups, begin, self._figures)
         self.reader = Reader(readers)

@@ -25,6 +25,7 @@ from tinsmith.sql_store.subjects import (
     completing,
     engines,
     gaps,
+    kept_bytes,
     log,
     logins,
     metrics,
@@ -39,7 +40,6 @@ from tinsmith.sql_store.subjects import (
     sessions,
     submitting,
     upkeep,
-    usage,
 )
 from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import DrawnTokens, RequestStore, SessionRecord, StoreContext
@@ -241,10 +241,7 @@ class SqlStore(RequestStore):
     note_run = _durable(runs.note)
 
     # what tenants have used and keep
-    hourly_usage = _read(usage.hourly)
-    total_usage = _read(usage.in_all)
-    stored_checkpoints = _read(usage.stored)
-    kept_bytes = _read(usage.kept)
+    kept_bytes = _read(kept_bytes.kept)
     find_routed_experts = _read(sampling.find_experts)
 
     # curves

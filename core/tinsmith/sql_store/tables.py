@@ -261,20 +261,6 @@ class RecoveryPoints(Table, table=True):
     created_at: int = int64()
 
 
-class Usage(Table, table=True):
-    """A tenant's usage of a base model in one hour, in UTC."""
-
-    hour: str = Field(primary_key=True)  # YYYY-MM-DDTHH
-    tenant: str = Field(primary_key=True)
-    base_model: str = Field(primary_key=True)
-    trained_tokens: int = int64()
-    prefilled_tokens: int = int64()
-    sampled_tokens: int = int64()
-    checkpoints: int = int64()
-    stored_bytes: int = int64()
-    engine_us: int = int64()
-
-
 class RoutedExperts(Table, table=True):
     """The experts of a sequence that a tenant sampled from a model, by the digest of its tokens, in order of age."""
 

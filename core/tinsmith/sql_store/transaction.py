@@ -21,7 +21,7 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
-from tinsmith.sql_store.owned_rows import OwnedRows
+from tinsmith.sql_store.packages import Packages
 from tinsmith.sql_store.statements import Change, Query, add_to, fields_of, insert_into, values_of
 from tinsmith.store import FinishedSample
 from tinsmith.store.wakeups import samples_topic
@@ -54,7 +54,7 @@ class Transaction:
 
     connection: Connection
     now: datetime
-    owned: OwnedRows = field(default_factory=OwnedRows)
+    packages: Packages = field(default_factory=Packages)
     wake: list[str] = field(default_factory=list)
     finished: defaultdict[tuple[str, int], list[FinishedSample]] = field(default_factory=lambda: defaultdict(list))
     sums: defaultdict[Sums, dict[Key, tuple[int, ...]]] = field(default_factory=lambda: defaultdict(dict))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 from tinsmith.backend import BackendConfig
 from tinsmith.figures import Figures
 from tinsmith.store.records.access import AuditEntry, IssuedKey
-from tinsmith.store.records.checkpoints import CheckpointRecord, KeptCheckpoints, StoredCheckpoints
+from tinsmith.store.records.checkpoints import CheckpointRecord, KeptCheckpoints
 from tinsmith.store.records.completions import Completion
 from tinsmith.store.records.curves import Measured, MetricsRow, RolloutsRow
 from tinsmith.store.records.engines import EngineRecord, Lease, LeaseHeld, ReportedFigures
@@ -41,7 +41,7 @@ from tinsmith.store.records.places import PlaceCounts, PlaceLimits, PlaceMoves
 from tinsmith.store.records.runs import LiveModel, Origin, RecoveryPointRecord, RunLog, RunRecord
 from tinsmith.store.records.sampling import DrawnTokens, FinishedSamples, SamplingSessionRecord
 from tinsmith.store.records.sessions import SessionEnd, SessionRecord
-from tinsmith.store.records.usage import KeptBytes, UsageRecord
+from tinsmith.store.records.usage import KeptBytes
 from tinsmith.store.shares import ClaimRoom
 from tinsmith.store.tables import Tables
 
@@ -593,22 +593,7 @@ class RequestStore(ABC):
     async def list_figures(self) -> list[ReportedFigures]:
         """Return what each engine reported last, also one that has ended."""
 
-    # what tenants have used and keep: `complete` counts each operation once, in the transaction that records its result
-
-    @abstractmethod
-    async def hourly_usage(self, tenant: str | None, *, first: datetime, last: datetime) -> list[UsageRecord]:
-        """Return the usage by hour, from the hour of `first` to the hour of `last`, oldest first.
-
-        Both times are in UTC. `tenant` None lists every tenant's.
-        """
-
-    @abstractmethod
-    async def total_usage(self, tenant: str | None) -> list[UsageRecord]:
-        """Return what has been used since counting began, one entry for each tenant and base model."""
-
-    @abstractmethod
-    async def stored_checkpoints(self, tenant: str | None, *, project_id: str | None = None) -> list[StoredCheckpoints]:
-        """Return the checkpoints kept now, one entry for each tenant and project."""
+    # what tenants keep
 
     @abstractmethod
     async def kept_bytes(self, tenant: str | None) -> list[KeptBytes]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.store.records.completions import Completed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +22,9 @@ class Tables:
     migrations: Path | None = None
     """A folder of alembic revisions `NNNN_what.py`. The first stands for the tables as they were released first; a new
     database gets the newest tables at once. None: nothing has changed since then."""
+    completed: Callable[[Any, Sequence[Completed]], None] | None = None
+    """Called with a `tinsmith.tables.Transaction` and the operations that it completes, once for each operation of the
+    log. What it writes is committed with their results. What it raises keeps them from being recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """A store's counts for each tenant: queued operations, usage, and stored bytes."""
 
 import asyncio
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,7 +8,6 @@ from tinsmith.errors import NotFoundError
 from tinsmith.operations import Failed, OptimStepOutput, SampleOutput
 from tinsmith.store import (
     CheckpointWritten,
-    Completion,
     KeptCheckpoints,
     OperationState,
     PendingCounts,
@@ -17,9 +15,6 @@ from tinsmith.store import (
     RequestStore,
     SamplingSessionCreated,
     SamplingSessionRecord,
-    StoredCheckpoints,
-    Usage,
-    UsageRecord,
 )
 from tinsmith.testing.store_records import (
     BASE,
@@ -213,46 +208,3 @@ class TalliesContract(StoreSuite):
             (OperationState.FAILED, True),
             (OperationState.FAILED, False),
         ]
-
-    async def test_what_an_operation_used_is_counted_once(self, store: RequestStore) -> None:
-        await a_model(store)
-        steps = [await store.submit(an_operation(seq_id=seq_id)) for seq_id in (1, 2)]
-        sample = await store.submit(a_sample(tenant="bob"))
-        await claim(store)
-        completions = [
-            Completion(request_id=steps[0], result=OptimStepOutput(), usage=Usage(trained_tokens=5, engine_s=0.5)),
-            Completion(
-                request_id=steps[1],
-                result=OptimStepOutput(),
-                effects=(CheckpointWritten(record=a_checkpoint(size_bytes=2**40)),),
-                usage=Usage(trained_tokens=7, engine_s=0.25),
-            ),
-            Completion(request_id=sample, result=OptimStepOutput(), usage=Usage(prefilled_tokens=3, sampled_tokens=2)),
-        ]
-        for _ in range(2):  # the answer to the first may have been lost
-            await complete(store, completions)
-        ann = UsageRecord(
-            tenant="ann", base_model=BASE, trained_tokens=12, checkpoints=1, stored_bytes=2**40, engine_s=0.75
-        )
-        bob = UsageRecord(tenant="bob", base_model=BASE, prefilled_tokens=3, sampled_tokens=2)
-        assert await store.total_usage(None) == [ann, bob]
-        assert await store.total_usage("bob") == [bob]
-        now, hour = datetime.now(UTC), timedelta(hours=1)
-        (hourly,) = await store.hourly_usage("ann", first=now - hour, last=now)
-        assert hourly.hour is not None
-        assert replace(hourly, hour=None) == ann
-        assert hourly.hour in {each.replace(minute=0, second=0, microsecond=0) for each in (now, now - hour)}
-        assert await store.hourly_usage("ann", first=hourly.hour, last=hourly.hour) == [hourly]
-        for other in (hourly.hour - hour, hourly.hour + hour):
-            assert await store.hourly_usage(None, first=other, last=other) == []
-
-    async def test_what_is_kept_is_told_by_project(self, store: RequestStore) -> None:
-        await a_model(store)
-        await store.update_session("s1", project_id="p")
-        await store.add_checkpoint(a_checkpoint("a"))
-        await store.add_checkpoint(replace(a_checkpoint("b"), model_id="imported"))
-        await store.add_checkpoint(a_checkpoint("c", tenant="bob"))
-        of_project = StoredCheckpoints(tenant="ann", project_id="p", number=1, num_bytes=2**40)
-        assert await store.stored_checkpoints("ann", project_id="p") == [of_project]
-        assert {each.project_id for each in await store.stored_checkpoints("ann")} == {"p", None}
-        assert {each.tenant for each in await store.stored_checkpoints(None)} == {"ann", "bob"}

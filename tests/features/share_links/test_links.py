@@ -1,6 +1,5 @@
 """The table of links: found by their secrets, gone with their runs, and in the audit log."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -10,18 +9,10 @@ from tinsmith.errors import NotFoundError
 from tinsmith.features.share_links import links
 from tinsmith.operations import ModelUnloaded
 from tinsmith.store import RequestStore, RunState, RunStateChanged
-from tinsmith.testing.store_records import NOW, MakeStore, a_model, claim, complete, done
+from tinsmith.testing.store_records import NOW, a_model, claim, complete, done
 
 MODEL = "s1:train:0"
 LINK = links.ShareLink(share_id="a", digest="of a", model_id=MODEL, created_at=NOW)
-
-
-@pytest.fixture
-async def store(make_store: MakeStore) -> AsyncIterator[RequestStore]:
-    store = make_store()
-    await store.open()
-    yield store
-    await store.close()
 
 
 async def test_a_link_is_found_by_its_digest_until_it_is_deleted(store: RequestStore) -> None:

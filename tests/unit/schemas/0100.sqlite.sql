@@ -37,7 +37,6 @@ CREATE TABLE engines ( base_model VARCHAR NOT NULL, state VARCHAR NOT NULL, upda
 CREATE TABLE engine_figures ( base_model VARCHAR NOT NULL, reported_at BIGINT NOT NULL, report BLOB NOT NULL, CONSTRAINT pk_engine_figures PRIMARY KEY (base_model) );
 CREATE TABLE leases ( base_model VARCHAR NOT NULL, epoch BIGINT NOT NULL, engine_id VARCHAR, expires_at BIGINT NOT NULL, CONSTRAINT pk_leases PRIMARY KEY (base_model) );
 CREATE TABLE recovery_points ( model_id VARCHAR NOT NULL, seq_id BIGINT NOT NULL, directory VARCHAR NOT NULL, size_bytes BIGINT NOT NULL, created_at BIGINT NOT NULL, CONSTRAINT pk_recovery_points PRIMARY KEY (model_id, seq_id) );
-CREATE TABLE usage ( hour VARCHAR NOT NULL, tenant VARCHAR NOT NULL, base_model VARCHAR NOT NULL, trained_tokens BIGINT NOT NULL, prefilled_tokens BIGINT NOT NULL, sampled_tokens BIGINT NOT NULL, checkpoints BIGINT NOT NULL, stored_bytes BIGINT NOT NULL, engine_us BIGINT NOT NULL, CONSTRAINT pk_usage PRIMARY KEY (hour, tenant, base_model) );
 CREATE TABLE routed_experts ( id INTEGER NOT NULL, tenant VARCHAR NOT NULL, model_id VARCHAR NOT NULL, digest BLOB NOT NULL, num_bytes BIGINT NOT NULL, created_at BIGINT NOT NULL, experts BLOB NOT NULL, CONSTRAINT pk_routed_experts PRIMARY KEY (id), CONSTRAINT uq_routed_experts_tenant_model_id_digest UNIQUE (tenant, model_id, digest) );
 CREATE INDEX ix_routed_experts_created_at ON routed_experts (created_at);
 CREATE INDEX ix_routed_experts_tenant_id_num_bytes ON routed_experts (tenant, id, num_bytes);

@@ -1,7 +1,7 @@
 """Accounts: API keys, the audit log, usage and storage."""
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 
@@ -64,40 +64,6 @@ class AuditLogEntry(BaseModel):
 class AuditLog(BaseModel):
     entries: list[AuditLogEntry]
     next_offset: int | None = None  # of the following entries, if there are more
-
-
-class BillingEventInfo(BaseModel):
-    """Which of the numbers is set depends on the type."""
-
-    type: Literal["training", "sampling_prefill", "sampling_sample", "checkpoint"]
-    token_count: int | None = None
-    cached: bool | None = None
-    count: int | None = None
-
-
-class BillingEvent(BaseModel):
-    bucket_start: datetime
-    bucket_end: datetime
-    base_model: str
-    user_id: str
-    user_name: str
-    event_info: BillingEventInfo
-
-
-class BillingUsage(BaseModel):
-    data: list[BillingEvent]
-
-
-class StorageUsageItem(BaseModel):
-    project_id: str | None = None
-    user_name: str
-    checkpoint_count: int
-    size_bytes: int
-    size_gigabytes: float
-
-
-class StorageUsage(BaseModel):
-    data: list[StorageUsageItem]
 
 
 class DiskUsageItem(BaseModel):

@@ -6,13 +6,12 @@ That is heartbeats, results, and what frees space: the ends of models and sessio
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from tinsmith.errors import CapacityError, UserError
 from tinsmith.server.limits.counts import Tallies
 from tinsmith.settings import QuotaSettings
-from tinsmith.store import KeptBytes, RequestStore
+from tinsmith.store import DiskUse, KeptBytes, RequestStore
 from tinsmith.store.disk_room import DiskSpace, ReadSpace, allowed_bytes, reserve_bytes, why_in_reserve, why_over_share
 
 _RETRY_AFTER_S: Final = 10.0  # only a tenant, or the operator, can make room
@@ -21,14 +20,6 @@ _LEAST_SAVE_BYTES: Final = 4096  # the files of the smallest save take as much, 
 _LITTLE_BYTES: Final = 1024
 _LOG: Final = "log"
 _KEPT_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskUse:
-    """The storage of one tenant, and its limit."""
-
-    kept: KeptBytes
-    allowed_bytes: int
 
 
 class DiskQuota:

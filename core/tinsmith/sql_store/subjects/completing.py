@@ -18,11 +18,11 @@ from tinsmith.sql_store.subjects import (
     origins,
     rollouts,
     sampling,
-    usage,
 )
 from tinsmith.sql_store.transaction import Transaction
 from tinsmith.store import (
     CheckpointWritten,
+    Completed,
     Completion,
     Effect,
     ExpertsSampled,
@@ -84,7 +84,7 @@ def complete(tx: Transaction, lease: Lease, completions: Sequence[Completion]) -
 
 
 def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion]) -> None:
-    ended = []
+    ended, done = [], list[Completed]()
     applied: dict[str, _Applied] = {}
     measured: list[metrics.Row] = []
     for row in _RUNNING.all(tx.connection, request_ids=list(completions), engine=engine_id):
@@ -102,9 +102,13 @@ def _complete(tx: Transaction, engine_id: str, completions: dict[str, Completion
                 reached.metric_bytes += row_bytes(row.subject_id, measured[-1]["numbers"])
         for effect in completion.effects:
             _apply(tx, effect)
-        usage.count(tx, row.tenant, row.base_model, completion)
+        done.append(
+            Completed(row.request_id, row.tenant, row.base_model, row.subject_id, row.seq_id, row.ordered, completion)
+        )
     metrics.INSERT.run_each(tx.connection, measured)
     log.finish_many(tx, ended)
+    for tell in tx.packages.completed:
+        tell(tx, done)
     rows = [
         {"model": model_id, "applied": each.seq_id, "steps": each.steps, "more": each.metric_bytes}
         for model_id, each in applied.items()

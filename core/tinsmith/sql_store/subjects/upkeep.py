@@ -199,7 +199,7 @@ def delete_unneeded(tx: Transaction, rows: Rows, keys: Sequence[str]) -> int:
     """Delete those that are still not needed. Return how many."""
     text = f"DELETE FROM {rows.table} WHERE {rows.key} IN :keys AND {rows.unneeded}"
     deleted = Change(text).run(tx.connection, keys=keys)
-    tx.owned.delete(tx.connection, rows.table, keys)
+    tx.packages.delete_owned(tx.connection, rows.table, keys)
     if rows is _SAMPLERS:
         _DELETE_COUNTS.run(tx.connection, keys=keys)
     if rows is _MODELS:

@@ -37,13 +37,3 @@ class KeptCheckpoints:
 
     number: int = 0
     num_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredCheckpoints:
-    """The checkpoints that a tenant keeps, of one project or of none."""
-
-    tenant: str
-    project_id: str | None
-    number: int
-    num_bytes: int

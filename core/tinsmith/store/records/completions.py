@@ -97,3 +97,16 @@ class Completion:
     ran_at: datetime | None = None  # when the call of trainer or sampler began
     run_s: float | None = None  # how long it took, shared by everything in the batch
     first_token_s: float | None = None  # of a sample: from then until its first token was drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """An operation that a transaction completes, as packages are told."""
+
+    request_id: str
+    tenant: str
+    base_model: str
+    subject_id: str  # the model or the sampling session
+    seq_id: int
+    ordered: bool  # of a model
+    completion: Completion

@@ -1,7 +1,6 @@
-"""What tenants have used, and how much is kept of theirs."""
+"""What operations use, and how much is kept of a tenant."""
 
 from dataclasses import dataclass, fields
-from datetime import datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,17 +11,6 @@ class Usage:
     prefilled_tokens: int = 0  # of prompts, and of forward passes without a gradient
     sampled_tokens: int = 0
     engine_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageRecord(Usage):
-    """A tenant's usage of a base model, in one hour or in total."""
-
-    tenant: str
-    base_model: str
-    hour: datetime | None = None  # its start, in UTC; None: in all
-    checkpoints: int = 0  # written
-    stored_bytes: int = 0  # written in checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +33,11 @@ class KeptBytes:
     @property
     def total(self) -> int:
         return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUse:
+    """The storage of one tenant, and its limit."""
+
+    kept: KeptBytes
+    allowed_bytes: int
