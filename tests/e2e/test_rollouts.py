@@ -1,6 +1,5 @@
 """Rollouts of a script of the SDK: what was given, what was sampled, its reward, its advantage, and who reads it."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +12,8 @@ from browser import Browser
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from typer.testing import CliRunner
 
 import tinsmith
-from tinsmith.commands.cli import build_group
-from tinsmith.plugins.loading import Plugins
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum
@@ -197,29 +193,6 @@ def test_another_tenant_finds_no_rollout_and_adds_no_reward(script: Script) -> N
 def test_what_is_no_reward_is_refused(script: Script, rewards: Any) -> None:
     body = {"step": 0, "rewards": rewards}
     assert script.http.post("/rewards", json=body, headers={"x-api-key": "tml-ann"}).status_code == 422
-
-
-def test_the_command_lists_them_and_prints_one(script: Script, server: RunningServer) -> None:
-    def run(*more: str) -> str:
-        command = ["runs", "rollouts", script.run_id, *more]
-        done = CliRunner().invoke(build_group(Plugins.load()), command, obj=Plugins.load(), catch_exceptions=False)
-        assert done.exit_code == 0
-        return done.output
-
-    of_directory = "--data-dir", str(server.settings.server.data_dir)
-    of_server = "--url", server.url, "--key", "tml-ann"
-    with_text = script.get()["rollouts"]
-    without_text = [{**each, "text": None} for each in with_text]  # no --config names the tokenizer
-    best = with_text[0]["rollout"]
-    for where, rollouts in ((of_directory, without_text), (of_server, with_text)):
-        assert json.loads(run("--json", "--step", "0", *where))["rollouts"] == rollouts
-        lines = run(*where).splitlines()
-        assert lines[0] == f"{script.run_id}, step 0: 3 of 3 rollouts"
-        assert next(line for line in lines if line.startswith("0-")).split()[:3] == [best, "yes", "2.5"]
-        assert run("--rollout", best, *where).startswith(f"{best}, reward 2.5, advantage 0.5")
-        assert json.loads(run("--rollout", best, "--json", *where))["parts"][0]["tokens"] == PROMPT
-    assert " ".join(map(str, script.answers[2])) in run("--rollout", best, *of_directory)
-    assert f"\n{with_text[0]['text']}\n" in run("--rollout", best, *of_server)
 
 
 def test_a_small_budget_keeps_the_newest_and_the_extremes(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from tinsmith import operations as ops
 from tinsmith.commands import cli
-from tinsmith.commands.runs_plot import chart
 from tinsmith.errors import TinsmithError
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.engine_driver import EngineDriver
@@ -94,15 +93,13 @@ def test_runs_are_listed(server: RunningServer) -> None:
         ("show", RUN, "--json"),
         ("show", "last", "--json", "--limit", "2"),
         ("show", RUN, "--from", "1"),
-        ("plot", "s1", "--json"),
-        ("plot", RUN),
     ],
 )
 def test_a_server_says_what_its_data_directory_holds(server: RunningServer, command: tuple[str, ...]) -> None:
     """From any machine, to an administrator: on a server without keys, the page and commands read every run."""
     asked, read = invoked(*command, "--url", server.url, "--key", ""), runs(server, *command)
     assert timeless(asked) == timeless(read)
-    assert ("it is the client's turn" in asked) == (command[0] != "plot")
+    assert "it is the client's turn" in asked
 
 
 def timeless(told: str) -> str:
@@ -130,7 +127,7 @@ def test_what_is_typed_precedes_the_environment(
     """One rule for all of `runs`: --url, then a directory or settings, then TINKER_BASE_URL, then the directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
-    for command in (("list",), ("show", RUN), ("plot", RUN), ("rollouts", RUN)):
+    for command in (("list",), ("show", RUN)):
         assert "s1:train:0" in invoked(*command, "--key", ""), "the server"
     with pytest.raises(TinsmithError, match=r"contains no tinsmith\.db"):
         invoked("list", "--data-dir", str(tmp_path))
@@ -143,32 +140,6 @@ def test_what_is_typed_precedes_the_environment(
     monkeypatch.setenv("TINKER_BASE_URL", "")
     with pytest.raises(TinsmithError, match=r"contains no tinsmith\.db"):
         invoked("list")
-
-
-def test_a_run_is_drawn(server: RunningServer) -> None:
-    drawn = runs(server, "plot", "s1")
-    assert drawn.startswith("s1:train:0, 1 steps\n")
-    assert drawn.split("\n\n")[1].startswith("loss:sum ")
-    found = json.loads(runs(server, "plot", "last", "--json"))
-    assert (found["run_id"], found["steps"]) == ("s2:train:0", 1)
-    assert "engine_s:sum" in runs(server, "plot", RUN, "--metric", "engine_s")
-    with pytest.raises(TinsmithError, match="no metric is named like 'colour'; there are "):
-        runs(server, "plot", RUN, "--metric", "colour")
-
-
-def test_a_chart_shows_where_values_are() -> None:
-    drawn = chart([(10, 0.0), (20, 5.0), (30, 0.0)], width=20, lines=4)
-    assert [line[:10].strip() for line in drawn] == ["5", "", "", "0", ""]
-    assert {len(line) for line in drawn} == {31}
-    assert drawn[-1].split() == ["10", "30"]
-    blank = chr(0x2800)
-    top, bottom = drawn[0][11:], drawn[3][11:]
-    peak = [at for at, each in enumerate(top) if each != blank]
-    assert 10 in peak
-    assert set(peak) <= set(range(8, 13))
-    assert bottom[0] != blank != bottom[-1]
-    assert set(bottom[8:12]) == {blank}
-    assert chart([(3, 1.5)], width=20, lines=4)[0][11] != blank, "a single point"
 
 
 def test_a_run_is_shown(server: RunningServer) -> None:

@@ -1,6 +1,6 @@
-"""`tinsmith runs` and `replay`: the runs that a server keeps, their logs, their curves, and their past states.
+"""`tinsmith runs` and `replay`: the runs that a server keeps, their logs, and their past states.
 
-Each command of `runs` reads plain values, and prints them as they are with --json, else as tables or curves.
+Each command of `runs` reads plain values, and prints them as they are with --json, else as tables.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ Limit = Annotated[int, typer.Option(min=1, max=10_000, help="number of rows to p
 
 def add_run_commands(group: typer.Typer) -> None:
     group.command("replay", context_settings=ANY_SETTING)(replay)
-    commands = typer.Typer(help="List runs, show their logs, and draw their curves.", no_args_is_help=True)
+    commands = typer.Typer(help="List runs, and show their logs.", no_args_is_help=True)
     commands.command("list", context_settings=ANY_SETTING)(list_runs)
     commands.command("show", context_settings=ANY_SETTING)(show_run)
-    commands.command("plot", context_settings=ANY_SETTING)(plot_run)
-    commands.command("rollouts", context_settings=ANY_SETTING)(show_rollouts)
     group.add_typer(commands, name="runs")
 
 
@@ -134,68 +132,6 @@ def show_run(
         print_json(found.model_dump(mode="json"))
     else:
         print_run(found)
-
-
-def plot_run(
-    context: typer.Context,
-    run: Run,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(help="draw the metrics whose names hold this; default: the first four, losses and rewards first"),
-    ] = None,
-    json: AsJson = False,
-    url: Url = None,
-    key: ApiKey = DEFAULT_KEY,
-    config: ConfigFile = None,
-    data_dir: DataDir = None,
-) -> None:
-    """Draw the curves of a run in the terminal."""
-    from tinsmith.commands.runs_of_server import RunsOfServer
-    from tinsmith.commands.runs_plot import print_plot, read_curves
-
-    url = _server_meant(context, url, config, data_dir)
-    if url is not None:
-        curves = RunsOfServer(url, key).curves(run)
-    else:
-        settings, plugins = settings_without_models(context, config, data_dir), plugins_of(context)
-        curves = use_store(settings, plugins, lambda store: read_curves(store, run))
-    if json:
-        typer.echo(curves.model_dump_json(indent=2))
-    else:
-        print_plot(curves, metric or ())
-
-
-def show_rollouts(
-    context: typer.Context,
-    run: Run,
-    step: Annotated[int | None, typer.Option(min=0, help="step to list; default: the newest one with rollouts")] = None,
-    rollout: Annotated[str | None, typer.Option(help="print the rollout of this name in full")] = None,
-    json: AsJson = False,
-    url: Url = None,
-    key: ApiKey = DEFAULT_KEY,
-    config: ConfigFile = None,
-    data_dir: DataDir = None,
-) -> None:
-    """List the rollouts of a step, the highest reward first: those that it was trained on, and samples that were not.
-
-    Texts need --url, or the --config that names the base model.
-    """
-    from tinsmith.commands.runs_of_server import RunsOfServer
-    from tinsmith.commands.runs_rollouts import RunsOfStore
-    from tinsmith.commands.runs_tables import print_rollout, print_rollouts
-
-    runs: RunsOfServer | RunsOfStore
-    url = _server_meant(context, url, config, data_dir)
-    if url is not None:
-        runs = RunsOfServer(url, key)
-    else:
-        runs = RunsOfStore(settings_without_models(context, config, data_dir), plugins_of(context))
-    if rollout is not None:
-        one = runs.rollout(run, rollout)
-        typer.echo(one.model_dump_json(indent=2)) if json else print_rollout(one)
-        return
-    found = runs.rollouts(run, step)
-    typer.echo(found.model_dump_json(indent=2)) if json else print_rollouts(found)
 
 
 def replay(

@@ -42,16 +42,6 @@ class RunsOfServer:
         query = {"limit": limit} if from_seq_id is None else {"limit": limit, "from_seq_id": from_seq_id}
         return self._get(wire.RunReport, f"/runs/{quote(self._find(run))}/log?{urlencode(query)}")
 
-    def curves(self, run: str) -> wire.RunCurves:
-        return self._get(wire.RunCurves, f"/runs/{quote(self._find(run))}/metrics")
-
-    def rollouts(self, run: str, step: int | None) -> wire.RolloutList:
-        query = "" if step is None else f"?{urlencode({'step': step})}"
-        return self._get(wire.RolloutList, f"/runs/{quote(self._find(run))}/rollouts{query}")
-
-    def rollout(self, run: str, name: str) -> wire.RolloutView:
-        return self._get(wire.RolloutView, f"/runs/{quote(self._find(run))}/rollouts/{quote(name, safe='')}")
-
     def _find(self, run: str) -> str:
         found = self.list(None, limit=1 if run == "last" else 1_000_000, offset=0)
         return run_meant([each.run_id for each in found.runs], run)

@@ -18,7 +18,7 @@ from tinsmith.store import RunState
 
 _WIDE: Final = 200  # columns, if the output is not a terminal
 _LEAST_FOR_TABLE: Final = 120  # columns
-_KEPT_WHOLE: Final = {"run", "rollout", "seq", "kind", "in the log"}
+_KEPT_WHOLE: Final = {"run", "seq", "kind", "in the log"}
 """Columns that a narrow terminal does not break: what people copy, and what tells the rows apart."""
 _STATES: Final = {
     RunState.READY: "green",
@@ -231,46 +231,3 @@ def _console() -> Console:
 def print_json(value: Any) -> None:
     # In ASCII, of which a terminal obeys nothing: msgspec escapes fewer characters.
     print(json.dumps(json.loads(msgspec.json.encode(value)), indent=2))  # noqa: T201 - the command's answer
-
-
-# Rollouts -------------------------------------------------------------------------------------------------------------
-
-
-def print_rollouts(found: wire.RolloutList) -> None:
-    console = _console()
-    if found.step is None:
-        console.print(f"run {escape(found.run_id)} has no rollouts: they come with passes whose loss gets the logprobs")
-        return
-    kept = len(found.rollouts) - found.untrained
-    told = f"[bold]{escape(found.run_id)}[/], step {found.step}: {kept} of {found.number} rollouts"
-    if found.untrained:
-        told += f", and {found.untrained} that were sampled and not trained"
-    if found.more_samples:
-        told += "; the step has more samples than are looked at"
-    console.print(told, highlight=False, soft_wrap=True)
-    table = _table("rollout", "trained", ">reward", ">advantage", ">KL", ">given", ">sampled", "answer")
-    for each in found.rollouts:
-        numbers = _number(each.reward), _number(each.advantage), _number(each.kl)
-        sizes = str(each.prompt_tokens), str(each.sampled_tokens)
-        trained = "yes" if each.trained else "[yellow]no[/]"
-        table.add_row(each.rollout, trained, *numbers, *sizes, escape(each.text or ""))
-    console.print(table, highlight=False)
-    if len(found.steps) > 1:
-        told = f"there are rollouts of {len(found.steps)} steps, {found.steps[0]} to {found.steps[-1]}; pass --step"
-        console.print(told, highlight=False, soft_wrap=True)
-
-
-def print_rollout(found: wire.RolloutView) -> None:
-    console = _console()
-    told = [f"[bold]{found.rollout}[/]", *([] if found.trained else ["not trained"])]
-    named = (("reward", found.reward), ("advantage", found.advantage), ("KL", found.kl))
-    told += [f"{name} {_number(value)}" for name, value in named if value is not None]
-    console.print(", ".join(told), highlight=False, soft_wrap=True)
-    for part in found.parts:
-        text = " ".join(map(str, part.tokens)) if part.text is None else part.text
-        console.print(f"\n[bold]{'sampled' if part.sampled else 'given'}[/]", highlight=False)
-        console.print(escape(text), highlight=False, soft_wrap=True)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
