@@ -74,7 +74,7 @@ OPENS_NOTHING: Final = {
     "tinsmith_openai.drawing:sampling_params": "seeds",
     "tinsmith_openai.messages.answers:message_start": SHOWN,
     "tinsmith_openai.reading:reading_of": "the seed of ids in answers",
-    "tinsmith_openai.special_tokens:SpecialTokens.__init__": "a mark within a prompt, for as long as it is read",
+    "tinsmith_openai.special_tokens:SpecialTokens.__init__": "marks in prompts, which no client sees",
     "tinsmith_workers.state_files:StateFiles.__init__": NAMES,
 }
 

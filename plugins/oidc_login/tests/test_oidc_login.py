@@ -248,6 +248,32 @@ def test_accounts_without_the_required_claim_are_refused(tmp_path: Path, provide
             assert root.user()["tenant"] == "root"
 
 
+def test_an_account_that_may_no_longer_sign_in_loses_what_it_has(tmp_path: Path, provider: RealProvider) -> None:
+    """Its other sessions, and the keys that it made with an end of their own, on every server of the store."""
+    with (
+        served(tmp_path, provider) as before,
+        served(tmp_path, provider, allow_claim="groups", allow_values=["admins"]) as after,
+        Browser(before.url) as ann,
+        Browser(after.url) as again,
+        Browser(before.url) as bob,
+    ):
+        keys = []
+        for browser, name in ((ann, "ann"), (bob, "bob")):
+            browser.sign_in(name)
+            made = browser.http.post(
+                f"{before.url}/api/v1/auth/apikeys",
+                json={"name": "laptop", "expires_in_s": 3600},
+                headers={"sec-fetch-site": "same-origin"},
+            )
+            keys.append(made.json()["key"])
+        assert [runs(before, key).status_code for key in keys] == [200, 200]
+        assert "may not use this server" in again.sign_in("ann").text
+        while ann.user() is not None or runs(before, keys[0]).status_code != 401:
+            pass  # a server may know for a second what was so
+        assert (runs(after, keys[0]).status_code, runs(before, keys[1]).status_code) == (401, 200)
+        assert bob.user()["tenant"] == "bob"
+
+
 @pytest.mark.parametrize("path", ["//evil.example", "/\\evil.example", "https://evil.example", "/%0d%0aa:b", ""])
 def test_nobody_is_sent_to_another_site(browser: Browser, path: str) -> None:
     assert str(browser.sign_in("ann", path=f"/login?next={path}").url) == f"{browser.url}/"
