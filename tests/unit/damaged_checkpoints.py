@@ -32,7 +32,9 @@ _VALUES: tuple[Any, ...] = (
 
 def damage(directory: Path, dice: random.Random) -> str:
     file = dice.choice(sorted(directory.iterdir()))
-    how = dice.choice((cut, flip, insert, zero, lengthen, header_length, value, value, value, nest, kind))
+    how = dice.choice(
+        (cut, empty, pointer, flip, insert, zero, lengthen, header_length, value, value, value, nest, kind)
+    )
     how(file, dice)
     manifest = directory / "tinsmith.json"
     if dice.random() < 0.7 and file != manifest and file.is_file() and file.stat().st_size < _HUGE:
@@ -50,6 +52,15 @@ def restate(manifest: Path, file: Path) -> None:
 
 def cut(file: Path, dice: random.Random) -> None:
     os.truncate(file, dice.randrange(file.stat().st_size))
+
+
+def empty(file: Path, _dice: random.Random) -> None:
+    file.write_bytes(b"")
+
+
+def pointer(file: Path, dice: random.Random) -> None:
+    """As in a clone without Git LFS."""
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize %d\n" % dice.randrange(_HUGE))
 
 
 def flip(file: Path, dice: random.Random) -> None:

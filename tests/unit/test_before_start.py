@@ -1,5 +1,6 @@
 """What keeps a server from starting is refused alike, and by name, by `serve`, `doctor` and `check-config`."""
 
+import fcntl
 import json
 import os
 import socket
@@ -52,6 +53,14 @@ def at(path: str, value: object) -> Callable[[dict[str, Any]], None]:
 @contextmanager
 def in_use(directory: Path) -> Iterator[None]:
     with DataDirLock(DataDir.at(directory / "data")):
+        yield
+
+
+@contextmanager
+def without_locks(_: Path) -> Iterator[None]:
+    """With a stand-in for a file system that grants every lock."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "flock", lambda *_: None)
         yield
 
 
@@ -112,6 +121,7 @@ BAD = {
     "a data directory that is none": Bad(
         "cannot write to '{}/file'", (at("server.data_dir", "{}/file/x"),), with_files, of_file=False
     ),
+    "a file system without locks": Bad("grants one lock twice", (), without_locks, of_file=False),
     "a port in use": Bad("is in use on 127.0.0.1", (at("server.port", "TAKEN"),), of_file=False),
     "a host of another machine": Bad("192.0.2.1", (at("server.host", "192.0.2.1"),), of_file=False),
     "one key for two tenants": Bad("server.api_keys", (at("server.api_keys.1.key", "tml-ann"),)),

@@ -1,7 +1,7 @@
 """The checks before a server starts: one list, for `serve`, `doctor` and `check-config`.
 
-Faults visible in the configuration alone are found when it is loaded. Nothing here changes anything. `check-config`
-leaves out what a running server holds, so that a file can be checked beside the server that uses it.
+Faults visible in the configuration alone are found when it is loaded. Nothing here leaves anything behind.
+`check-config` leaves out what a running server holds, so that a file can be checked beside the server that uses it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tinsmith.placement.components import AnySpec, own_options
 from tinsmith.plugins.loading import Plugins
 from tinsmith.processes.assembly import NO_SAMPLER, store_parts
 from tinsmith.processes.data_dir_lock import refuse_if_in_use
+from tinsmith.processes.durable_directory import ON_A_LOCAL_DISK, directory_faults
 from tinsmith.settings import ModelSettings, PluginSection, ServerSettings, Settings
 
 Check = Callable[[Settings, Plugins], Iterator[str]]
@@ -89,6 +90,12 @@ def _quotas(settings: Settings, plugins: Plugins) -> Iterator[str]:
             yield f"quotas.tenants.{name}: no key belongs to this tenant; tenants of `server.api_keys`: {known}"
         elif not tenants and not name.startswith(_ANYBODY):
             yield f"quotas.tenants.{name}: without `server.api_keys`, there is no such tenant; add its key"
+
+
+def _data_directory(settings: Settings, _plugins: Plugins) -> Iterator[str]:
+    refuse_if_in_use(settings.data_dir, shared=settings.server.share_data_dir)
+    for fault in directory_faults(settings.data_dir):
+        yield f"server.data_dir: {str(settings.data_dir.root)!r}: {fault}; {ON_A_LOCAL_DISK}"
 
 
 def listen(server: ServerSettings) -> socket.socket:
@@ -167,9 +174,7 @@ def _raising(look: Callable[[Settings, Plugins], object]) -> Callable[[Settings,
 CHECKS: Final[dict[str, Check]] = {
     "quotas": _quotas,
     "port": _raising(lambda settings, _: listen(settings.server).close()),
-    "data directory": _raising(
-        lambda settings, _: refuse_if_in_use(settings.data_dir, shared=settings.server.share_data_dir)
-    ),
+    "data directory": _data_directory,
     "database": _raising(look_at_store),
     "login": _login,
     "backend": _trainers,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 from fsdp_harness import VOCAB, fork_backend, make_backend
@@ -20,8 +21,25 @@ GIB = 1 << 30
 CARD = Placement(devices=("0",), memory_bytes=73 * GIB, device_bytes=80 * GIB)
 
 
+VALUES: Final = (None, True, -1, 0, 1.5, 1 << 80, "x", "", [], [1], {}, {"a": 1}, [[]])
+
+
 def asked(name: str, placement: Placement = CARD, **settings: object) -> Demand:
     return demand(FsdpConfig.model_validate(settings), known_config(name), placement)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B", "Qwen3.5-4B"])
+def test_a_value_of_any_type_in_config_json_is_no_crash(name: str) -> None:
+    """The supervisor would take any other exception for a crash."""
+    config, refused = known_config(name), 0
+    assert config is not None
+    for field in (*config, "quantization_config", "rope_scaling", "text_config"):
+        for value in VALUES:
+            try:
+                architecture_of({**config, field: value}, Path("config.json"))
+            except ConfigError:
+                refused += 1
+    assert refused > len(VALUES)
 
 
 def test_models_are_counted_with_all_that_training_adds() -> None:

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from tinsmith_checkpoints.huggingface.int8 import W8A16, Int8
 from tinsmith_jax import plugin, runtime
 from tinsmith_jax.backend import JaxBackend
 from tinsmith_jax.config import JaxConfig, JaxSamplerConfig
-from tinsmith_jax.families import read_config
+from tinsmith_jax.families import config_of, read_config
 from tinsmith_jax.placing import sampler_demand, trainer_demand
 from tinsmith_jax.weights import load_base
 
@@ -145,6 +145,23 @@ def test_broken_directories_are_named(directory: Path, jax_cache: Path, case: st
     damage(directory)
     with pytest.raises(ConfigError, match=message):
         make_backend(directory, jax_cache)
+
+
+VALUES: Final = (None, True, -1, 0, 1.5, 1 << 80, "x", "", [], [1], {}, {"a": 1}, [[]])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # of frequencies from absurd values
+def test_a_value_of_any_type_in_config_json_is_no_crash(kind: str, tiny_models: Mapping[str, Path]) -> None:
+    """The supervisor would take any other exception for a crash."""
+    config, refused = json.loads((tiny_models[kind] / "config.json").read_text()), 0
+    for name in (*config, "quantization_config", "rope_scaling", "text_config"):
+        for value in VALUES:
+            try:
+                config_of({**config, name: value}, tiny_models[kind] / "config.json")
+            except ConfigError:
+                refused += 1
+    assert refused > len(VALUES)
 
 
 def test_a_model_needs_a_directory(jax_cache: Path) -> None:

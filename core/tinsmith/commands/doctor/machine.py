@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -15,9 +13,10 @@ from typing import Final, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tinsmith.errors import ConfigError
 from tinsmith.host import NETWORK, file_system_of
 from tinsmith.plugins.loading import Plugins
-from tinsmith.scratch import Scratch
+from tinsmith.processes.durable_directory import ON_A_LOCAL_DISK, directory_faults, existing_part
 from tinsmith.settings import DataDir, ServerSettings
 
 _LITTLE: Final = 10e9  # bytes; a few checkpoints of an adapter, not one of a large model
@@ -131,62 +130,22 @@ def _listening(port: int) -> Iterator[str]:
 
 
 def check_data_directory(data_dir: DataDir, *, with_database: bool) -> Iterator[Finding]:
-    """Test it for real, in a temporary directory inside it, or inside its nearest parent if it does not exist yet.
+    """Test it for real, or its nearest parent if it does not exist yet.
 
     `with_database` means that it is to hold an SQLite database.
     """
-    subject = f"data directory {data_dir.root}"
-    existing = next(path for path in (data_dir.root, *data_dir.root.parents) if path.exists())
+    subject, existing = f"data directory {data_dir.root}", existing_part(data_dir)
     try:
-        with Scratch(".tinsmith-doctor-", existing) as scratch:
-            faults = [*_lock_faults(scratch.path / "lock"), *_rename_faults(scratch.path)]
-    except OSError as error:
-        found = f"cannot write to {str(existing)!r}: {error.strerror}"
-        yield Finding(subject, "problem", found, "choose another with --data-dir, or change its owner")
+        faults = directory_faults(data_dir)
+    except ConfigError as error:
+        yield Finding(subject, "problem", str(error))
         return
     for fault in faults:
-        yield Finding(subject, "problem", fault, "choose a directory on a local disk with --data-dir")
+        yield Finding(subject, "problem", fault, ON_A_LOCAL_DISK)
     if not faults:
         yield Finding(subject, "ok", "writable; keeps locks, fsync and renames")
     yield _space(subject, existing)
     yield from _file_system(subject, existing, with_database=with_database)
-
-
-def _lock_faults(file: Path) -> Iterator[str]:
-    """Lock twice: the second must be refused, or two servers could write at once."""
-    with file.open("w") as first, file.open("w") as second:
-        try:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            yield f"its file system has no locks: {error.strerror}"
-            return
-        try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        yield "its file system grants one lock twice"
-
-
-def _rename_faults(directory: Path) -> Iterator[str]:
-    """Write, synchronise and rename as checkpoints are written."""
-    before, after = directory / "before", directory / "after"
-    after.write_bytes(b"old")
-    try:
-        with before.open("wb") as file:
-            file.write(b"new")
-            file.flush()
-            os.fsync(file.fileno())
-        before.replace(after)
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        yield f"its file system cannot write durably: {error.strerror}"
-        return
-    if after.read_bytes() != b"new":
-        yield "its file system loses renames"
 
 
 def _space(subject: str, directory: Path) -> Finding:

@@ -16,6 +16,7 @@ from tinsmith_checkpoints.values import Json
 LINEAR, FULL = "linear_attention", "full_attention"
 """What `layer_types` of a config.json calls the two kinds."""
 
+_MOST_LAYERS: Final = 10_000  # no model has as many, and they are listed one by one
 _DEFAULTS: Final[Mapping[str, Json]] = {"head_dim": 256, "norm_topk_prob": True}
 
 
@@ -160,6 +161,9 @@ def delta_rule(config: Mapping[str, Json]) -> DeltaRule:
 def mixers(config: Mapping[str, Json], path: Path) -> tuple[str, ...]:
     """Return the kind of each of a hybrid's layers. `path` names the file in errors."""
     every, number = int(config.get("full_attention_interval") or 4), int(config["num_hidden_layers"])
+    if not 0 < number <= _MOST_LAYERS:
+        msg = f"{path}: num_hidden_layers is {number}; a model has 1 to {_MOST_LAYERS}"
+        raise ConfigError(msg)
     by_default = (FULL if (layer + 1) % every == 0 else LINEAR for layer in range(number))
     kinds = tuple(config.get("layer_types") or by_default)
     if len(kinds) != number or not set(kinds) <= {LINEAR, FULL}:
