@@ -289,6 +289,7 @@ def test_reasoning_is_found_by_what_templates_show(mark: str) -> None:
     end = re.sub(r"^(\W+)(?:START)?", lambda found: found[1] + ("END" if "START" in mark else "/"), mark)
     assert reasoning_of(f"{{{{ '{mark}' + message.reasoning_content + '{end}' }}}}") == (mark, end)
     assert reasoning_of("{{ message.content }}") is None
+    assert reasoning_of("<|channel>thought {{ thinking }} <channel|>") == ("<|channel>thought", "<channel|>")
 
 
 def test_reasoning_and_text_without_calls() -> None:

@@ -78,6 +78,22 @@ def python(arguments: Arguments) -> str:
     return f"{NAME}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
+QUOTE: Final = '<|"|>'
+
+
+def gemma(arguments: Arguments, quote: str) -> str:
+    def value_of(value: Json) -> str:
+        if isinstance(value, str):
+            return f"{quote}{value}{quote}"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{quote}{key}{quote}:{value_of(each)}' for key, each in value.items())}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(value_of, value))}]"
+        return as_json(value)
+
+    return f"call:{NAME}{{{','.join(f'{key}:{value_of(value)}' for key, value in arguments.items())}}}"
+
+
 def several(begin: str, write: Write, between: str = "", end: str = "") -> Callable[[list[Arguments]], str]:
     return lambda calls: begin + between.join(map(write, calls)) + end
 
@@ -149,6 +165,11 @@ WRITTEN: Final[dict[str, tuple[str, Callable[[list[Arguments]], str]]]] = {
     ),
     "Phi": ("Phi", several("<|tool_call|>[", call_object, ", ", "]<|/tool_call|>")),
     "Phi, functools": ("Phi", several("functools[", call_object, ", ", "]")),
+    "FunctionGemma": (
+        "FunctionGemma",
+        several("", lambda call: f"<start_function_call>{gemma(call, '<escape>')}<end_function_call>"),
+    ),
+    "Gemma 4": ("Gemma 4", several("", lambda call: f"<|tool_call>{gemma(call, QUOTE)}<tool_call|>")),
     "Granite": ("Granite", several("<|tool_call|>[", call_object, ", ", "]")),
     "Apriel": ("Apriel", several("<tool_calls>[", call_object, ", ", "]</tool_calls>")),
     "LFM2": ("LFM2", several("<|tool_call_start|>[", python, ", ", "]<|tool_call_end|>")),

@@ -6,6 +6,7 @@ from tinsmith_openai.tool_calls.answers import THINK, Form, Marks
 from tinsmith_openai.tool_calls.deepseek import CALLS as DEEPSEEK_CALLS
 from tinsmith_openai.tool_calls.deepseek import DSML, TAGGED_CALLS, deepseek, dsml
 from tinsmith_openai.tool_calls.deepseek import MARKS as DEEPSEEK_MARKS
+from tinsmith_openai.tool_calls.gemma_calls import calls_with
 from tinsmith_openai.tool_calls.harmony import MARKS as HARMONY_MARKS
 from tinsmith_openai.tool_calls.harmony import harmony
 from tinsmith_openai.tool_calls.json_calls import between
@@ -61,6 +62,18 @@ FORMS: Final = (
         calls={"<|tool_call|>": between("<|/tool_call|>"), "functools": between()},
         inner=("<|/tool_call|>",),
     ),
+    Form(
+        name="FunctionGemma",
+        shown=("<start_function_call>",),
+        calls={"<start_function_call>": calls_with("<escape>", "<end_function_call>")},
+        inner=("<escape>", "<end_function_call>"),
+    ),
+    Form(
+        name="Gemma 4",
+        shown=("<|tool_call>",),
+        calls={"<|tool_call>": calls_with('<|"|>', "<tool_call|>")},
+        inner=('<|"|>', "<tool_call|>", "<|channel>"),
+    ),
     Form(name="Granite", shown=("<|tool_call|>",), calls={"<|tool_call|>": between()}),
     Form(name="Apriel", shown=("<tool_calls>",), calls={"<tool_calls>": between("</tool_calls>")}),
     Form(
@@ -83,6 +96,7 @@ FORMS: Final = (
 
 _REASONING: Final[tuple[Marks, ...]] = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     THINK,
