@@ -5,6 +5,7 @@ must not change, and sample from adapters that are not numbers.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -153,9 +154,17 @@ class _Neighbours:
         if self._snapshot is not None:
             await self._backend.load_snapshot(self._snapshot)
         self._expected = [await self._backend.sample(op) for op in self._ops]
+        for op in self._ops:  # again: the first ones may have compiled
+            await self._timed(op, self._tally.alone_s)
 
     def ask(self) -> list[asyncio.Task[SampleOutput | Failed]]:
-        return [asyncio.create_task(self._backend.sample(op)) for op in self._ops]
+        return [asyncio.create_task(self._timed(op, self._tally.beside_s)) for op in self._ops]
+
+    async def _timed(self, op: Sample, seconds: list[float]) -> SampleOutput | Failed:
+        began = time.monotonic()
+        answer = await self._backend.sample(op)
+        seconds.append(time.monotonic() - began)
+        return answer
 
     async def check(self, asked: Sequence[asyncio.Task[SampleOutput | Failed]], what: str) -> None:
         answers = await asyncio.gather(*asked, return_exceptions=True)
