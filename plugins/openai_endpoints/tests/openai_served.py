@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import Split
 from tinsmith import BackendSpec, Failed, OnTokens, Sample, SampleOutput, hookimpl
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
 from tinsmith.settings import ModelSettings, PluginSection
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_openai.bodies import ChatRequest
 from tinsmith_openai.conversations import Conversation, read_conversation
 from tinsmith_openai.text_work import Asker
@@ -33,6 +34,12 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}[assistant] {% endif %}"""
 
 
+TINY_TEMPLATE = """\
+{%- if tools %}{% for tool in tools %}<tool_call>{{ tool | tojson }}</tool_call>{% endfor %}{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }} {{ message.content or '' }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+
+
 def write_model(directory: Path) -> Path:
     """Write the tokenizer of the toy's vocabulary: token i is the character chr(32 + i), the last one is the end."""
     directory.mkdir()
@@ -44,6 +51,12 @@ def write_model(directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<end>"}))
     return directory
+
+
+def write_tiny_chat_model(directory: Path, shape: TinyShape) -> None:
+    """Write a tiny model whose template shows tools, and says how they are called."""
+    write_tiny_model(directory, shape)
+    (directory / "chat_template.jinja").write_text(TINY_TEMPLATE)
 
 
 def toy_model(directory: Path, *, plugin: str = "toy") -> ModelSettings:

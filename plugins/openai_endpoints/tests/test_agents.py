@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from openai_served import write_tiny_chat_model
 
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
-from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape
 
 pytestmark = pytest.mark.thorough
 
@@ -152,16 +153,10 @@ asyncio.run(main())
 """
 
 
-TEMPLATE: Final = """\
-{%- if tools %}{% for tool in tools %}<tool_call>{{ tool | tojson }}</tool_call>{% endfor %}{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }} {{ message.content or '' }}<|im_end|>{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("agents")
-    write_tiny_model(directory / "model", SHAPE)
+    write_tiny_chat_model(directory / "model", SHAPE)
     backend = {"plugin": "toy", "vocab_size": SHAPE.vocab_size, "max_context_tokens": CONTEXT}
     model = ModelSettings(name="tiny", path=directory / "model", backend=PluginSection.model_validate(backend))
     with running_server(directory / "data", models=[model]) as server:
@@ -197,8 +192,7 @@ def test_claude_code_answers(tmp_path: Path) -> None:
     claude = next((each / "claude" for each in map(Path, DIRECTORIES) if (each / "claude").exists()), None)
     if claude is None:
         pytest.skip(f"no claude in {':'.join(DIRECTORIES)}; install it with npm, and set TINSMITH_EVALUATORS")
-    write_tiny_model(tmp_path / "model", SHAPE)
-    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    write_tiny_chat_model(tmp_path / "model", SHAPE)
     backend = {"plugin": "toy", "vocab_size": SHAPE.vocab_size, "max_context_tokens": 1 << 16}
     model = ModelSettings(name="tiny", path=tmp_path / "model", backend=PluginSection.model_validate(backend))
     with running_server(tmp_path / "data", models=[model]) as server:

@@ -20,12 +20,12 @@ from typing import Any, Final
 import openai
 import pytest
 import tinker
-from openai_served import checkpoint
+from openai_served import checkpoint, write_tiny_chat_model
 from tokenizers import Tokenizer
 
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import running_server
-from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
+from tinsmith_checkpoints.huggingface.tiny_model import TinyShape
 
 pytestmark = [
     pytest.mark.thorough,
@@ -102,7 +102,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("evaluated")
-    write_tiny_model(directory / "model", SHAPE)
+    write_tiny_chat_model(directory / "model", SHAPE)
     backend = {"plugin": "toy", "vocab_size": SHAPE.vocab_size, "max_context_tokens": 2048}
     model = ModelSettings(name="tiny", path=directory / "model", backend=PluginSection.model_validate(backend))
     with running_server(directory / "data", models=[model]) as server:
