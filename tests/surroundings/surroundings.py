@@ -32,8 +32,10 @@ _MARK: Final = "OF_TEST_PROCESS"
 """In the environment of every process that a test starts, whoever its parent is by now."""
 _PATIENCE_S: Final = float(os.environ.get("ORPHANS_PATIENCE_S", "60"))
 _MOST_BYTES: Final = 60  # of the path of temporary files: PostgreSQL, Ray, Chromium and others keep sockets there
-_OWN_HELPERS: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_END_WITH_US: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "testing.forked_workers")
+"""Helpers of this process, in their commands: they end when it does."""
 _mark = uuid4().hex
+_before: Final[dict[Path, set[str]]] = {}
 
 
 def settle() -> None:
@@ -70,8 +72,9 @@ _temporary: Final = _own_temporary_directory(Path(tempfile.gettempdir()))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     settle()
+    _before[config.rootpath] = set(_visible(config.rootpath))
 
 
 def pytest_unconfigure() -> None:
@@ -88,7 +91,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _settle_signals()  # commands that tests run in this process install handlers
         faults = [*_orphans()]
         if nextitem is None:
-            faults += [*_left_processes(), *_listeners(), *_left_files()]
+            faults += [*_left_processes(), *_listeners(), *_left_files(item.config.rootpath)]
         if faults:
             pytest.fail(f"the tests of {item.path.name} have left behind:\n" + "\n".join(faults), pytrace=False)
 
@@ -102,7 +105,7 @@ def _orphans() -> Iterator[str]:
 
 
 def _left_processes() -> Iterator[str]:
-    left = [each for each in _marked() if not any(helper in _command(each) for helper in _OWN_HELPERS)]
+    left = [each for each in _marked() if not any(helper in _command(each) for helper in _END_WITH_US)]
     yield from _killed(psutil.wait_procs(left, _PATIENCE_S)[1], "at the end")
 
 
@@ -142,6 +145,10 @@ def _listeners() -> Iterator[str]:
             yield f"a listener of this process at {each.laddr.ip}:{each.laddr.port}"
 
 
-def _left_files() -> Iterator[str]:
-    """Files of ours in the directory of temporary files; others' programs leave what they like."""
-    yield from (f"the temporary file {each.name}" for each in _temporary.glob("*tinsmith*"))
+def _left_files(directory: Path) -> Iterator[str]:
+    """Files in the current directory; hidden ones are caches. Temporary files go with their directory."""
+    yield from (f"the file {name}" for name in set(_visible(directory)) - _before.get(directory, set()))
+
+
+def _visible(directory: Path) -> Iterator[str]:
+    return (each.name for each in directory.iterdir() if not each.name.startswith("."))
