@@ -1,6 +1,7 @@
 """Hundreds of streams of one run, whose owner logs a point after another."""
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ def prepare(url: str, key: str, base_model: str, *, links: int) -> tuple[str, li
 
 
 def hold_open(url: str, key: str, run: str, headers: Sequence[Header], *, streams: int, seconds: float) -> Counter[int]:
-    """Return how many streams were answered by which status. Whoever is refused asks again in a second."""
+    """Return how many streams were answered by which status. Whoever is refused asks again when the answer says so."""
     return asyncio.run(_hold_open(url, key, run, headers, streams, seconds))
 
 
@@ -40,11 +41,13 @@ async def _hold_open(
             try:
                 writer.write(request.encode())
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
-                    found[int((await reader.readline()).split()[1])] += 1
+                    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                    found[int(head.split()[1])] += 1
                     while await reader.read(1 << 16):
                         pass
-                    await asyncio.sleep(1)  # as the page does
-            except (TimeoutError, OSError, IndexError):
+                    retry_after = re.search(rb"retry-after: (\d+)", head)
+                    await asyncio.sleep(int(retry_after[1]) if retry_after else 1)
+            except (TimeoutError, OSError, asyncio.IncompleteReadError):
                 found[0] += 1
             finally:
                 writer.transport.abort()
