@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -16,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import FileFields
+from tinsmith_checkpoints.huggingface import Field, FileFields
 
 Read = Callable[[Mapping[str, Any]], object]
 """Describes a model, given a config.json. Raises ConfigError."""
@@ -83,6 +85,34 @@ def contradictions(name: str, table: FileFields, read: Read) -> Iterator[str]:
             yield f"{field} has no meaning: {effects}"
         elif row.status == "only" and not (refused and all(f"{field} is " in effects[repr(each)] for each in refused)):
             yield f"not every other value of {field} is refused by name: {effects}"
+
+
+def meaningful(config: Any, rows: Mapping[str, Field]) -> Iterator[str]:
+    """Say which fields without a meaning have one in transformers: its logits change. `config`: of a tiny model.
+
+    Values that transformers cannot compute with say nothing.
+    """
+    model = AutoModelForCausalLM.from_config(config)
+    usual, weights = _logits(model), model.state_dict()
+    written = json.loads(config.to_json_string(use_diff=False))
+    for field in sorted(written.keys() & {name for name, row in rows.items() if row.status == "no meaning"}):
+        for value in _others(written[field]):
+            try:
+                other = AutoModelForCausalLM.from_config(type(config).from_dict({**written, field: value}))
+                own = {name: each.shape for name, each in other.state_dict().items()}
+                alike = {name: each for name, each in weights.items() if own.get(name) == each.shape}
+                other.load_state_dict(alike, strict=False)
+                changed = not torch.equal(_logits(other), usual)
+            except Exception:  # noqa: BLE001 - whatever classes raise for a value that they do not take
+                continue
+            if changed:
+                yield f"{field} = {value!r}"
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(3, 35)[None], return_dict=True).logits
+    return found
 
 
 def _others(value: Any) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import transformers
 from transformers.modeling_rope_utils import RopeParameters
 
 from tinsmith import ConfigError
-from tinsmith_checkpoints.huggingface import short_rope
+from tinsmith_checkpoints.huggingface import short_rope, tiny_config
 from tinsmith_checkpoints.huggingface.config_fields import COMMON_FIELDS, ROPE_FIELDS, WHOLE_FIELDS
 from tinsmith_checkpoints.huggingface.fields import ANNOUNCEMENTS
 from tinsmith_jax import ModelConfig
@@ -38,6 +38,16 @@ def test_every_field_of_the_class_has_a_status(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_status_says_what_another_value_does(name: str) -> None:
     assert list(config_walk.contradictions(name, fields_of(name), lambda config: config_of(config, PATH))) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("ForCausalLM")])
+def test_what_has_no_meaning_changes_nothing_in_transformers(name: str) -> None:
+    """DeepSeek V3 takes `head_dim` for its rotary embedding, and fails with any but `qk_rope_head_dim`, or 1."""
+    own = {field: row for field, row in fields_of(name).fields.items() if COMMON_FIELDS.get(field) != row}
+    rows = COMMON_FIELDS if name == "LlamaForCausalLM" else own
+    found = set(config_walk.meaningful(tiny_config(name), rows))
+    assert found <= ({"head_dim = 1"} if name == "DeepseekV3ForCausalLM" else set())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
