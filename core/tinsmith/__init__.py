@@ -76,7 +76,6 @@ from tinsmith.operations import (
 from tinsmith.references import log_privately
 from tinsmith.scheduler import Batch, Limits, Pending, Scheduler, SchedulerSpec
 from tinsmith.settings import Settings
-from tinsmith.tracking import track
 
 __all__ = [
     "BUILTIN_LOSSES",
@@ -150,6 +149,5 @@ __all__ = [
     "hookimpl",
     "log_privately",
     "step_result",
-    "track",
     "unless_diverged",
 ]

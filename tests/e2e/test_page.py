@@ -12,7 +12,7 @@ import tinker
 from browser import Browser
 from test_curves import WAIT_S, trained
 
-import tinsmith
+import tinsmith_trackers
 from tinsmith.figures import Figures, Gpu, HostReport, Interface, MemoryPlan, Report, encode_report
 from tinsmith.store import Lease
 from tinsmith.testing.harness import RunningServer, running_server
@@ -60,7 +60,7 @@ def test_a_run_is_seen_while_it_trains(server: RunningServer, connect: Connect, 
     before = browser.evaluate(caption)
     trained(first, 1)
     browser.until(f"{caption} !== {before!r}")
-    tinsmith.track(first).log(1, reward=0.5)
+    tinsmith_trackers.track(first).log(1, reward=0.5)
     browser.until("[...document.querySelectorAll('figcaption')].some((each) => each.textContent === 'reward0.5')")
     take("run")
 
@@ -115,7 +115,7 @@ def test_a_script_goes_on_from_a_checkpoint_near_a_point(
     run_id = run.get_info().model_id
     trained(run, 2)
     path = run.save_state("kept").result(WAIT_S).path
-    tinsmith.track(run).log(1, reward=0.123456789)
+    tinsmith_trackers.track(run).log(1, reward=0.123456789)
     browser.look(width=1280, height=800, dark=False)
     browser.open(f"{server.url}/?point#run={run_id}")
     browser.until("document.querySelector('figure .uplot')?.ariaLabel.startsWith('reward: ')")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
-import tinsmith
+import tinsmith_trackers
 from tinsmith.settings import ModelSettings, PluginSection
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.sdk_data import datum
@@ -93,7 +93,7 @@ def script(server: RunningServer) -> Iterator[Script]:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-ann") as client:
         script = Script(server, client)
         script.step([1.0, -2.0, 0.5], shift=0.25)
-        tinsmith.track(script.training).log_rewards(0, script.data, [0.5, 0.0, 2.5])
+        tinsmith_trackers.track(script.training).log_rewards(0, script.data, [0.5, 0.0, 2.5])
         yield script
 
 
@@ -135,7 +135,7 @@ def test_what_was_sampled_and_not_trained_is_listed_with_its_step(server: Runnin
     """A reward counts as for the others. It can be read in full, by whoever may read the run."""
     script = Script(server, connect(server.url, "tml-ann"))
     script.step([1.0, 2.0], filtered=2)
-    tinsmith.track(script.training).log_rewards(0, [*script.data, script.filtered[1]], [0.5, 0.25, 3.0])
+    tinsmith_trackers.track(script.training).log_rewards(0, [*script.data, script.filtered[1]], [0.5, 0.25, 3.0])
     answers = script.answers
     script.step([1.0])
     found = script.get(step=0)
@@ -221,7 +221,7 @@ def test_a_server_without_a_budget_keeps_none(tmp_path: Path) -> None:
         script.step([1.0])
         assert script.get()["steps"] == []
         with pytest.raises(ValueError, match=r"server\.rollout_bytes is 0"):
-            tinsmith.track(script.training).log_rewards(0, script.data, [1.0])
+            tinsmith_trackers.track(script.training).log_rewards(0, script.data, [1.0])
         curves = script.http.get("/metrics", headers={"x-api-key": "tml-ann"}).json()["series"]
         assert any(each["name"] == "sampler_kl:mean" and math.isfinite(each["values"][0]) for each in curves)
 
@@ -250,7 +250,7 @@ def test_the_page_marks_what_was_never_trained(
 ) -> None:
     script = Script(server, connect(server.url, "tml-ann"))
     script.step([1.0, 2.0], filtered=1)
-    tinsmith.track(script.training).log_rewards(0, [*script.data, *script.filtered], [0.5, 0.25, 3.0])
+    tinsmith_trackers.track(script.training).log_rewards(0, [*script.data, *script.filtered], [0.5, 0.25, 3.0])
     browser.look(width=1280, height=800, dark=False)
     browser.open(f"{script.url}/#run={script.run_id}&view=rollouts&key=tml-ann")
     browser.until("document.querySelector('#rollout .sampled')")

@@ -18,7 +18,7 @@ from tinsmith.loopback import is_loopback, open_url
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.harness import RunningServer, running_server
 from tinsmith.testing.ports import hold_port
-from tinsmith.tracking import Tracker
+from tinsmith_trackers.tracking import ScriptLog
 
 ROOT = Path(__file__).parents[2]
 ONE_PLACE = ROOT / "core/tinsmith/loopback.py"
@@ -56,7 +56,7 @@ def test_a_command_passes_the_proxy_by(server: RunningServer, dead_proxy: str, c
 
 def test_a_script_that_logs_metrics_passes_the_proxy_by(server: RunningServer, dead_proxy: str) -> None:
     with pytest.raises(ValueError, match="no-such-run"):  # so the server has answered
-        Tracker(server.url, "tml-x", "no-such-run").log(0, reward=1.0)
+        ScriptLog(server.url, "tml-x", "no-such-run").log(0, reward=1.0)
 
 
 def test_the_proxy_is_asked_for_other_machines(dead_proxy: str) -> None:

@@ -98,7 +98,6 @@ RULES: Mapping[str, str] = {
     "tinsmith.sql_store.group_commit:Grouping.open": LASTING,
     "tinsmith.sql_store.store:SqlStore.open": LASTING,
     "tinsmith.stopping:unless_stopped": AWAITED,
-    "tinsmith.tracking:track": AWAITED,
     "tinsmith_checkpoints.format:_each_described": AWAITED,
     "tinsmith_checkpoints.huggingface.hub_download:_fetch_all": AWAITED,
     "tinsmith_jax.adapters:from_canonical": AWAITED,

@@ -25,7 +25,6 @@ from tinsmith.commands.runs import add_run_commands
 from tinsmith.commands.serving import add_serving_commands
 from tinsmith.commands.session import add_session_commands
 from tinsmith.commands.status import add_status_commands
-from tinsmith.commands.track import track
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.loopback import exempt_loopback
 from tinsmith.plugins.loading import Plugins
@@ -97,7 +96,6 @@ def build_group(plugins: Plugins) -> typer.Typer:
     add_run_commands(group)
     add_status_commands(group)
     add_session_commands(group)
-    group.command("track")(track)
     add_plugin_commands(group)
     group.command("demo")(demo)
     add_checkpoint_commands(group)

@@ -15,7 +15,7 @@ import pytest
 import tinker
 from typer.testing import CliRunner
 
-import tinsmith
+import tinsmith_trackers
 from tinsmith.commands.cli import build_group
 from tinsmith.plugins.loading import Plugins
 from tinsmith.testing.harness import RunningServer, running_server
@@ -84,7 +84,7 @@ class Trained:
             base_model="toy", rank=4, user_metadata={"who": "ann"}
         ).result(WAIT_S)
         self.run_id = self.training.get_info().model_id
-        self.log = tinsmith.track(self.training).log
+        self.log = tinsmith_trackers.track(self.training).log
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

@@ -20,6 +20,8 @@ from tinsmith_trackers.server import Server, UnreachableError
 from tinsmith_trackers.tracker import Destination, Tracker, TrackerError
 
 T = TypeVar("T")
+Url = Annotated[str, typer.Option(envvar="TINKER_BASE_URL", help="URL of the server")]
+Key = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key whose runs are meant")]
 
 GROUP: Final = "tinsmith.trackers"
 _LEAST_S: Final = 0.5
@@ -41,8 +43,8 @@ def trackers(
     run: Annotated[
         list[str] | None, typer.Option(help="id of a run, or its beginning; default: all of the key")
     ] = None,
-    url: Annotated[str, typer.Option(envvar="TINKER_BASE_URL", help="URL of the server")] = "http://127.0.0.1:8000",
-    key: Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key whose runs are copied")] = "tml-local",
+    url: Url = "http://127.0.0.1:8000",
+    key: Key = "tml-local",
     once: Annotated[bool, typer.Option("--once", help="copy what is there and end, instead of following it")] = False,
     every: Annotated[float, typer.Option(min=_LEAST_S, help="seconds between two looks at the server")] = 5.0,
     state: Annotated[
@@ -50,7 +52,7 @@ def trackers(
     ] = None,
 ) -> None:
     """Copy the curves of runs to an experiment tracker, and follow them until Ctrl-C. Starting again goes on there."""
-    with _told_to_people():
+    with told_to_people():
         chosen = _load(tracker, Destination(project=project, directory=directory))
         file = state or _state_file(f"{tracker} {url} {chosen.place}")
         server = Server(url, key)
@@ -116,7 +118,7 @@ def _state_file(of: str) -> Path:
 
 
 @contextmanager
-def _told_to_people() -> Iterator[None]:
+def told_to_people() -> Iterator[None]:
     try:
         yield
     except TrackerError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from ipaddress import ip_address
 from typing import Final
+from urllib.parse import urlsplit
 
 _HOSTS: Final = ("localhost", "127.0.0.1", "::1")
 _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
@@ -19,3 +21,11 @@ def exempt_loopback(environ: MutableMapping[str, str]) -> None:
         return
     hosts += [host for host in _HOSTS if host not in hosts]
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(hosts)
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

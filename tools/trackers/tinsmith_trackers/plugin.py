@@ -1,4 +1,4 @@
-"""Offers `tinsmith trackers` where tinsmith is installed, too. Only tinsmith loads this module."""
+"""Offers `tinsmith trackers` and `tinsmith track` where tinsmith is installed, too. Only tinsmith loads this module."""
 
 from __future__ import annotations
 
@@ -15,5 +15,7 @@ hookimpl = pluggy.HookimplMarker("tinsmith")
 @hookimpl
 def tinsmith_register_commands(group: typer.Typer) -> None:
     from tinsmith_trackers.command import trackers
+    from tinsmith_trackers.following import track
 
     group.command("trackers")(trackers)
+    group.command("track")(track)

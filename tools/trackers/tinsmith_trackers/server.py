@@ -51,6 +51,11 @@ class Server:
             yield from (_listed(run) for run in page["runs"])
             offset, total = offset + _RUNS_AT_ONCE, page["cursor"]["total_count"]
 
+    def newest(self, number: int) -> list[Mapping[str, Any]]:
+        """Return the newest runs of the key's tenant, as the server lists them."""
+        found: list[Mapping[str, Any]] = self._get("/api/v1/runs", {"limit": number, "access_scope": "owned"})["runs"]
+        return found
+
     def steps(self, run_id: str, from_step: int) -> list[Step]:
         """Return the first `STEPS_AT_ONCE` steps from one on, in order, each with its finite values."""
         bounds = {"from_step": from_step, "num_steps": STEPS_AT_ONCE, "max_points": STEPS_AT_ONCE}
@@ -62,7 +67,7 @@ class Server:
                     values[series["name"]] = value
         return [Step(number=number, time_s=time_s, values=values) for number, (time_s, values) in sorted(found.items())]
 
-    def _get(self, path: str, parameters: Mapping[str, int]) -> Any:
+    def _get(self, path: str, parameters: Mapping[str, int | str]) -> Any:
         """Raise UnreachableError if a later request may be answered, TrackerError if none will."""
         try:
             answer = self._client.get(path, params=dict(parameters))

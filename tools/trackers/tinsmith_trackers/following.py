@@ -5,6 +5,7 @@ Each line of a `metrics.jsonl` is an object with `step` and the metrics of that 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -14,11 +15,10 @@ from typing import Annotated, Any, BinaryIO, Final
 
 import typer
 
-from tinsmith.commands.client import DEFAULT_KEY, DEFAULT_URL, ApiKey, ServerUrl, get_json
-from tinsmith.errors import UserError
-from tinsmith.processes.logs import printable
-from tinsmith.tracking import Point, Tracker
-from tinsmith_checkpoints.huggingface.outside_files import parse_json
+from tinsmith_trackers.command import Key, Url, told_to_people
+from tinsmith_trackers.server import Server, UnreachableError
+from tinsmith_trackers.tracker import TrackerError
+from tinsmith_trackers.tracking import Point, ScriptLog
 
 _AT_ONCE: Final = 500  # steps
 _LOOK_EVERY_S: Final = 1.0
@@ -29,8 +29,8 @@ LAST: Final = "last"
 def track(
     log_dir: Annotated[Path, typer.Argument(help="directory of `metrics.jsonl`, as the cookbook writes it")],
     run: Annotated[str | None, typer.Option(help="id of the run, required; `last`: the newest of this key")] = None,
-    url: ServerUrl = DEFAULT_URL,
-    key: ApiKey = DEFAULT_KEY,
+    url: Url = "http://127.0.0.1:8000",
+    key: Key = "tml-local",
     once: Annotated[bool, typer.Option("--once", help="end at the end of the file, instead of following it")] = False,
 ) -> None:
     """Add the metrics of a log directory to a run, and follow the file until Ctrl-C. Starting again repeats nothing.
@@ -38,11 +38,15 @@ def track(
     A line that is no JSON, such as one cut off by a crash, is left out with a warning. A file that is replaced or
     emptied is read from its beginning.
     """
-    file = log_dir / "metrics.jsonl"
+    with told_to_people():
+        _follow(log_dir / "metrics.jsonl", run, url, key, once=once)
+
+
+def _follow(file: Path, run: str | None, url: str, key: str, *, once: bool) -> None:
     if once and not file.exists():
         msg = f"there is no {str(file)!r}; pass the log directory of a recipe of the cookbook"
-        raise UserError(msg)
-    tracker = Tracker(url, key, _run_meant(run, url, key))
+        raise TrackerError(msg)
+    tracker = ScriptLog(url, key, _run_meant(run, url, key))
     typer.echo(f"adding {file} to run {tracker.run_id}")
     while True:
         while not file.exists():
@@ -63,14 +67,20 @@ def _run_meant(run: str | None, url: str, key: str) -> str:
     """Return the id. A script whose run has not begun yet may be meant, so no run is taken unless it is named."""
     if run not in (None, LAST):
         return run
-    newest = get_json(url, f"/api/v1/runs?limit={_NAMED}&access_scope=owned", key)["runs"]
+    server = Server(url, key)
+    try:
+        newest = server.newest(_NAMED)
+    except UnreachableError as error:
+        raise TrackerError(str(error)) from error
+    finally:
+        server.close()
     if not newest:
         msg = f"{url} has no run of this key; start the script first"
-        raise UserError(msg)
+        raise TrackerError(msg)
     if run is None:
         named = ", ".join(f"{each['run_id']} (created {each['created_at']})" for each in newest)
         msg = f"--run says which run these metrics are of; the newest of this key: {named}; or pass --run {LAST}"
-        raise UserError(msg)
+        raise TrackerError(msg)
     return str(newest[0]["run_id"])
 
 
@@ -84,11 +94,11 @@ def _is_replaced(file: Path, stream: BinaryIO) -> bool:
     return (named.st_dev, named.st_ino) != (read.st_dev, read.st_ino) or read.st_size < stream.tell()
 
 
-def _send(tracker: Tracker, points: list[Point]) -> None:
+def _send(tracker: ScriptLog, points: list[Point]) -> None:
     try:
         tracker.log_many(points)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise TrackerError(str(error)) from error
 
 
 def _batches(stream: BinaryIO) -> Iterator[list[Point]]:
@@ -103,7 +113,7 @@ def _batches(stream: BinaryIO) -> Iterator[list[Point]]:
         try:
             point = point_of(line)
         except ValueError:
-            shown = printable(line[:80].decode(errors="replace").rstrip())
+            shown = line[:80].decode(errors="replace").rstrip().encode("unicode_escape").decode()
             typer.echo(f"left out, no JSON: the line at byte {at}: {shown}", err=True)
             continue
         if point is not None:
@@ -120,7 +130,11 @@ def point_of(line: bytes) -> Point | None:
 
     Raise ValueError if it is no JSON, or nested too deeply.
     """
-    content: Any = parse_json(line)
+    try:
+        content: Any = json.loads(line)
+    except RecursionError as error:
+        msg = "it is nested too deeply"
+        raise ValueError(msg) from error
     step = content.get("step") if isinstance(content, dict) else None
     if not isinstance(step, int):
         return None

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any, Final
-from urllib.error import HTTPError, URLError
 from urllib.parse import quote
-from urllib.request import Request
 
-from tinsmith.loopback import open_url
+import httpx
+
+from tinsmith_trackers.loopback import is_loopback
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _PAUSES_S: Final = (0.5, 2.0)  # before each repetition
 Point = tuple[int, Mapping[str, float]]
 
 
-class Tracker:
+class ScriptLog:
     """Logs to one run. Logging a step again replaces the values of the same names, so it can be repeated."""
 
     def __init__(self, url: str, key: str, run_id: str) -> None:
@@ -65,19 +65,22 @@ class Tracker:
     def _post(self, url: str, data: bytes) -> Exception | None:
         """Return why it may work later, if so."""
         try:
-            open_url(Request(url, data, self._headers), timeout_s=_TIMEOUT_S).close()
-        except HTTPError as error:
-            with error:
-                if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code == HTTPStatus.TOO_MANY_REQUESTS:
-                    return error
-                msg = f"the server refuses what {self.run_id} logs: {error.read().decode(errors='replace')}"
-            raise ValueError(msg) from error
-        except (URLError, OSError) as error:
+            passes_proxies = is_loopback(url)
+            answer = httpx.post(
+                url, content=data, headers=self._headers, timeout=_TIMEOUT_S, trust_env=not passes_proxies
+            )
+        except httpx.TransportError as error:
             return error
+        code = answer.status_code
+        if code >= HTTPStatus.INTERNAL_SERVER_ERROR or code == HTTPStatus.TOO_MANY_REQUESTS:
+            return httpx.HTTPStatusError(f"it answers {code}", request=answer.request, response=answer)
+        if not answer.is_success:
+            msg = f"the server refuses what {self.run_id} logs: {answer.text}"
+            raise ValueError(msg)
         return None
 
 
-def track(training_client: Any) -> Tracker:  # Any: a TrainingClient of the SDK, which tinsmith does not require
+def track(training_client: Any) -> ScriptLog:  # Any: a TrainingClient of the SDK, which this package does not require
     """Return what logs to the run of a training client, with the URL and the key of that client."""
     from tinker.lib.client_connection_pool_type import ClientConnectionPoolType  # there is a client, so there is an SDK
 
@@ -88,7 +91,7 @@ def track(training_client: Any) -> Tracker:  # Any: a TrainingClient of the SDK,
             return str(client.base_url), await client.custom_auth.get_token() or ""
 
     url, key = holder.run_coroutine_threadsafe(credentials()).result()
-    return Tracker(url, key, training_client.get_info().model_id)
+    return ScriptLog(url, key, training_client.get_info().model_id)
 
 
 def _as_json(values: Mapping[str, float]) -> dict[str, float | None]:
