@@ -13,6 +13,7 @@ from tokenizers.models import BPE
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tinsmith import UserError
+from tinsmith_checkpoints.huggingface import Json
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 from tinsmith_checkpoints.huggingface.tiny_tokenizer import chat_template
 from tinsmith_openai.answers import chat_message, finished_text
@@ -124,13 +125,30 @@ def test_tools_that_a_template_does_not_show_or_nobody_can_read_are_refused(
     assert refused.value.field == "tools"
 
 
-def test_a_template_may_join_arguments_to_text() -> None:
-    source = "{% for call in messages[0].tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+JOINS = "{% for call in message.tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+LOOKS = "{% if 'content' in message and 'x' in message.content %}x{% endif %}"
+OBJECT = "{{ message.tool_calls[0].function.arguments.a }}{{ message.content is none }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (OBJECT, "éTrue"),
+        (JOINS, 'add{"a": "é"}'),
+        (LOOKS + OBJECT, "éFalse"),
+        ("{{ message.content[:1] }}" + OBJECT, "éFalse"),
+        (LOOKS + JOINS, 'add{"a": "é"}'),
+        ("{{ message.thinking }}", "well"),
+        ("{{ message.thinking }}{{ message.reasoning_content }}", "well"),
+    ],
+)
+def test_a_template_gets_messages_in_the_way_that_it_expects(source: str, expected: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
-    said = ChatTemplate(source, {}).render(
-        [{"role": "assistant", "tool_calls": [call]}], tools=[], options={}, add_generation_prompt=False
+    message: dict[str, Json] = {"role": "assistant", "content": None, "reasoning_content": "well", "tool_calls": [call]}
+    said = ChatTemplate("{% set message = messages[0] %}" + source, {}).render(
+        [message], tools=[], options={}, add_generation_prompt=False
     )
-    assert said == 'add{"a": "é"}'
+    assert said == expected
 
 
 def test_a_template_takes_no_other_messages() -> None:

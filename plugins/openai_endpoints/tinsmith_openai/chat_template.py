@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, UndefinedError, nodes
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls  # noqa: N812 - a class
 from jinja2.parser import Parser
@@ -19,6 +19,8 @@ from tinsmith_openai.tool_calls import form_of, marks_of, reasoning_of
 
 _TOOLS_NAMES: Final = ("tools", "xml_tools")  # the second one is SmolLM3's
 _LATE: Final = "said later"
+Messages = list[Mapping[str, Json]]
+
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -74,7 +76,6 @@ class ChatTemplate:
         values: dict[str, Any] = {
             **self._special_tokens,
             **options,
-            "messages": messages,
             "tools": tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -82,11 +83,9 @@ class ChatTemplate:
         if tools:
             values[self._tools_name or "tools"] = tools
         template = self._for_tools if tools else self._template
+        given = self._with_thoughts(messages)
         try:
-            try:
-                return template.render(values)
-            except TypeError:  # some join the arguments of calls to text
-                return template.render(values | {"messages": _with_text_arguments(messages)})
+            return self._rendered(template, values, given)
         except UserError:
             raise
         except Exception as error:  # a template is a program: unexpected input may make it fail in any way
@@ -101,6 +100,31 @@ class ChatTemplate:
             return _LATE in self.render(said, tools=[], options={}, add_generation_prompt=True)
         except UserError:
             return False
+
+    def _rendered(self, template: Template, values: Mapping[str, Any], messages: Messages) -> str:
+        failed: Exception | None = None
+        for change in _WAYS:
+            try:
+                return template.render({**values, "messages": change(messages)})
+            except (TypeError, UndefinedError) as error:  # perhaps the template expects them in another way
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
+    def knows(self, role: str) -> bool:
+        return role in self.source and role in self.tools_source
+
+    def _with_thoughts(self, messages: Sequence[Mapping[str, Json]]) -> Messages:
+        """Give reasoning the name by which the template knows it. gpt-oss takes none beside text before a call."""
+        if "reasoning_content" in self.tools_source or ".thinking" not in self.tools_source:
+            return list(messages)
+        return [
+            {**message, "thinking": thought}
+            if (thought := message.get("reasoning_content"))
+            and not (message.get("content") and "tool_calls" in message)
+            else message
+            for message in messages
+        ]
 
     def check_tools(self) -> None:
         """Raise ToolsError if the template does not show tools, or nobody could read the calls that it asks for."""
@@ -177,13 +201,31 @@ def _named(templates: Json) -> dict[str, str]:
     return found
 
 
-def _with_text_arguments(messages: Sequence[Mapping[str, Json]]) -> list[dict[str, Any]]:
+def _as_they_are(messages: Messages) -> Messages:
+    return messages
+
+
+def _with_texts(messages: Messages) -> Messages:
+    """Some templates look into what a message says although it only calls tools, such as those of Qwen3 and gpt-oss."""
+    return [{**message, "content": ""} if message.get("content") is None else message for message in messages]
+
+
+def _with_text_arguments(messages: Messages) -> Messages:
+    """Some templates join the arguments of calls to text, such as those of DeepSeek."""
     return [
         {**message, "tool_calls": [_with_text(call) for call in calls]}
         if isinstance(calls := message.get("tool_calls"), list)
-        else dict(message)
+        else message
         for message in messages
     ]
+
+
+def _with_both(messages: Messages) -> Messages:
+    return _with_text_arguments(_with_texts(messages))
+
+
+_WAYS: Final = (_as_they_are, _with_texts, _with_text_arguments, _with_both)
+"""In which a template may expect messages, the usual one first."""
 
 
 def _with_text(call: Any) -> dict[str, Any]:  # Any: a call as `conversations` makes it

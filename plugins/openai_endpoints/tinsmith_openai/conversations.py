@@ -155,7 +155,7 @@ def _for_template(text: ModelText, message: Message, *, is_first: bool) -> Objec
     """
     given: Object = message.model_dump(exclude_none=True, exclude={"type"})
     given["content"] = message.text
-    if message.role == "developer" and message.role not in text.template.source:
+    if message.role == "developer" and not text.template.knows(message.role):
         given["role"] = "system"
     if given["role"] == "system" and not is_first and not text.template.shows_late_system:
         given["role"] = "user"
