@@ -46,7 +46,7 @@ LIMITED_BY: Mapping[str, str] = {
     "server.routes.futures:_wait": POLLS,
     "server.routes.futures:retrieve_futures": POLLS,
     "server.routes.downloads:get_file": DOWNLOADS,
-    "server.routes.downloads:get_archive": DOWNLOADS,
+    "server.routes.downloads:_sent": DOWNLOADS,
     "server.routes.uploads:put_file": (
         "tests/unit/test_what_stays_open.py::test_an_upload_is_a_request_in_progress_of_whoever_began_it"
     ),
