@@ -46,6 +46,7 @@ from tinsmith.sql_store.config import SqlStoreConfig
 from tinsmith.sql_store.store import SqlStore
 from tinsmith.store import EngineRecord, EngineState, RunState, StoreContext
 from tinsmith.testing.engine_driver import WAIT_S, EngineDriver, take_over
+from tinsmith_checkpoints.huggingface.safetensors_files import read_header, shard_name, write_index
 from tinsmith_checkpoints.huggingface.tiny_model import TinyShape, write_tiny_model
 
 STAY = (
@@ -205,15 +206,17 @@ async def test_a_broken_download_is_given_up_at_once_and_the_file_is_named(tmp_p
     """It was taken for a crash, and tried again for minutes."""
     directory = tmp_path / "model"
     write_tiny_model(directory, TinyShape(num_layers=1))
-    size = (directory / "model.safetensors").stat().st_size
-    os.truncate(directory / "model.safetensors", size - 8)
+    shard = (directory / "model.safetensors").rename(directory / shard_name("model", 0, 1))
+    write_index(directory, "model", dict.fromkeys(read_header(shard), shard.name), 1)
+    size = shard.stat().st_size
+    os.truncate(shard, size - 8)
     broken = ModelSettings(name="broken", path=directory, backend=PluginSection(plugin="jax"))
     async with supervised(settings_for(tmp_path, broken), store):
         failed = await until(store, lambda record: record.restarts or record.state == EngineState.FAILED, "broken")
     assert (failed.state, failed.restarts) == (EngineState.FAILED, 0)
     assert "fix it and restart the server" in failed.detail
     assert failed.failure is not None
-    assert f"model.safetensors is damaged: it is cut short: it has {size - 8} bytes, and its" in failed.failure.cause
+    assert f"{shard.name} is damaged: it is cut short: it has {size - 8} bytes, and its" in failed.failure.cause
     assert "download or copy the files again" in failed.failure.cause
 
 
