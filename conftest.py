@@ -46,14 +46,40 @@ _ON_POSTGRES = (
     "test_sql_store_contract",
     "test_stateful",
 )
-_GROUPS = (  # one process runs all of a group: its servers, ranks and compiled programs are made once; longest first
-    ("jax", ["plugins/jax_backend/tests", *_JAX_OUTSIDE_ITS_PLUGIN, *_WITH_PEFT]),
+_OF_ONE_JAX_BACKEND = tuple(
+    f"plugins/jax_backend/tests/test_{name}.py"
+    for name in (
+        "inflight_weights",
+        "jax_compilation",
+        "jax_devices",
+        "jax_isolation",
+        "jax_loading",
+        "jax_parity",
+        "jax_routing_replay",
+        "jax_state",
+        "native",
+        "prefixes",
+        "sampler",
+        "sampler_faults",
+        "sampler_life",
+        "sampling_isolation",
+        "side_by_side",
+    )
+)
+_GROUPS = (  # one process runs all of a group: its servers, ranks and backends are made once; longest first
+    ("jax", _OF_ONE_JAX_BACKEND),
+    ("jax otherwise", ["plugins/jax_backend/tests"]),
+    ("jax served", [*_JAX_OUTSIDE_ITS_PLUGIN, *_WITH_PEFT]),
     ("ranks", [*(f"plugins/{name}/tests" for name in _OF_RANKS), "tools/workbench/tests/test_rehearsals.py"]),
     ("crash", ["tests/crash"]),
     ("examples", ["tests/e2e/test_examples.py"]),
 )
 
 
+_LONG: dict[str, str | None] = {  # files, and the fixture of those of their tests that take long; None: all tests
+    "plugins/fsdp_backend/tests/test_torch_tutorial.py": None,
+    "tests/e2e/test_wheels.py": "dist",
+}
 _WITH_THE_SDK = (
     "tests/crash",
     "tests/e2e",
@@ -73,6 +99,7 @@ _WITH_THE_SDK = (
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_repetitions(items)
+    _mark_long(items)
     order = [name for name, _ in _GROUPS]
     items.sort(key=lambda item: order.index(name) if (name := _group(item.nodeid)) in order else len(order))
 
@@ -169,6 +196,15 @@ def _mark_repetitions(items: Iterable[pytest.Item]) -> None:
         seen.add(key)
 
 
+def _mark_long(items: Iterable[pytest.Item]) -> None:
+    """Leave to `make test-all` what holds documents and packages, and takes long, rather than what is served."""
+    for item in items:
+        file = str(item.path.relative_to(_ROOT)) if item.path.is_relative_to(_ROOT) else ""
+        fixture = _LONG.get(file, "-")
+        if fixture is None or fixture in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.thorough)
+
+
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Any]:  # Any: a Browser of tests/e2e/browser.py, which not every test can import
     from browser import running_browser
@@ -181,16 +217,18 @@ def browser(tmp_path: Path) -> Iterator[Any]:  # Any: a Browser of tests/e2e/bro
 
 
 @pytest.fixture
-def take(browser: Any, tmp_path: Path) -> Callable[[str], None]:
-    """Return what takes pictures of a view in all sizes and colours, and holds that nothing is wider than the page."""
+def take(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Return what holds that nothing of a view is wider than the page, and in the long run takes its pictures."""
     pictures = Path(os.environ.get("PAGE_PICTURES", tmp_path))
     sizes = {"desktop": (1280, 800), "phone": (390, 844)}
+    wanted = "PAGE_PICTURES" in os.environ or "not thorough" not in request.config.option.markexpr
 
     def take(view: str) -> None:
         for device, (width, height) in sizes.items():
-            for dark in (False, True):
+            for dark in (False, True) if wanted else (False,):
                 browser.look(width=width, height=height, dark=dark)
                 assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, device)
-                browser.picture(pictures / f"{view}-{device}-{'dark' if dark else 'light'}.png")
+                if wanted:
+                    browser.picture(pictures / f"{view}-{device}-{'dark' if dark else 'light'}.png")
 
     return take
