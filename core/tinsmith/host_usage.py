@@ -24,7 +24,7 @@ def usage_of_host(gpus: tuple[Gpu, ...], *, with_network: bool = True) -> HostRe
 def resident_bytes() -> int:
     """Return the memory of this process, 0 where the system has no such file."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -36,7 +36,7 @@ _RECEIVED, _SENT = 0, 8  # columns of the table
 def interfaces(table: Path = Path("/proc/self/net/dev")) -> tuple[Interface, ...]:
     """Return the network interfaces that have carried anything; none where the system has no such table."""
     try:
-        lines = table.read_text().splitlines()[2:]  # below two lines of headings
+        lines = table.read_text(encoding="utf-8").splitlines()[2:]  # below two lines of headings
     except OSError:
         return ()
     rows = [(name.strip(), counts.split()) for name, _, counts in (line.partition(":") for line in lines)]

@@ -102,7 +102,7 @@ def _lives(group: int) -> bool:
         return True
     for process in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just been reaped
-            state, _, its_group = process.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            state, _, its_group = process.read_text(errors="replace", encoding="utf-8").rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
                 return True
     return False

@@ -34,7 +34,12 @@ def tinsmith_register_routes(settings: "Settings", context: "RoutesContext") -> 
 
     router = APIRouter(include_in_schema=False)
     login = "" if settings.login is None else _LOGIN
-    html = (_FILES / "index.html").read_text().replace("{version}", version("tinsmith")).replace("{login}", login)
+    html = (
+        (_FILES / "index.html")
+        .read_text(encoding="utf-8")
+        .replace("{version}", version("tinsmith"))
+        .replace("{login}", login)
+    )
     files = {each.name: each for each in _FILES.iterdir() if each.name != "index.html"}
 
     @router.get("/")

@@ -175,7 +175,8 @@ def _progress() -> Iterator[Progress | None]:
         yield None
         return
     with (
-        os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal,  # because pytest captures the original
+        # a copy, because pytest captures the original
+        os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding=sys.stderr.encoding) as terminal,
         Console(file=terminal, emoji=False).status("collecting") as status,
     ):
         yield lambda done, total: status.update(f"{done} of {total} tests")

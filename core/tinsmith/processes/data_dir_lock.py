@@ -33,7 +33,7 @@ class DataDirLock:
         """Raise ConfigError if another process holds the lock, or the directory cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = os.fdopen(os.open(self._path, _FLAGS, 0o600), "r+")
+            file = os.fdopen(os.open(self._path, _FLAGS, 0o600), "r+", encoding="utf-8")
         except OSError as error:
             msg = f"server.data_dir: cannot write to {str(self._path.parent)!r}: {error.strerror}; choose another"
             raise ConfigError(msg) from error
@@ -72,7 +72,7 @@ def refuse_if_in_use(data_dir: DataDir, *, shared: bool) -> None:
         msg = f"server.data_dir: cannot write to {str(existing)!r}: {why}; choose another with --data-dir"
         raise ConfigError(msg)
     try:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), "r+")
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), "r+", encoding="utf-8")
     except FileNotFoundError:
         return
     except OSError as error:

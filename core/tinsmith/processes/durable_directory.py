@@ -33,7 +33,7 @@ def directory_faults(data_dir: DataDir) -> list[str]:
 
 def _lock_faults(file: Path) -> Iterator[str]:
     """Lock twice: the second must be refused, or two servers could write at once."""
-    with file.open("w") as first, file.open("w") as second:
+    with file.open("w", encoding="utf-8") as first, file.open("w", encoding="utf-8") as second:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

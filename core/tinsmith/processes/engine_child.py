@@ -154,7 +154,7 @@ class EngineChild:
         self.settings_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.settings_file.unlink(missing_ok=True)
         descriptor = os.open(self.settings_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(own.model_dump(mode="json", exclude_none=True, context=REVEAL), file)
 
     async def _pass_on(self, process: asyncio.subprocess.Process) -> None:

@@ -131,7 +131,7 @@ def life_sign(directory: Path, engine_id: str) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = _sign(directory, engine_id)
     fresh = path.with_suffix(".new")
-    with fresh.open("w") as file:
+    with fresh.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(running_kernel())
         file.flush()

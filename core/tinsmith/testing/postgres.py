@@ -151,7 +151,7 @@ class Postgres:
                 psycopg.connect(self._conninfo("postgres")).close()
             except psycopg.OperationalError as error:
                 if self._process.poll() is not None or time.monotonic() > until:
-                    msg = f"PostgreSQL did not start: {(self._root / 'log').read_text()}"
+                    msg = f"PostgreSQL did not start: {(self._root / 'log').read_text(encoding='utf-8')}"
                     raise RuntimeError(msg) from error
                 time.sleep(0.02)
             else:

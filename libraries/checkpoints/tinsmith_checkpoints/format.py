@@ -245,7 +245,7 @@ def _write_adapter(directory: Path, weights: Mapping[str, Array], config: Mappin
 
 
 def _write_config(directory: Path, config: Mapping[str, Json]) -> None:
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _tensors(kind: CheckpointKind, state: ModelState) -> dict[Kind, Mapping[str, Array]]:

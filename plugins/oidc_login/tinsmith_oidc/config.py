@@ -98,7 +98,7 @@ class OidcConfig(tinsmith.BackendConfig):
         if self.client_secret_file is None:
             return None if self.client_secret is None else self.client_secret.get_secret_value()
         try:
-            return self.client_secret_file.expanduser().read_text().strip()
+            return self.client_secret_file.expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             msg = f"login.client_secret_file: cannot read {str(self.client_secret_file)!r}: {error}"
             raise ConfigError(msg) from error

@@ -38,7 +38,7 @@ def main() -> None:
 
 def _private_output() -> TextIO:
     """Return what standard output was, and let all others write into nothing."""
-    own = os.fdopen(os.dup(1), "w")
+    own = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)

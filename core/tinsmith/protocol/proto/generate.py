@@ -27,7 +27,7 @@ def generate(directory: Path) -> None:
         msg = f"protoc failed with status {status} on {source}"
         raise RuntimeError(msg)
     module = directory / "tinsmith/protocol/proto/tinker_public_pb2.py"
-    module.write_text(_STAMP.sub("", module.read_text()))
+    module.write_text(_STAMP.sub("", module.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

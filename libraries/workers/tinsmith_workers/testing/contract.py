@@ -279,5 +279,5 @@ def wait_until_ended(pids: Sequence[int]) -> None:
 def alive(pid: int) -> bool:
     """Return whether a process of this machine runs; one that nobody has waited for yet does not."""
     with suppress(FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     return False

@@ -78,7 +78,7 @@ def rehearse(
         with Scratch("tinsmith-rehearsal-") as scratch:
             directory = scratch.path
             kind = str(model["architectures"][0]).removesuffix("ForCausalLM").lower()
-            (directory / "config.json").write_text(json.dumps({"model_type": kind, **model}))
+            (directory / "config.json").write_text(json.dumps({"model_type": kind, **model}), encoding="utf-8")
             setup = _setup(config, model, ranks, str(directory))
             bases = [_Unreal(setup, mesh, fake, counted, trainable=which) for which in _copies(loras)]
             with fake, counted, _logits_of(on_cpu=ranks.on_cpu):
