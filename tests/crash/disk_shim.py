@@ -102,7 +102,7 @@ class Disk(Control):
 
     def _restore(self, inode: int, found: Path | None, left: Path, kept: random.Random | None) -> None:
         """Make the directory `left` from its names. `found` is there now, unless it has been removed."""
-        left.mkdir()
+        left.mkdir(mode=0o700)  # as the product makes them
         names = self._names(inode)
         present = {} if found is None else {path.stat().st_ino: path for path in _files_and_directories(found)}
         if kept is not None:

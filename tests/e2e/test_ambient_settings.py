@@ -19,6 +19,9 @@ from tinsmith.lifeline import Tethered
 from tinsmith.testing.ports import hold_port
 from tinsmith.testing.served_process import wait_for_url, without_settings
 
+# What hands settings down forks, and a test before may have imported JAX, which warns of that: nothing of it is used.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 LIMIT_S = 600
 NAME = "L\u00e4ufe \u8d70\u308b"  # ASCII cannot show it
 

@@ -10,8 +10,10 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tinker
+from safetensors.numpy import save_file
 
 from tinsmith import BackendConfig, BackendContext, Placement
 from tinsmith.builtin.toy_backend import ToyBackend, ToyConfig
@@ -87,6 +89,7 @@ def test_a_documented_configuration_starts_as_planned(
 ) -> None:
     cards(number)
     (tmp_path / "config.json").write_text(json.dumps(known_config(MODEL)))
+    save_file({"read.by.nobody": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     plugins = Plugins.load()
     flags = [Flag("models.0.path", str(tmp_path))]
     settings = load_settings(plugins, file=ROOT / "deploy" / "gpus" / f"{file}.yaml", environ={}, flags=flags)

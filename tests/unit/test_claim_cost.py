@@ -60,6 +60,7 @@ def _session(tenant: str) -> dict[str, Any]:
         "last_seen_at": NOW,
         "heard_since": NOW - timedelta(hours=1),
         "tags": (),
+        "described_bytes": 0,
     }
 
 
@@ -72,6 +73,7 @@ def _run(tenant: str, name: str, *, arrived: int) -> dict[str, Any]:
         "lora": LORA,
         "created_at": NOW,
         "last_request_at": NOW,
+        "described_bytes": 0,
         "state": "ready",
         "next_seq_id": 1,
         "applied_seq_id": 0,

@@ -115,6 +115,7 @@ FORCED_BY: Mapping[str, str] = {
 """By module and function: a test that takes the side of GPUs with a stand-in for one."""
 
 WITHOUT_A_CHOICE = {
+    "tinsmith_openai.messages.bodies:CountTokensRequest._template_options": "the type of thinking, not of a device",
     "tinsmith_megatron.cpu_shim:_is_cuda": "reads what a call names, where there is no GPU",
 }
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import surroundings
+
+# What hands settings down forks, and a test before may have imported JAX, which warns of that: nothing of it is used.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 SETTLED = """
 import os, signal, subprocess, sys, tempfile

@@ -71,6 +71,9 @@ class SocketWakeUps(Channel):
                     continue
                 msg = f"cannot keep a socket in {self.directory}, tried {_MAX_BINDS} times: {error}"
                 raise ServerError(msg) from error
+            except OSError as error:
+                msg = f"cannot keep a socket in {self.directory}: {error}"
+                raise ServerError(msg) from error
             return
 
     async def close(self) -> None:
