@@ -124,6 +124,18 @@ def routes(app: FastAPI) -> list[tuple[str, str]]:
     return found
 
 
+async def test_a_wrong_link_is_a_strangers_whatever_key_comes_with_it(server: Server) -> None:
+    http = await server.start()
+    await spend(http)
+    for place in ("files", "archives", "traces", "uploads"):
+        for stamp in ("1", "no-number"):
+            method = "PUT" if place == "uploads" else "GET"
+            path = f"/api/v1/{place}/{stamp}/grant/signature/name"
+            assert (await http.request(method, path, headers=KEY)).status_code == 429, path
+    for path in ("/docs", "/openapi.json"):
+        assert (await http.get(path, headers=KEY)).status_code == 429, path
+
+
 @pytest.mark.parametrize("headers", [{}, WRONG], ids=["no key", "a wrong key"])
 async def test_a_tenant_notices_nothing(server: Server, headers: dict[str, str]) -> None:
     http = await server.start()

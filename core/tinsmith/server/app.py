@@ -17,7 +17,7 @@ from tinsmith.server import error_answers
 from tinsmith.server.api_keys import ApiKeys, KeyTokens
 from tinsmith.server.auth import actor_of, caller_of, identified, own_run
 from tinsmith.server.context import API_PREFIX, ServerContext
-from tinsmith.server.descriptions import add_descriptions
+from tinsmith.server.descriptions import DESCRIPTIONS, add_descriptions
 from tinsmith.server.issued_keys import IssuedKeys, find_usable
 from tinsmith.server.json_routes import JsonRoute
 from tinsmith.server.kept import Engines
@@ -133,7 +133,7 @@ async def create_app(
         identify=identify,
         look_up=look_up,
         in_thread=context.asks_plugins,
-        has_link=lambda path: context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now()),
+        opens=partial(_opens, context),
     )
     limits: tuple[Limit, ...] = (  # each request passes them in this order
         Gate(names=names_of(settings), strangers=strangers),
@@ -164,6 +164,13 @@ def _wrap(app: FastAPI) -> None:
     """Put the headers around everything: what `add_middleware` adds does not see answers to unexpected errors."""
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: SafeHeaders(build())  # type: ignore[method-assign]
+
+
+def _opens(context: ServerContext, path: str) -> bool | None:
+    """Return whether a signed link in a path is right; also False for what is the same for everybody."""
+    if path in DESCRIPTIONS:
+        return False
+    return context.signer.is_link(path.removeprefix(f"{API_PREFIX}/"), context.now())
 
 
 async def _look_up(

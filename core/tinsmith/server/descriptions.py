@@ -21,6 +21,8 @@ from tinsmith.server.kept import Reading
 from tinsmith.server.plugin_routes import Branch
 
 OPENAPI: Final = "/openapi.json"
+DESCRIPTIONS: Final = frozenset({OPENAPI, "/docs"})
+"""Large, and the same for everybody: whoever asks for them counts as a stranger."""
 _UI: Final = Path(fastapi_swagger.__file__).parent / "resources"
 _ASSETS: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")
 

@@ -61,11 +61,13 @@ class UrlSigner:
             raise AuthenticationError(msg)
         return Grant.parse(grant)
 
-    def is_link(self, path: str, now: datetime) -> bool:
-        """Return whether a path below the API's prefix belongs to a link made here. It may be revoked since."""
-        parts = path.split("/", 4)
-        if len(parts) < 5 or parts[0] not in ("files", "archives", "traces", "uploads"):
-            return False
+    def is_link(self, path: str, now: datetime) -> bool | None:
+        """Return whether the link of a path below the API's prefix was made here; None for a path of no link.
+
+        It may be revoked since.
+        """
+        if not path.startswith(_LINKS) or len(parts := path.split("/", 4)) < 5:
+            return None
         _, stamp, grant, signature, name = parts
         try:
             self.check(name, int(stamp), grant, signature, now)
@@ -77,4 +79,5 @@ class UrlSigner:
         return hmac.new(self._secret, f"{stamp}\0{grant}\0{name}".encode(), hashlib.sha256).hexdigest()
 
 
+_LINKS: Final = ("files/", "archives/", "traces/", "uploads/")
 _WRONG: Final = "the signature of this download link is wrong; ask for a new one"

@@ -167,8 +167,9 @@ class LimitsSettings(_Section):
         50.0,
         gt=0,
         description="requests per second of all callers without a valid key together, and five times as many at once "
-        "after a pause; more get a 429 after some seconds. Health probes do not count: beyond 20 per second from one "
-        "address, they are answered late",
+        "after a pause; more get a 429 after some seconds. Wrong links and the description of the API (`/docs`, "
+        "`/openapi.json`) count too, whatever key comes with them. Health probes do not count: "
+        "beyond 20 per second from one address, they are answered late",
     )
     streams_per_link: int = Field(
         20, ge=1, description="streams of one share link open at a time at each server; more get a 429"

@@ -71,7 +71,7 @@ class Strangers:
         identify: Identify,
         look_up: LookUp | None = None,
         in_thread: bool = True,
-        has_link: Callable[[str], bool] = lambda _path: False,
+        opens: Callable[[str], bool | None] = lambda _path: None,
         clock: Callable[[], float] = time.monotonic,
         pause: Pause = asyncio.sleep,
     ) -> None:
@@ -79,7 +79,8 @@ class Strangers:
 
         look_up: prepares `identify`; see ApiKeys.
         in_thread: whether `identify` may block, as a plugin does that asks elsewhere.
-        has_link: whether a path is a signed download link, which stands for a key.
+        opens: whether a path is a signed link, which stands for a key. False: nobody is known there, whatever key comes
+            with it: a wrong link, say. None: the key decides.
         """
         self._per_s = per_s
         detail = (
@@ -90,16 +91,16 @@ class Strangers:
         self._identify = identify
         self._look_up = look_up
         self._in_thread = in_thread
-        self._has_link = has_link
+        self._opens = opens
         self._buckets = TokenBuckets(clock)
         self._pause = pause
         self._known: OrderedDict[bytes, None] = OrderedDict()  # headers of callers that were identified
 
     async def admit(self, request: Incoming) -> Response | None:
         request.caller = await self._caller(request.scope)
-        if request.caller is not None or self._has_link(request.path):
-            return None
-        return await self.take(request)
+        opens = self._opens(request.path)
+        known = request.caller is not None if opens is None else opens
+        return None if known else await self.take(request)
 
     async def take(self, request: Incoming) -> Response | None:
         """Count a request of a stranger. If there is no room for it, return a late refusal."""
