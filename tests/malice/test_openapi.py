@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+import request_walk
 import requests
 import schemathesis
 from attacker import Answer
@@ -22,25 +23,8 @@ class Objects:
     def __init__(self, properties: Properties) -> None:
         attacker = properties.attacker
         attacker.end_session()
-        model_id = attacker.new_model()
-        session_id = model_id.partition(":")[0]
-        sampling = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": attacker.base_model}
-        sampler_id = attacker.ask("create_sampling_session", **sampling)["sampling_session_id"]
-        saved = attacker.ask("save_weights_for_sampler", model_id=model_id, seq_id=1, path="saved")["request_id"]
-        path = orjson.loads(attacker.result(saved).content)["path"]
         self._seq_id = 1
-        self._names = {
-            "session_id": session_id,
-            "model_id": model_id,
-            "base_model": attacker.base_model,
-            "sampling_session_id": sampler_id,
-            "sampler_id": sampler_id,
-            "request_id": saved,
-            "tinker_path": path,
-            "model_path": path,
-            "kind": "sampler_weights",
-            "name": "saved",
-        }
+        self._names = request_walk.objects(attacker)
 
     def put_into(self, case: Case) -> None:
         for place in (case.path_parameters, case.body):

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from tinsmith_checkpoints.errors import ConfigError, ServerError, TinsmithError
-from tinsmith_checkpoints.huggingface.outside_files import read_json
+from tinsmith_checkpoints.huggingface.outside_files import read_json, read_optional_object
 from tinsmith_checkpoints.huggingface.safetensors_files import shard_files
 from tinsmith_checkpoints.values import Json
 
@@ -75,7 +75,7 @@ def copy_model_files(source: Path, target: Path, *, dtype: str, tied: bool | Non
         if file.is_file() and not is_template and not file.name.endswith(".index.json") and file.name not in _NOT_OURS:
             shutil.copyfile(file, target / file.name)
     if named:
-        tokenizer = {**_read_object(source / "tokenizer_config.json"), "chat_template": named}
+        tokenizer = {**read_optional_object(source / "tokenizer_config.json"), "chat_template": named}
         (target / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n", encoding="utf-8")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -89,8 +89,3 @@ def _named_templates(source: Path) -> list[Json]:
     if files and (default := source / "chat_template.jinja").exists():
         files["default"] = default
     return [{"name": name, "template": file.read_text(encoding="utf-8")} for name, file in files.items()]
-
-
-def _read_object(file: Path) -> dict[str, Json]:
-    found = read_json(file) if file.exists() else {}
-    return found if isinstance(found, dict) else {}

@@ -8,6 +8,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
+from tinsmith_checkpoints.errors import ConfigError
 from tinsmith_checkpoints.values import Json
 
 MAX_JSON: Final = 32_000_000  # bytes: parsed, they may take some twenty times as many
@@ -65,6 +66,18 @@ def read_json(file: Path) -> Json:
         msg = f"it {fault}"
         raise ValueError(msg)
     return parse_json(content)
+
+
+def read_optional_object(file: Path) -> dict[str, Json]:
+    """Parse a file that may be missing; what is no object holds nothing. Raise ConfigError if it cannot be read."""
+    try:
+        parsed = read_json(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        msg = f"{str(file)!r} cannot be read as JSON: {error}"
+        raise ConfigError(msg) from error
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def parse_json(content: bytes) -> Json:

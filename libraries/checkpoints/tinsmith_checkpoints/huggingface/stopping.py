@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from tinsmith_checkpoints.errors import ConfigError, UnsupportedError
 from tinsmith_checkpoints.huggingface.fields import announce, shown
-from tinsmith_checkpoints.huggingface.outside_files import read_json
+from tinsmith_checkpoints.huggingface.outside_files import read_optional_object
 from tinsmith_checkpoints.huggingface.text_steps import TextSteps
 from tinsmith_checkpoints.huggingface.tokenizer_fields import GENERATION_CONFIG_FIELDS
 from tinsmith_checkpoints.huggingface.tokenizer_files import read_tokenizer, special_tokens, tokenizer_config
-from tinsmith_checkpoints.values import Json, StopReason
+from tinsmith_checkpoints.values import StopReason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -105,7 +105,7 @@ class StopWatch:
 def _configured_eos(model_path: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = model_path / name
-        config = _read_json(file)
+        config = read_optional_object(file)
         if name == GENERATION_CONFIG_FIELDS.file:
             announce(file, GENERATION_CONFIG_FIELDS.unknown(config))
         eos = config.get("eos_token_id")
@@ -116,17 +116,6 @@ def _configured_eos(model_path: Path) -> tuple[int, ...]:
                 raise ConfigError(msg)
             return tuple(tokens)
     return ()
-
-
-def _read_json(path: Path) -> dict[str, Json]:
-    try:
-        parsed = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        msg = f"{str(path)!r} cannot be read as JSON: {error}"
-        raise ConfigError(msg) from error
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _tokenizer_eos(model_path: Path, tokenizer: "Tokenizer | None") -> set[int]:

@@ -9,7 +9,7 @@ import msgspec
 
 from tinsmith_checkpoints.errors import ConfigError
 from tinsmith_checkpoints.huggingface.fields import FileFields, announce, holds_something
-from tinsmith_checkpoints.huggingface.outside_files import open_regular, read_json
+from tinsmith_checkpoints.huggingface.outside_files import open_regular, read_optional_object
 from tinsmith_checkpoints.huggingface.tokenizer_fields import (
     ADDED_TOKEN_FIELDS,
     TOKENIZER_CONFIG_FIELDS,
@@ -75,11 +75,11 @@ def tokenizer_config(directory: Path) -> dict[str, Json]:
     Raise ConfigError, naming the field, for what is not honoured. What is not known is announced.
     """
     file = directory / "tokenizer_config.json"
-    config = _read_object(file)
+    config = read_optional_object(file)
     _refuse(TOKENIZER_CONFIG_FIELDS, config, file)
     announce(file, [name for name in TOKENIZER_CONFIG_FIELDS.unknown(config) if not name.endswith(_TOKEN)])
     if "added_tokens_decoder" not in config:
-        config |= _read_object(directory / "special_tokens_map.json")
+        config |= read_optional_object(directory / "special_tokens_map.json")
     return config
 
 
@@ -173,14 +173,3 @@ def _text(value: Json) -> str:
     """Return a special token; older files hold its whole description."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""
-
-
-def _read_object(path: Path) -> dict[str, Json]:
-    try:
-        parsed = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        msg = f"{str(path)!r} cannot be read as JSON: {error}"
-        raise ConfigError(msg) from error
-    return parsed if isinstance(parsed, dict) else {}

@@ -1,6 +1,7 @@
 """The calls of DeepSeek: V3 and R1, V3.1, and V3.2 in tags."""
 
 import re
+from collections.abc import Callable
 from typing import Final
 
 from tinsmith_openai.tool_calls.answers import Calls
@@ -31,17 +32,7 @@ _DESCRIBED: Final = re.compile(re.escape(_PARAMETER) + r'name="([^"]*)"(?: strin
 
 def deepseek(source: Source, calls: Calls) -> Parse[bool]:
     """V3 and R1: `function`, a separator, the name, and JSON in a block of code. V3.1: the name, a separator, JSON."""
-    found = False
-    while True:
-        place = source.at
-        yield from source.space()
-        if (yield from source.literal(_CALL)) is None or not (yield from _deepseek_call(source, calls)):
-            source.at = place
-            break
-        found = True
-    if found:
-        yield from close(source, _CALLS_END)
-    return found
+    return (yield from _in_a_row(source, calls, _CALL, _deepseek_call, _CALLS_END))
 
 
 def _deepseek_call(source: Source, calls: Calls) -> Parse[bool]:
@@ -65,17 +56,7 @@ def _deepseek_call(source: Source, calls: Calls) -> Parse[bool]:
 
 def dsml(source: Source, calls: Calls) -> Parse[bool]:
     """DeepSeek V3.2: invocations with named parameters, each of which says whether it is a string."""
-    found = False
-    while True:
-        place = source.at
-        yield from source.space()
-        if (yield from source.literal(_INVOKE)) is None or not (yield from _invocation(source, calls)):
-            source.at = place
-            break
-        found = True
-    if found:
-        yield from close(source, *_TAGGED_ENDS)
-    return found
+    return (yield from _in_a_row(source, calls, _INVOKE, _invocation, *_TAGGED_ENDS))
 
 
 def _invocation(source: Source, calls: Calls) -> Parse[bool]:
@@ -100,3 +81,20 @@ def _invocation(source: Source, calls: Calls) -> Parse[bool]:
     if (yield from source.literal(_INVOKE_END)) is not None:
         yield from arguments.end()
     return True
+
+
+def _in_a_row(
+    source: Source, calls: Calls, mark: str, read: Callable[[Source, Calls], Parse[bool]], *ends: str
+) -> Parse[bool]:
+    """Read calls that each begin with a mark, and the end of all. Return whether there was one."""
+    found = False
+    while True:
+        place = source.at
+        yield from source.space()
+        if (yield from source.literal(mark)) is None or not (yield from read(source, calls)):
+            source.at = place
+            break
+        found = True
+    if found:
+        yield from close(source, *ends)
+    return found
